@@ -1,0 +1,34 @@
+"""Asynchronous SGD for PyTorch Lightning: ``Trainer(strategy=ASGDStrategy(nsync=10))``.
+
+The names that need Lightning are loaded when they are first used, so that server processes never import it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_asgd.errors import ASGDError
+
+if TYPE_CHECKING:
+    from lightning_asgd.config import Timeouts
+    from lightning_asgd.stats import ExchangeRecord, ExchangeStats
+    from lightning_asgd.strategy import ASGDStrategy
+
+__all__ = ["ASGDError", "ASGDStrategy", "ExchangeRecord", "ExchangeStats", "Timeouts", "__version__"]
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ASGDStrategy": "lightning_asgd.strategy",
+    "ExchangeRecord": "lightning_asgd.stats",
+    "ExchangeStats": "lightning_asgd.stats",
+    "Timeouts": "lightning_asgd.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

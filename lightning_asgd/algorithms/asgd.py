@@ -1,0 +1,92 @@
+r"""Asynchronous SGD with weight deltas: the rule of the founding paper, and the mean that converges like DDP.
+
+.. math::  w \leftarrow w + s\,(x_i - w_i)
+
+:math:`x_i` are worker *i*'s weights when it pushes, :math:`w_i` the server's weights it last fetched, and *s* the
+scale.
+
+References:
+    T. Paine, H. Jin, J. Yang, Z. Lin, T. Huang, "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural
+    Network Training", 2013 (arXiv 1312.6186): ``s = 1``, every push is added as it comes.
+    J. Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 (Downpour SGD client).
+
+Departures:
+    The papers add every push whole (``scale="sum"``), which multiplies the outer learning rate by the number of
+    workers and needs a warm start. The default ``scale="mean"`` adds 1/N of each, so that one round of N pushes moves
+    the weights by their mean, as DDP's averaged gradient does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.messages import Role
+
+__all__ = ["ASGD", "parse_scale"]
+
+
+@dataclass(frozen=True)
+class ASGD:
+    """Add each update, scaled.
+
+    Args:
+        scale: ``"mean"`` adds 1 / live workers of an update, ``"sum"`` all of it, a number that fraction of it.
+
+    State:
+        none beside the weights.
+
+    Staleness:
+        ignored: an update is added whole however old its base is.
+
+    Example:
+        >>> import torch
+        >>> w = torch.zeros(2)
+        >>> ASGD("mean").apply(Role.PARAMETER, w, torch.tensor([1.0, 3.0]), live=2, out=w)
+        >>> w.tolist()
+        [0.5, 1.5]
+    """
+
+    scale: str | float = "mean"
+
+    def factor(self, role: Role, live: int) -> float:
+        """What an update of ``role`` is multiplied with while ``live`` workers take part."""
+        if role is Role.AVERAGE or self.scale == "mean":
+            return 1.0 / max(live, 1)
+        return 1.0 if self.scale == "sum" else float(self.scale)
+
+    def apply(self, role: Role, weights: Tensor, update: Tensor, *, live: int, out: Tensor) -> None:
+        """Write the new weights to ``out``.
+
+        Args:
+            role: how the scalars combine.
+            weights: current weights, shape ``(n,)``.
+            update: what the worker pushed, shape ``(n,)``: a difference of weights, or for
+                :attr:`Role.LARGEST` the worker's values.
+            live: number of workers that take part.
+            out: where the result goes; may be ``weights`` or ``update`` itself.
+        """
+        if role is Role.LARGEST:
+            torch.maximum(weights, update, out=out)
+        else:
+            torch.add(weights, update, alpha=self.factor(role, live), out=out)
+
+
+def parse_scale(scale: object) -> str | float:
+    """Check a user's ``scale``.
+
+    Raises:
+        ConfigurationError: it is neither ``"mean"``, ``"sum"`` nor a positive finite number.
+    """
+    if isinstance(scale, str) and scale in ("mean", "sum"):
+        return scale
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0:
+        return float(scale)
+    raise ConfigurationError(
+        f"scale={scale!r} is unknown. Expected 'mean', 'sum' or a positive number. "
+        "Use 'mean' unless you know better: it converges like DDP with the same hyper-parameters."
+    )

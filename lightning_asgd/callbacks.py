@@ -1,0 +1,25 @@
+"""The callback that marks sync points for the strategy. The strategy puts it first in the Trainer's list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_asgd._lightning import Callback
+
+__all__ = ["SyncPoints"]
+
+
+class SyncPoints(Callback):  # type: ignore[misc]
+    """Ends the asynchronous phase before other callbacks look at weights or metrics.
+
+    Strategy hooks alone would not do: Lightning has none for the end of an epoch, and calls the one for the start of
+    a validation after the callbacks'.
+    """
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let everybody validate the same weights."""
+        trainer.strategy.sync_point("validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let everybody end the epoch with the same weights."""
+        trainer.strategy.sync_point("epoch end")

@@ -1,0 +1,100 @@
+"""The settings of a run, checked where they are given, and every environment variable this package reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lightning_asgd.algorithms import parse_scale
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["RENDEZVOUS_ENV", "ExchangeConfig", "Timeouts"]
+
+RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
+"""``host:port`` of the store where a job's processes find each other; set for the workers that the launcher starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long to wait, in seconds. A process that dies is noticed at once; these are for those that hang."""
+
+    start_s: float = 120.0
+    """For servers and workers to start. Raise it if importing your script takes minutes."""
+    exchange_s: float = 300.0
+    """For an exchange to be answered. Raise it if the weights take longer than that through your network."""
+    collective_s: float = 1800.0
+    """For all workers to reach a sync point: the epoch's end, a validation. Must exceed the slowest worker's lag."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+                raise ConfigurationError(f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """When and how a worker exchanges with the servers."""
+
+    nfetch: int
+    """Optimizer steps between two fetches."""
+    npush: int
+    """Optimizer steps between two pushes."""
+    scale: str | float = "mean"
+    """What an update is multiplied with: ``"mean"`` (1 / live workers), ``"sum"`` (1), or a number."""
+    overlap: bool = True
+    """Train on while an exchange is under way."""
+    max_offline_steps: int = 1000
+    """Steps a worker takes alone while an exchange is under way before it waits for the answer."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        nsync: Any,
+        nfetch: Any = None,
+        npush: Any = None,
+        scale: Any = "mean",
+        overlap: Any = True,
+        max_offline_steps: Any = 1000,
+        timeouts: Timeouts | None = None,
+    ) -> ExchangeConfig:
+        """Check what a user gave.
+
+        Args:
+            nsync: default of ``nfetch`` and ``npush``.
+            nfetch: steps between two fetches; None means ``nsync``.
+            npush: steps between two pushes; None means ``nsync``.
+            scale: see the attribute.
+            overlap: see the attribute.
+            max_offline_steps: see the attribute.
+            timeouts: None means the defaults.
+
+        Raises:
+            ConfigurationError: a value is of the wrong type or out of range.
+        """
+        nsync = positive_int("nsync", nsync)
+        if not isinstance(overlap, bool):
+            raise ConfigurationError(f"overlap={overlap!r}. Expected True or False.")
+        if timeouts is not None and not isinstance(timeouts, Timeouts):
+            raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
+        return cls(
+            nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
+            npush=nsync if npush is None else positive_int("npush", npush),
+            scale=parse_scale(scale),
+            overlap=overlap,
+            max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
+            timeouts=timeouts or Timeouts(),
+        )
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Check that a setting is a whole number of at least 1.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least 1, such as {name}=10.")

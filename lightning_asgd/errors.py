@@ -1,0 +1,95 @@
+"""Every exception this package raises.
+
+::
+
+    ASGDError (RuntimeError)
+    ├── ConfigurationError (also ValueError)   a setting is wrong; nothing was started
+    ├── LaunchError                            a server or a worker did not start
+    ├── ServerLostError                        a server died or does not answer
+    ├── WorkerLostError                        a worker died, or this worker was declared dead
+    ├── LayoutMismatchError                    workers hold modules of different shape
+    ├── ProtocolError                          a message that does not fit the session
+    ├── CollectiveMismatchError                workers called different collectives
+    └── CollectiveTimeoutError                 a collective was not answered in time
+
+Each takes one message string, because an exception crosses a process boundary as text only. A message names what
+failed, the value, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ASGDError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConfigurationError",
+    "LaunchError",
+    "LayoutMismatchError",
+    "ProtocolError",
+    "ServerLostError",
+    "WorkerLostError",
+    "error_from",
+]
+
+
+class ASGDError(RuntimeError):
+    """Root of the tree: catch this to catch every error of this package."""
+
+
+class ConfigurationError(ASGDError, ValueError):
+    """A setting is wrong. Raised before any process is started."""
+
+
+class LaunchError(ASGDError):
+    """A server or a worker did not start; the message holds the last lines of its log."""
+
+
+class ServerLostError(ASGDError):
+    """A server died or did not answer within the time allowed."""
+
+
+class WorkerLostError(ASGDError):
+    """A worker that others need is gone, or this worker was declared dead by the others."""
+
+
+class LayoutMismatchError(ASGDError):
+    """The modules of two workers differ; the message names the first parameter that does."""
+
+
+class ProtocolError(ASGDError):
+    """A message does not fit the session, for example one from an earlier session."""
+
+
+class CollectiveMismatchError(ASGDError):
+    """Workers called different collectives where they should have called the same one."""
+
+
+class CollectiveTimeoutError(ASGDError):
+    """A collective was not completed in time; the message names the workers that are missing."""
+
+
+_BY_NAME: dict[str, type[ASGDError]] = {
+    cls.__name__: cls
+    for cls in (
+        ASGDError,
+        ConfigurationError,
+        LaunchError,
+        ServerLostError,
+        WorkerLostError,
+        LayoutMismatchError,
+        ProtocolError,
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+    )
+}
+
+
+def error_from(name: str, message: str) -> ASGDError:
+    """Rebuild an error that a server reported.
+
+    Args:
+        name: class name, as in ``type(error).__name__``; an unknown one becomes :class:`ASGDError`.
+        message: text of the error.
+    """
+    cls = _BY_NAME.get(name)
+    return cls(message) if cls is not None else ASGDError(f"{name}: {message}")

@@ -1,0 +1,195 @@
+"""Starting a job: the rendezvous, the servers, and the workers with Lightning's own launchers.
+
+Lightning's launchers start the workers. What is added here: servers come first, worker processes end with the main
+process, and one worker's death does not end the others (Lightning's observer would kill the job).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asgd import supervisor
+from lightning_asgd._lightning import (
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    TorchElasticEnvironment,
+    set_num_threads_if_needed,
+)
+from lightning_asgd.config import RENDEZVOUS_ENV
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transport import rpc
+from lightning_asgd.transport.rpc import RpcTransport
+
+__all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
+
+_jobs = itertools.count()
+_hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
+_transport: RpcTransport | None = None  # kept from one call of the Trainer to the next
+
+
+@dataclass
+class Job:
+    """What all processes of a run agree on. Copied into the workers, so it holds plain values only.
+
+    Attributes:
+        num_servers: servers to start.
+        start_timeout_s: seconds to wait for servers and workers.
+        number: how many strategies were made before this one in this process; equal on all workers, which run the
+            same program.
+        launches: how often the Trainer was called with this strategy.
+        address: ``(host, port)`` of the rendezvous, None before the first launch.
+        interface: network interface for everything, ``"lo"`` on one machine.
+    """
+
+    num_servers: int
+    start_timeout_s: float
+    number: int = field(default_factory=lambda: next(_jobs))
+    launches: int = 0
+    address: tuple[str, int] | None = None
+    interface: str = "lo"
+
+    @property
+    def session(self) -> str:
+        """Name of the present run of fit, validate, test or predict."""
+        return f"{self.number}.{self.launches}"
+
+    def begin(self, environment: Any, num_nodes: int, *, is_main: bool) -> None:
+        """Find or host the rendezvous, and start the servers if this is the main process.
+
+        Args:
+            environment: Lightning's cluster environment.
+            num_nodes: number of machines.
+            is_main: whether this process is the one to start the servers.
+
+        Raises:
+            ConfigurationError: this torch cannot do RPC.
+            LaunchError: the rendezvous cannot be hosted.
+        """
+        rpc.check_available()
+        self.launches += 1
+        self.address = self._find_rendezvous(environment, num_nodes, is_main)
+        if num_nodes > 1:
+            self.interface = interface_of(local_address_towards(self.address[0]))
+        if is_main:
+            rendezvous = _hosted.get(self.address)
+            if rendezvous is None:
+                rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
+            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface)
+            rendezvous.put(f"session/{self.session}", overseer.keys)
+
+    def connect(self) -> RpcTransport:
+        """Wait for the servers of the present session and connect to them.
+
+        Returns:
+            the process's transport, kept from one session to the next while the servers stay the same.
+
+        Raises:
+            LaunchError: a server did not start.
+        """
+        global _transport
+        if self.address is None:
+            raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
+        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
+        keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
+        addresses = []
+        for index, key in enumerate(keys):
+            answer = rendezvous.get(key, f"Server {index}", self.start_timeout_s)
+            if "error" in answer:
+                raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+            addresses.append(answer["address"])
+        if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
+            _transport = RpcTransport(addresses, self.interface)
+        return _transport
+
+    def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
+        inherited = os.environ.get(RENDEZVOUS_ENV)
+        if inherited is not None:
+            host, _, port = inherited.rpartition(":")
+            return host, int(port)
+        if num_nodes == 1 and not environment.creates_processes_externally:
+            rendezvous = Rendezvous.host(LOOPBACK)
+            _hosted[rendezvous.address] = rendezvous
+            os.environ[RENDEZVOUS_ENV] = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
+            return rendezvous.address
+        if num_nodes > 1 and not isinstance(environment, TorchElasticEnvironment) and "MASTER_PORT" not in os.environ:
+            port_known = type(environment).__name__ != "LightningEnvironment"
+            if not port_known:
+                raise LaunchError(
+                    f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
+                    "the same on every machine: set MASTER_PORT to a free port of the first one."
+                )
+        address = (str(environment.main_address), int(environment.main_port))
+        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if is_main and not agent_store and address not in _hosted:
+            _hosted[address] = Rendezvous.host(*address)
+        return address
+
+
+class ScriptLauncher(SubprocessScriptLauncher):  # type: ignore[misc]
+    """Starts the servers, then the script once more for every further device.
+
+    Args:
+        job: shared with the strategy.
+        cluster_environment: Lightning's.
+        num_processes: workers on this machine.
+        num_nodes: number of machines.
+    """
+
+    def __init__(self, job: Job, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self.job = job
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start what is not running yet, then run ``function`` in this process, which is a worker itself."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        external = environment.creates_processes_externally
+        self.job.begin(environment, self.num_nodes, is_main=environment.global_rank() == 0)
+        if not external:
+            self._call_children_scripts()
+            first = environment.node_rank() * self.num_processes
+            watch = supervisor.ensure_watch()
+            for local_rank, process in enumerate(self.procs, start=1):
+                watch.add_worker(first + local_rank, process)
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
+    """Starts the servers, then forks or spawns every worker; this process only waits for them.
+
+    Args:
+        job: shared with the strategy.
+        strategy: the strategy, whose copies the workers use.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+    """
+
+    def __init__(self, job: Job, strategy: Any, start_method: str) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self.job = job
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the servers and the workers, wait for the workers, return worker 0's result."""
+        rpc.stop()  # an agent cannot be shared with forked children
+        self.job.begin(self._strategy.cluster_environment, 1, is_main=True)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """Send worker 0's statistics along with Lightning's results."""
+        return {
+            **super().get_extra_results(trainer),
+            "lightning_asgd_stats": pickle.dumps(trainer.strategy.stats),
+        }
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Keep worker 0's statistics."""
+        super().update_main_process_results(trainer, extra)
+        stats: ExchangeStats = pickle.loads(extra["lightning_asgd_stats"])  # from our own child
+        trainer.strategy.stats = stats

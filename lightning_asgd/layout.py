@@ -1,0 +1,219 @@
+"""Which scalar of which tensor lives on which server, and what a flat vector of them looks like.
+
+A layout is computed from a module's tensors alone, so every worker computes the same one. Tensors of the same dtype
+and :class:`~lightning_asgd.messages.Role` form a *group*: one flat vector. Each group is cut into as many contiguous
+ranges as there are servers, so every server holds an equal share of the bytes whatever the dtypes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
+from lightning_asgd.messages import Role
+
+__all__ = ["Group", "Layout", "Piece", "TensorSpec", "build_layout", "dtype_from_name", "dtype_name"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the module and its place: scalars ``offset : offset + numel`` of group ``group``."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """All tensors of one dtype and role; ``numel`` scalars in all."""
+
+    role: Role
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of scalars that is contiguous in its tensor and on its server.
+
+    Attributes:
+        tensor: index of the tensor in the layout.
+        start: first scalar within the flattened tensor.
+        length: number of scalars.
+        server: server that holds them.
+        group: group they belong to.
+        offset: first scalar within the server's range of that group.
+    """
+
+    tensor: int
+    start: int
+    length: int
+    server: int
+    group: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of every tensor; see the module's docstring."""
+
+    groups: tuple[Group, ...]
+    tensors: tuple[TensorSpec, ...]
+    num_servers: int
+
+    def bounds(self, server: int, group: int) -> tuple[int, int]:
+        """First and one-past-last scalar of ``group`` on ``server``."""
+        n = self.groups[group].numel
+        return server * n // self.num_servers, (server + 1) * n // self.num_servers
+
+    def shard(self, server: int) -> tuple[tuple[Role, str, int], ...]:
+        """``(role, dtype name, number of scalars)`` per group of the shard on ``server``."""
+        sizes = (self.bounds(server, g) for g in range(len(self.groups)))
+        return tuple((g.role, g.dtype, stop - start) for g, (start, stop) in zip(self.groups, sizes, strict=True))
+
+    def shard_nbytes(self, server: int) -> int:
+        """Bytes of the shard on ``server``."""
+        return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in self.shard(server))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards together."""
+        return sum(self.shard_nbytes(s) for s in range(self.num_servers))
+
+    def pieces(self, chunk: int | None = None) -> Iterator[Piece]:
+        """Cut every tensor at the servers' boundaries, and into runs of at most ``chunk`` scalars."""
+        for index, spec in enumerate(self.tensors):
+            position = spec.offset
+            end = spec.offset + spec.numel
+            while position < end:
+                server = self._server_of(spec.group, position)
+                start, stop = self.bounds(server, spec.group)
+                length = min(end, stop) - position
+                if chunk is not None:
+                    length = min(length, chunk)
+                yield Piece(index, position - spec.offset, length, server, spec.group, position - start)
+                position += length
+
+    def _server_of(self, group: int, position: int) -> int:
+        n = self.groups[group].numel
+        server = position * self.num_servers // n
+        # Integer division may land one off; the ranges decide.
+        while position >= self.bounds(server, group)[1]:
+            server += 1
+        while position < self.bounds(server, group)[0]:
+            server -= 1
+        return server
+
+    def describe(self) -> tuple[tuple[str, tuple[int, ...], str, str], ...]:
+        """``(name, shape, dtype, role)`` of every tensor, to compare workers by."""
+        return tuple(
+            (t.name, t.shape, self.groups[t.group].dtype, self.groups[t.group].role.value) for t in self.tensors
+        )
+
+    def fingerprint(self) -> str:
+        """Short text that is equal on two workers exactly if :meth:`describe` is."""
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+
+    def check_same(self, other: tuple[tuple[str, tuple[int, ...], str, str], ...], mine: str, theirs: str) -> None:
+        """Compare with another worker's :meth:`describe`.
+
+        Args:
+            other: the other worker's description.
+            mine: how to call this worker in the error.
+            theirs: how to call the other worker in the error.
+
+        Raises:
+            LayoutMismatchError: the two differ; the message names the first tensor that does.
+        """
+        ours = self.describe()
+        if ours == other:
+            return
+        remedy = "Build the same module on every worker: check code that depends on the rank, the seed or the data."
+        for a, b in zip(ours, other, strict=False):
+            if a != b:
+                raise LayoutMismatchError(
+                    f"The modules of {mine} and {theirs} differ: {mine} has {_show(a)} where {theirs} has {_show(b)}. "
+                    f"Expected the same tensors in the same order. {remedy}"
+                )
+        longer, name, other_name = (ours, mine, theirs) if len(ours) > len(other) else (other, theirs, mine)
+        raise LayoutMismatchError(
+            f"The modules of {mine} and {theirs} differ: {name} has {_show(longer[min(len(ours), len(other))])}, "
+            f"which {other_name} lacks. Expected the same tensors in the same order. {remedy}"
+        )
+
+
+def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
+    name, shape, dtype, _ = entry
+    return f"{name!r} of shape {shape} and dtype {dtype}"
+
+
+def build_layout(
+    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], num_servers: int
+) -> Layout:
+    """Lay out trainable parameters and buffers over servers.
+
+    Args:
+        parameters: ``(name, tensor)`` of every trainable parameter, each tensor once.
+        buffers: ``(name, tensor)`` of every buffer to share.
+        num_servers: number of servers.
+
+    Raises:
+        ConfigurationError: there is no trainable parameter, a tensor is not dense, or there are fewer scalars than
+            servers.
+    """
+    named = [(name, t, Role.PARAMETER) for name, t in parameters if t.numel()]
+    if not named:
+        raise ConfigurationError(
+            "The module has no trainable parameter: 0 parameters with requires_grad=True. Expected at least one. "
+            "Define layers in the LightningModule's __init__ or configure_model, or unfreeze some."
+        )
+    for name, t in buffers:
+        if t.numel():
+            averaged = t.dtype.is_floating_point or t.dtype.is_complex
+            named.append((name, t, Role.AVERAGE if averaged else Role.LARGEST))
+    index: dict[tuple[Role, torch.dtype], int] = {}
+    sizes: list[int] = []
+    specs: list[TensorSpec] = []
+    for name, t, role in named:
+        if t.layout != torch.strided:
+            raise ConfigurationError(
+                f"Tensor {name!r} has layout {t.layout}. Expected a dense tensor. Convert it with .to_dense()."
+            )
+        group = index.setdefault((role, t.dtype), len(index))
+        if group == len(sizes):
+            sizes.append(0)
+        specs.append(TensorSpec(name, tuple(t.shape), group, sizes[group], t.numel()))
+        sizes[group] += t.numel()
+    trainable = sum(t.numel() for _, t, role in named if role is Role.PARAMETER)
+    if num_servers > trainable:
+        raise ConfigurationError(
+            f"num_servers={num_servers} is more than the module's {trainable} trainable scalars. "
+            f"Expected at most one server per scalar. Lower num_servers."
+        )
+    groups = tuple(Group(role, dtype_name(dtype), n) for (role, dtype), n in zip(index, sizes, strict=True))
+    return Layout(groups, tuple(specs), num_servers)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``.
+
+    Raises:
+        ConfigurationError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"Unknown dtype {name!r}. Expected a torch dtype such as 'float32'.")
+    return dtype

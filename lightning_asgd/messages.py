@@ -1,0 +1,208 @@
+"""What crosses the wire between a worker and a server. Knows nothing of how it travels.
+
+Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightning_asgd.layout`), so every
+``tuple[Tensor, ...]`` below has one entry per group, of shape ``(N_g,)`` with the group's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+__all__ = [
+    "PROTOCOL",
+    "Contribution",
+    "Exchange",
+    "Failure",
+    "Initialise",
+    "Join",
+    "Joined",
+    "Leave",
+    "Reply",
+    "Role",
+    "SharedRef",
+    "Verdict",
+]
+
+PROTOCOL = 1
+"""Version of these messages. A server refuses a worker that speaks another one."""
+
+
+class Role(str, Enum):
+    """How a server combines what the workers send for a group of tensors."""
+
+    PARAMETER = "parameter"
+    """Updates are added, scaled by the strategy's ``scale``."""
+    AVERAGE = "average"
+    """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
+    LARGEST = "largest"
+    """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``)."""
+
+
+class Verdict(str, Enum):
+    """What a server did with a push."""
+
+    APPLIED = "applied"
+    REPEATED = "repeated"  # applied before: this delivery changed nothing
+    REFUSED = "refused"  # it held a NaN or an infinity
+    NONE = "none"  # nothing was pushed
+
+
+@dataclass(frozen=True)
+class SharedRef:
+    """Where another process of the same machine finds a block of shared memory.
+
+    Attributes:
+        host: identity of the machine and of its process and network namespaces.
+        pid: process that owns the block.
+        fd: the block's file descriptor in that process.
+        nonce: bytes that stand at the block's start, so that a stale reference is noticed.
+        nbytes: size of the block, header included.
+    """
+
+    host: str
+    pid: int
+    fd: int
+    nonce: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker enters a session.
+
+    Attributes:
+        session: names one run of ``fit``, ``validate``, ``test`` or ``predict``; all its workers send the same.
+        worker: global rank.
+        world_size: number of workers of the session.
+        protocol: version of the messages the worker speaks.
+    """
+
+    session: str
+    worker: int
+    world_size: int
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Answer to :class:`Join`."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Initialise:
+    """Lay out a server's shard (every worker) and fill it (the first worker).
+
+    Attributes:
+        session: session the shard belongs to.
+        worker: global rank of the sender.
+        groups: ``(role, dtype name, number of scalars in this shard)`` per group.
+        scale: ``"mean"``, ``"sum"`` or a factor.
+        weights: initial values, from one worker only; None from the others.
+        version: version to start from, more than 0 when resumed from a checkpoint.
+        shared: block through which this worker will exchange, None for by-value messages.
+    """
+
+    session: str
+    worker: int
+    groups: tuple[tuple[Role, str, int], ...]
+    scale: str | float
+    weights: tuple[Tensor, ...] | None = None
+    version: int = 0
+    shared: SharedRef | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One push, one fetch, or a push with the fetch that answers it.
+
+    Attributes:
+        session: session the shard belongs to.
+        worker: global rank of the sender.
+        seq: number of this worker's push, counted from 1; a server applies each number once.
+        base_version: version of the shard that the update is based on.
+        push: whether an update is sent.
+        fetch: whether the weights are wanted back.
+        update: the update by value; None if nothing is pushed or if it lies in the shared block.
+    """
+
+    session: str
+    worker: int
+    seq: int
+    base_version: int
+    push: bool
+    fetch: bool
+    update: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer to :class:`Exchange`.
+
+    Attributes:
+        version: number of updates the shard has applied, this one included.
+        staleness: updates applied between the fetch the push was based on and the push; 0 without a push.
+        verdict: what became of the push.
+        weights: the shard by value; None if not asked for or if it lies in the shared block.
+    """
+
+    version: int
+    staleness: int
+    verdict: Verdict
+    weights: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A worker's part in a collective.
+
+    Attributes:
+        session: session of the collective.
+        worker: global rank of the sender.
+        seq: number of this worker's collective in the session, counted from 1.
+        kind: ``"barrier"``, ``"broadcast"``, ``"all_gather"``, ...: must be the same on all workers.
+        name: what the caller calls it; must be the same on all workers.
+        payload: any picklable value.
+        source: the one worker whose payload is delivered; None: everybody's.
+        target: the one worker that it is delivered to, the others get nothing; None: everybody.
+        timeout_s: seconds after which the servers give up on the missing workers.
+    """
+
+    session: str
+    worker: int
+    seq: int
+    kind: str
+    name: str
+    payload: Any = None
+    source: int | None = None
+    target: int | None = None
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A worker leaves a session, or somebody who knows reports that it is gone.
+
+    Attributes:
+        session: session to leave.
+        worker: global rank of the one who leaves.
+        reason: why; empty for an orderly end.
+    """
+
+    session: str
+    worker: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it crosses the wire: class name and text (see :func:`lightning_asgd.errors.error_from`)."""
+
+    error: str
+    message: str
+    details: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,140 @@
+"""Where the processes of a job find each other: a small key-value store that the main process hosts.
+
+It holds addresses and start-up errors only; weights and messages never pass through it. It listens on one address:
+loopback on one machine, ``MASTER_ADDR`` on several.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed
+
+from lightning_asgd.errors import LaunchError
+
+__all__ = ["LOOPBACK", "Rendezvous", "interface_of", "local_address_towards"]
+
+LOOPBACK = "127.0.0.1"
+_dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
+_PREFIX = "lightning_asgd"
+_POLL_S = 0.02
+
+
+class Rendezvous:
+    """A connection to the store. Use :meth:`host` or :meth:`connect`.
+
+    Args:
+        store: the store itself.
+        address: ``(host, port)`` for others to connect to.
+    """
+
+    def __init__(self, store: Any, address: tuple[str, int]) -> None:
+        self._store = _dist.PrefixStore(_PREFIX, store)
+        self.address = address
+
+    @classmethod
+    def host(cls, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
+        """Host a store.
+
+        Args:
+            host: the only address to listen on.
+            port: 0 for any free one.
+
+        Raises:
+            LaunchError: the address cannot be listened on.
+        """
+        listener = socket.socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((socket.gethostbyname(host), port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise LaunchError(
+                f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
+                "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, on all machines alike."
+            ) from error
+        port = listener.getsockname()[1]
+        store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return cls(store, (host, port))
+
+    @classmethod
+    def connect(cls, host: str, port: int, timeout_s: float) -> Rendezvous:
+        """Connect to a store that another process hosts, waiting for it to appear.
+
+        Raises:
+            LaunchError: it does not appear in time.
+        """
+        try:
+            store = _dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, ValueError) as error:
+            cause = str(error).splitlines()[0]
+            raise LaunchError(
+                f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
+                "it. Check that it runs, and that MASTER_ADDR and MASTER_PORT name it on every machine."
+            ) from error
+        return cls(store, (host, port))
+
+    def put(self, key: str, value: Any) -> None:
+        """Publish a JSON value."""
+        self._store.set(key, json.dumps(value))
+
+    def peek(self, key: str) -> Any:
+        """A published value, or None."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def get(self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
+        """Wait for a value.
+
+        Args:
+            key: key that somebody else will :meth:`put`.
+            what: what is waited for, for the error.
+            timeout_s: how long.
+            check: called while waiting; may raise.
+
+        Raises:
+            LaunchError: it does not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (value := self.peek(key)) is None:
+            check()
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
+                    f"{self.address[0]}:{self.address[1]}. Look at its output, or raise timeouts.start_s."
+                )
+            time.sleep(_POLL_S)
+        return value
+
+
+def local_address_towards(host: str) -> str:
+    """This machine's address on the network through which it reaches ``host``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that holds an address of this machine.
+
+    Raises:
+        LaunchError: none does.
+    """
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if any(a.family == socket.AF_INET and a.address == address for a in addresses):
+            return name
+    if address.startswith("127."):
+        return "lo" if "lo" in interfaces else "lo0"
+    raise LaunchError(
+        f"No network interface of this machine has the address {address}. Expected one of {sorted(interfaces)} to. "
+        "Set MASTER_ADDR to an address that every machine can reach."
+    )

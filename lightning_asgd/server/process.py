@@ -1,0 +1,71 @@
+"""The server process: start the transport, publish the address, serve until told to stop. Never imports Lightning.
+
+Run by the supervisor as ``python -m lightning_asgd.server.process '{"key": ..., ...}'``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from lightning_asgd.rendezvous import Rendezvous
+from lightning_asgd.server.service import Service
+from lightning_asgd.transport import rpc
+
+__all__ = ["ServerArguments", "main"]
+
+_TICK_S = 0.25
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerArguments:
+    """What a server process needs to know.
+
+    Attributes:
+        name: the server's name in error texts.
+        key: rendezvous key under which it publishes its address.
+        host: where the rendezvous is.
+        port: where the rendezvous is.
+        interface: network interface to listen on.
+        parent: process to stop with.
+    """
+
+    name: str
+    key: str
+    host: str
+    port: int
+    interface: str
+    parent: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or until the parent is gone.
+
+    Returns:
+        the process's exit code.
+    """
+    arguments = ServerArguments(**json.loads((argv or sys.argv[1:])[0]))
+    stopped = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    torch.set_num_threads(1)  # the cores belong to the workers
+    service = Service()
+    address = rpc.serve(service.handle, arguments.name, arguments.interface)
+    rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
+    rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
+    while not stopped.wait(_TICK_S) and os.getppid() == arguments.parent:
+        service.tick()
+    service.close()
+    rpc.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

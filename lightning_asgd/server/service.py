@@ -1,0 +1,186 @@
+"""What a server process answers: from a message to the shard or the coordinator. Knows no transport and no process.
+
+One lock guards everything: an update is a few passes over memory, and a server is given one core.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.errors import ASGDError, ProtocolError
+from lightning_asgd.messages import (
+    PROTOCOL,
+    Contribution,
+    Exchange,
+    Failure,
+    Initialise,
+    Join,
+    Joined,
+    Leave,
+    Reply,
+)
+from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.shard import Shard
+from lightning_asgd.transport.shared_memory import SharedBlock, attach
+
+__all__ = ["Service"]
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """The state of one server and the messages that change it.
+
+    Args:
+        clock: seconds, monotonic; given by tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._coordinator: Coordinator | None = None
+        self._shard: Shard | None = None
+        self._blocks: dict[int, SharedBlock] = {}
+        self._waiting: dict[tuple[int, int], Future[Any]] = {}
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            Join: self._join,
+            Initialise: self._initialise,
+            Exchange: self._exchange,
+            Contribution: self._contribute,
+            Leave: self._leave,
+        }
+
+    def handle(self, message: Any) -> Any:
+        """Answer a message.
+
+        Returns:
+            the answer, a :class:`Failure`, or a future of either. Never raises for what a message can cause.
+        """
+        handler = self._handlers.get(type(message))
+        try:
+            if handler is None:
+                raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
+            with self._lock:
+                return handler(message)
+        except ASGDError as error:
+            return Failure(type(error).__name__, str(error))
+        except Exception as error:
+            log.exception("Message %s failed", type(message).__name__)
+            return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
+
+    def tick(self) -> None:
+        """Fail collectives whose time is up. To be called a few times a second."""
+        with self._lock:
+            if self._coordinator is not None:
+                self._deliver(self._coordinator.expire(self._clock()))
+
+    def status(self) -> dict[str, Any]:
+        """Figures of the current session: version, live workers, counts."""
+        with self._lock:
+            shard, coordinator = self._shard, self._coordinator
+            return {
+                "session": coordinator.session if coordinator else None,
+                "living": sorted(coordinator.living) if coordinator else [],
+                "version": shard.version if shard else 0,
+                "counts": vars(shard.counts).copy() if shard else {},
+            }
+
+    def close(self) -> None:
+        """Release shared memory; waiting workers get an error."""
+        with self._lock:
+            self._end_session("the server was stopped")
+
+    # ------------------------------------------------------------------ one method per message
+
+    def _join(self, message: Join) -> Joined:
+        if message.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"Worker {message.worker} speaks protocol {message.protocol}. Expected {PROTOCOL}. "
+                "Install the same version of lightning-asgd on every machine."
+            )
+        current = self._coordinator
+        if current is None or current.session != message.session:
+            self._end_session(f"session {message.session!r} began")
+            self._coordinator = Coordinator(message.session, message.world_size)
+        self._session(message.session).join(message.worker)
+        return Joined(os.getpid())
+
+    def _initialise(self, message: Initialise) -> bool:
+        self._session(message.session)
+        if self._shard is None:
+            self._shard = Shard(message.groups, ASGD(message.scale))
+        if self._shard.groups != message.groups:
+            raise ProtocolError(
+                f"Worker {message.worker} expects a shard of {message.groups}, others one of {self._shard.groups}."
+            )
+        if message.weights is not None:
+            self._shard.initialise(message.weights, message.version)
+        if message.shared is None:
+            return False
+        block = attach(message.shared, message.groups)
+        if block is None:
+            return False
+        self._blocks[message.worker] = block
+        return True
+
+    def _exchange(self, message: Exchange) -> Reply:
+        coordinator = self._session(message.session)
+        if self._shard is None:
+            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
+        block = self._blocks.get(message.worker)
+        shared: tuple[Tensor, ...] | None = block.tensors if block is not None else None
+        return self._shard.exchange(message, message.update, len(coordinator.living), shared)
+
+    def _contribute(self, message: Contribution) -> Future[Any]:
+        coordinator = self._session(message.session)
+        future: Future[Any] = Future()
+        self._waiting[message.worker, message.seq] = future
+        self._deliver(coordinator.contribute(message, self._clock()))
+        return future
+
+    def _leave(self, message: Leave) -> bool:
+        coordinator = self._coordinator
+        if coordinator is None or coordinator.session != message.session:
+            return False  # that session is over: nothing to leave
+        self._deliver(coordinator.leave(message.worker, message.reason))
+        block = self._blocks.pop(message.worker, None)
+        if block is not None:
+            block.close()
+        return True
+
+    # ------------------------------------------------------------------ helpers
+
+    def _session(self, session: str) -> Coordinator:
+        if self._coordinator is None or self._coordinator.session != session:
+            current = self._coordinator.session if self._coordinator else None
+            raise ProtocolError(f"Session {session!r} is not the current one ({current!r}). Expected a join first.")
+        return self._coordinator
+
+    def _end_session(self, why: str) -> None:
+        for (worker, _), future in self._waiting.items():
+            future.set_result(Failure("ProtocolError", f"Worker {worker}'s session ended: {why}."))
+        self._waiting.clear()
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+        self._shard = None
+        self._coordinator = None
+
+    def _deliver(self, due: list[Delivery]) -> None:
+        for delivery in due:
+            future = self._waiting.pop((delivery.worker, delivery.seq), None)
+            if future is None:
+                continue
+            if delivery.error is not None:
+                future.set_result(Failure(type(delivery.error).__name__, str(delivery.error)))
+            else:
+                future.set_result(delivery.value)

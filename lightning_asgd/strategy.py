@@ -1,0 +1,441 @@
+"""``ASGDStrategy``: Lightning's hooks, translated into exchanges and collectives. Nothing else lives here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd import supervisor
+from lightning_asgd._lightning import (
+    DDPStrategy,
+    ParallelStrategy,
+    StrategyRegistry,
+    TrainerFn,
+    apply_to_collection,
+    metrics_of,
+    optimizers_to_device,
+    rank_zero_warn,
+    reset_seed,
+)
+from lightning_asgd.callbacks import SyncPoints
+from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.errors import ASGDError, LayoutMismatchError, ServerLostError
+from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.server.shard import is_finite
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.replica import Replica
+
+__all__ = ["ASGDStrategy"]
+
+log = logging.getLogger(__name__)
+
+_CHECKPOINT_KEY = "lightning_asgd"
+
+
+class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
+    """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
+
+    Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
+    while it goes on training. At the ends of epochs and before validations all workers meet and hold the same weights.
+
+    Args:
+        nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
+        nfetch: steps between two fetches of the weights, if not ``nsync``.
+        npush: steps between two pushes of what was learnt, if not ``nsync``.
+        scale: what a push is multiplied with on the servers: ``"mean"`` (1 / live workers) converges like DDP with the
+            same hyper-parameters; ``"sum"`` is the founding paper's rule, which needs a warm start and a smaller
+            learning rate; a number is taken as it is.
+        overlap: train on while an exchange is under way. False waits for it, which is slower and never stale.
+        num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
+        start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
+        timeouts: how long to wait for processes that hang.
+        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin`` and ``max_offline_steps`` (steps to train on alone while an exchange is under way).
+
+    Raises:
+        ConfigurationError: an argument is of the wrong type or out of range.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ASGDStrategy(nsync=10), logger=False)
+
+    References:
+        Paine et al., "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural Network Training" (2013);
+        Dean et al., "Large Scale Distributed Deep Networks" (2012).
+    """
+
+    strategy_name = "asgd"
+    model: Any
+
+    def __init__(
+        self,
+        nsync: int = 10,
+        *,
+        nfetch: int | None = None,
+        npush: int | None = None,
+        scale: str | float = "mean",
+        overlap: bool = True,
+        num_servers: int = 1,
+        start_method: str = "popen",
+        timeouts: Timeouts | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = ExchangeConfig.create(
+            nsync=nsync,
+            nfetch=nfetch,
+            npush=npush,
+            scale=scale,
+            overlap=overlap,
+            max_offline_steps=kwargs.pop("max_offline_steps", 1000),
+            timeouts=timeouts,
+        )
+        super().__init__(start_method=start_method, **kwargs)
+        self.stats = ExchangeStats()
+        self.collectives = Collectives()
+        self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
+        self._exchanger: Exchanger | None = None
+        self._resume_versions: list[int] | None = None
+        self._failed = False
+
+    # ------------------------------------------------------------------ starting and stopping
+
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = MultiProcessLauncher(self._job, self, self._start_method)
+
+    def setup_distributed(self) -> None:
+        """Join the session instead of a process group."""
+        reset_seed()
+        self.set_world_ranks()
+        if dist.is_available() and dist.is_initialized() and self.world_size > 1:
+            rank_zero_warn(
+                "torch.distributed is initialized, by an earlier strategy of this process perhaps: Lightning will "
+                "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
+            )
+        self._failed = False
+        transport = self._job.connect()
+        client = Client(
+            transport,
+            self._job.session,
+            self.global_rank,
+            self.world_size,
+            timeout_s=self.config.timeouts.exchange_s,
+        )
+        self.collectives = Collectives(client, self.config.timeouts.collective_s)
+        with self._explained():
+            client.join()
+            overseer = supervisor.current()
+            if overseer is not None:
+                overseer.on_worker_exit(self._report_exit)
+            self.collectives.barrier("join")
+        self._add_sync_points()
+
+    def setup(self, trainer: Any) -> None:
+        """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        module = self.lightning_module
+        for metric in metrics_of(module):
+            metric.distributed_available_fn = self._metrics_sync
+            metric.dist_sync_fn = self._gather_metric
+        with self._explained():
+            if fitting:
+                self._exchanger = self._enter_servers(module)
+                self.stats = self._exchanger.stats
+                self.setup_optimizers(trainer)
+            else:
+                self._agree_on(dict(_named_state(module)))
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def teardown(self) -> None:
+        """End the session. Servers and connection stay for the Trainer's next call."""
+        client = self.collectives.client
+        if client is not None:
+            if not self._failed:
+                with self._explained():
+                    self.collectives.phase = Phase.SYNC
+                    self.collectives.barrier("teardown")
+                client.leave()
+            self.collectives = Collectives()
+        if self._exchanger is not None:
+            self._exchanger.close()
+            self._exchanger = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the others at once, so that nobody waits for this worker."""
+        self._failed = True
+        client = self.collectives.client
+        if client is not None:
+            client.leave(f"it raised {type(exception).__name__}: {exception}" if str(exception) else repr(exception))
+
+    # ------------------------------------------------------------------ training
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Between two batches: merge what has come, exchange if it is time."""
+        if self._exchanger is None:
+            return
+        self.collectives.phase = Phase.ASYNC
+        with self._explained():
+            self._exchanger.advance()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Let the worker's own optimizer take its step, and count it."""
+        output = ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+        if self._exchanger is not None:
+            self._exchanger.count_step()
+        return output
+
+    def sync_point(self, name: str) -> None:
+        """Wait for all living workers and give them the servers' weights, the same bits everywhere.
+
+        Args:
+            name: which sync point, for error texts.
+
+        Raises:
+            CollectiveTimeoutError: a worker did not come; the message names it.
+        """
+        exchanger = self._exchanger
+        if exchanger is None:
+            return
+        with self._explained():
+            exchanger.flush()
+            self.collectives.phase = Phase.SYNC
+            trainer = self.lightning_module.trainer
+            states = self.collectives.gather("sync point", name, (exchanger.moved, trainer.should_stop)).values()
+            trainer.should_stop = any(stop for _, stop in states)
+            if any(moved for moved, _ in states):
+                exchanger.fetch()
+                self.collectives.barrier(f"{name}: all have the weights")
+
+    # ------------------------------------------------------------------ collectives
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all living workers; does nothing in the asynchronous phase."""
+        with self._explained():
+            self.collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Worker ``src``'s object; this worker's own in the asynchronous phase."""
+        with self._explained():
+            return self.collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over the living workers; this worker's own in the asynchronous phase."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
+            rank_zero_warn(
+                "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at "
+                "different times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
+            )
+        with self._explained():
+            return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Everybody's tensor, stacked along a new first dimension; no gradients flow."""
+        if not self.collectives.real:
+            return tensor
+        with self._explained():
+            return torch.stack(self.collectives.all_gather(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) of the workers say yes; this worker's own word in the asynchronous phase."""
+        with self._explained():
+            return self.collectives.decide(decision, all=all)
+
+    def _metrics_sync(self) -> bool:
+        return self.collectives.real
+
+    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        with self._explained():
+            return self.collectives.all_gather(tensor, "metric")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the servers' weights."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if self._exchanger is not None and self.collectives.phase is Phase.ASYNC and self.is_global_zero:
+            with self._explained():
+                fresh = self._exchanger.peek()
+            names = {id(t): name for name, t in _named_state(self.lightning_module)}
+            for key, tensor in self.lightning_module.state_dict(keep_vars=True).items():
+                name = names.get(id(tensor))
+                if name in fresh and key in state:
+                    state[key] = fresh[name]
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
+
+        In the asynchronous phase the others are not asked: they resume with worker 0's.
+        """
+        if self._exchanger is not None and "optimizer_states" in checkpoint:
+            mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
+            mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
+            with self._explained():
+                workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
+            checkpoint[_CHECKPOINT_KEY] = {
+                "versions": list(self._exchanger.versions),
+                "workers": {rank: state for rank, state in workers.items() if rank != 0},
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        extra = checkpoint.get(_CHECKPOINT_KEY)
+        if extra:
+            checkpoint.update(extra["workers"].get(self.global_rank, {}))
+            versions = extra["versions"]
+            same = len(versions) == self._job.num_servers
+            self._resume_versions = versions if same else [max(versions)] * self._job.num_servers
+        return checkpoint
+
+    # ------------------------------------------------------------------ helpers
+
+    def _add_sync_points(self) -> None:
+        trainer = self.lightning_module.trainer
+        if not any(isinstance(c, SyncPoints) for c in trainer.callbacks):
+            trainer.callbacks.insert(0, SyncPoints())
+
+    def _enter_servers(self, module: Module) -> Exchanger:
+        """Lay the module out over the servers, fill them with worker 0's weights, and take these."""
+        client = self.collectives.client
+        if client is None:
+            raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
+        state = dict(_named_state(module))
+        trainable = {n: t for n, t in state.items() if getattr(t, "requires_grad", False)}
+        persistent = set(module.state_dict())
+        # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
+        buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+        layout = build_layout(trainable.items(), buffers.items(), self._job.num_servers)
+        self._check_same(layout)
+        shared = {**trainable, **buffers}
+        self._agree_on({n: t for n, t in state.items() if n not in shared})
+        blocks = [shared_memory.create(layout.shard(s)) for s in range(layout.num_servers)]
+        replica = Replica(layout, [shared[spec.name].data for spec in layout.tensors], blocks)
+        first = self.is_global_zero
+        seen = client.initialise(
+            layout,
+            self.config.scale,
+            [block.ref if block is not None else None for block in blocks],
+            weights=replica.weights() if first else None,
+            versions=self._resume_versions if first else None,
+        )
+        for server, sees in enumerate(seen):
+            if not sees:
+                replica.drop_block(server)
+        self._resume_versions = None
+        self.collectives.barrier("servers have the weights")
+        exchanger = Exchanger(client, replica, self.config, on_refused=self._heal_optimizers)
+        exchanger.fetch()
+        exchanger.stats = ExchangeStats()
+        return exchanger
+
+    def _check_same(self, layout: Layout) -> None:
+        """Raise on every worker if the module of any differs from worker 0's."""
+        problem = ""
+        try:
+            layout.check_same(
+                self.collectives.broadcast(layout.describe(), name="layout"),
+                f"worker {self.global_rank}",
+                "worker 0",
+            )
+        except LayoutMismatchError as error:
+            problem = str(error)
+        for text in self.collectives.gather("all_gather", "layout", problem).values():
+            if text:
+                raise LayoutMismatchError(text)
+
+    def _agree_on(self, tensors: dict[str, Tensor]) -> None:
+        """Give everybody worker 0's values of tensors that are not exchanged; sent only if somebody's differ."""
+        if not self.collectives.real or not tensors:
+            return
+        digest = hashlib.sha256()
+        for name, tensor in tensors.items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digests = self.collectives.gather("all_gather", "state digest", digest.digest()).values()
+        if len(set(digests)) > 1:
+            mine = {n: t.detach().cpu() for n, t in tensors.items()} if self.is_global_zero else {}
+            theirs = self.collectives.broadcast(mine, name="state")
+            with torch.no_grad():
+                for name, value in theirs.items():
+                    if name in tensors:
+                        tensors[name].copy_(value)
+
+    def _heal_optimizers(self) -> None:
+        """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
+        self.print_refused()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and not is_finite(value):
+                        value.zero_()
+
+    def print_refused(self) -> None:
+        """Warn of a refused update."""
+        log.warning(
+            "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
+            "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
+            self.global_rank,
+            self.stats.steps,
+            self.stats.refused,
+        )
+
+    def _report_exit(self, rank: int, code: int) -> None:
+        """Called by the supervisor's thread when a worker's process has ended."""
+        client = self.collectives.client
+        if client is not None:
+            if code != 0:
+                log.warning("Worker %d ended with exit code %d; the others go on without it.", rank, code)
+            client.leave(f"its process ended with exit code {code}", worker=rank)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Any:
+        """Add a dead server's last words to the error, where this process knows them."""
+        try:
+            yield
+        except ServerLostError as error:
+            overseer = supervisor.current()
+            words = overseer.obituary() if overseer is not None else None
+            if words is None:
+                raise
+            raise ServerLostError(f"{error}\n{words}") from error
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="asgd")`` work."""
+        strategy_registry.register(cls.strategy_name, cls, description="Asynchronous SGD with parameter servers")
+
+
+def _named_state(module: Module) -> Any:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+if ASGDStrategy.strategy_name not in StrategyRegistry:
+    ASGDStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,238 @@
+"""Starts a job's servers and watches over its processes. Lives in the main process; one per process at a time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from lightning_asgd.rendezvous import Rendezvous
+from lightning_asgd.server.process import ServerArguments
+
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_STOP_S = 5.0
+_LOG_LINES = 20
+
+
+class _Server:
+    def __init__(self, index: int, rendezvous: Rendezvous, interface: str) -> None:
+        self.index = index
+        self.rendezvous = rendezvous
+        self.key = f"server/{uuid.uuid4().hex}"
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
+        host, port = rendezvous.address
+        arguments = ServerArguments(f"server{index}", self.key, host, port, interface, os.getpid())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env=_server_environment(),
+        )
+
+    def last_lines(self) -> str:
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - 16384))
+        lines = self.output.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:]) or "(no output)"
+
+    def obituary(self) -> str:
+        return (
+            f"Server {self.index} (process {self.process.pid}) ended with exit code {self.process.returncode}. "
+            f"Its last output was:\n{self.last_lines()}"
+        )
+
+
+class Supervisor:
+    """The servers of a job, and the processes to end with it.
+
+    Args:
+        num_servers: how many servers to start.
+        rendezvous: where they publish their addresses; None if there are none.
+        interface: network interface they listen on.
+    """
+
+    def __init__(self, num_servers: int, rendezvous: Rendezvous | None, interface: str) -> None:
+        self.num_servers = num_servers
+        self.rendezvous = rendezvous
+        self.interface = interface
+        self._servers: list[_Server] = []
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._on_worker_exit: Callable[[int, int], None] | None = None
+
+    def start(self) -> None:
+        """Start the reaper and the servers. Returns at once; the addresses come through the rendezvous."""
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            env=_child_environment(),
+        )
+        if self.rendezvous is not None:
+            self._servers = [_Server(i, self.rendezvous, self.interface) for i in range(self.num_servers)]
+        for server in self._servers:
+            self._register(server.process.pid)
+        self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def keys(self) -> list[str]:
+        """Rendezvous keys of the servers' addresses."""
+        return [server.key for server in self._servers]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all servers run, as far as the operating system knows."""
+        return not self._closing.is_set() and all(s.process.poll() is None for s in self._servers)
+
+    @property
+    def server_pids(self) -> list[int]:
+        """Process numbers of the servers."""
+        return [server.process.pid for server in self._servers]
+
+    def add_worker(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Watch over a worker that the launcher started."""
+        self._workers[rank] = process
+        self._register(process.pid)
+
+    def on_worker_exit(self, callback: Callable[[int, int], None] | None) -> None:
+        """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
+        self._on_worker_exit = callback
+
+    def obituary(self) -> str | None:
+        """What is known of the first server that died; None while all live."""
+        for server in self._servers:
+            if server.process.poll() is not None:
+                return server.obituary()
+        return None
+
+    def close(self) -> None:
+        """Stop the servers and wait for them. May be called more than once."""
+        self._closing.set()
+        for server in self._servers:
+            with contextlib.suppress(ProcessLookupError):
+                server.process.terminate()
+        for server in self._servers:
+            try:
+                server.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait()
+            server.output.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+        # Workers may still be finishing: the reaper stays for them and goes with this process.
+        if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
+            if self._reaper.stdin is not None:
+                self._reaper.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(_STOP_S)
+
+    def _register(self, pid: int) -> None:
+        if self._reaper is None or self._reaper.stdin is None:
+            return
+        with contextlib.suppress(psutil.Error, BrokenPipeError):
+            self._reaper.stdin.write(f"add {pid} {psutil.Process(pid).create_time()}\n".encode())
+            self._reaper.stdin.flush()
+
+    def _watch(self) -> None:
+        ended: set[str | int] = set()
+        while not self._closing.wait(_POLL_S):
+            for server in self._servers:
+                if server.key not in ended and server.process.poll() is not None:
+                    ended.add(server.key)
+                    with contextlib.suppress(RuntimeError):
+                        server.rendezvous.put(server.key, {"error": server.obituary()})
+            for rank, process in list(self._workers.items()):
+                code = process.poll()
+                if rank not in ended and code is not None:
+                    ended.add(rank)
+                    callback = self._on_worker_exit
+                    if callback is not None:
+                        callback(rank, code)
+
+
+_current: Supervisor | None = None
+
+
+def ensure(num_servers: int, rendezvous: Rendezvous | None, interface: str) -> Supervisor:
+    """The process's supervisor with that many servers: the present one if it fits and is healthy, else a new one."""
+    global _current
+    if _current is not None:
+        same = (_current.num_servers, _current.interface) == (num_servers, interface)
+        if same and _current.rendezvous is rendezvous and _current.healthy:
+            return _current
+        _current.close()
+    _current = Supervisor(num_servers, rendezvous, interface)
+    _current.start()
+    return _current
+
+
+def current() -> Supervisor | None:
+    """The process's supervisor, if it has started one."""
+    return _current
+
+
+def ensure_watch() -> Supervisor:
+    """The process's supervisor, or a new one without servers: for a machine whose servers run elsewhere."""
+    return _current or ensure(0, None, "")
+
+
+@atexit.register
+def close_current() -> None:
+    """Stop the process's servers, if it has any. A forked child leaves its parent's alone."""
+    global _current
+    if _current is not None and _current_pid == os.getpid():
+        _current.close()
+        _current = None
+
+
+_current_pid = os.getpid()
+
+
+def _after_fork() -> None:
+    global _current, _current_pid
+    _current = None
+    _current_pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _child_environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": root if not path else os.pathsep.join([root, path]),
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+def _server_environment() -> dict[str, Any]:
+    # A server needs one core and no accelerator.
+    return {
+        **_child_environment(),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

@@ -1,0 +1,1 @@
+"""Moving messages between workers and servers. Knows nothing of SGD."""

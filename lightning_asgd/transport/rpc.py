@@ -1,0 +1,195 @@
+"""The transport over ``torch.distributed.rpc``: the only file that imports it, and the only module-level state.
+
+Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
+addresses it was told. So joining is a matter between a worker and the servers it connects to: there is no common
+roster that a dead process could spoil, no barrier, and a worker that reconnects needs nobody's consent. (With
+``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
+
+TensorPipe's default transport between processes of one machine polls in a loop and keeps a core busy even when idle
+(measured: 2.9 s of CPU time in 3 s), so it is switched off here: sockets carry the messages, and large tensors go
+through the kernel's cross-memory attach or through :mod:`lightning_asgd.transport.shared_memory`.
+
+TensorPipe unpickles what anybody who can connect sends. Processes listen on one interface only, loopback unless the
+run spans machines; keep other users off that network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed
+from torch.futures import Future
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.transport.base import Transport
+
+__all__ = ["RpcTransport", "check_available", "serve", "stop"]
+
+dist: Any = torch.distributed  # a build without it lacks most names; check_available says so
+_lock = threading.RLock()
+_handler: Callable[[Any], Any] | None = None
+_owner: object | None = None  # whoever uses this process's agent now
+
+_THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
+_INFINITE = 0.0
+
+
+def check_available() -> None:
+    """Raise if this build of torch cannot do RPC.
+
+    Raises:
+        ConfigurationError: torch was built without it.
+    """
+    if not (dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available()):
+        import torch
+
+        raise ConfigurationError(
+            f"torch {torch.__version__} was built without torch.distributed.rpc. Expected a build that has it: "
+            "the wheels for Linux and macOS do, those for Windows do not. Install torch from its own wheels on Linux."
+        )
+
+
+def _rpc() -> Any:
+    import torch.distributed.rpc as rpc
+
+    return rpc
+
+
+class RpcTransport(Transport):
+    """A worker's connections to the servers. One per process at a time: a new one takes over from the old.
+
+    Args:
+        addresses: TensorPipe address of every server, as :func:`serve` returned it.
+        interface: network interface to use, ``"lo"`` on one machine.
+    """
+
+    def __init__(self, addresses: Sequence[str], interface: str = "lo") -> None:
+        self.addresses = tuple(addresses)
+        self.interface = interface
+        peers = {f"server{i}": address for i, address in enumerate(self.addresses)}
+        with _lock:
+            _start_agent("worker", peers, interface, self)
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers connected to."""
+        return len(self.addresses)
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process's agent still belongs to this transport."""
+        return _owner is self
+
+    def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        """Send a message; see :meth:`Transport.call`."""
+        future: Future[Any] = _rpc().rpc_async(f"server{server}", _answer, args=(message,), timeout=timeout_s)
+        return future
+
+    def close(self) -> None:
+        """Stop this process's agent if it still belongs to this transport."""
+        with _lock:
+            if _owner is self:
+                _stop_agent()
+
+
+def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> str:
+    """Answer messages in this process from now on.
+
+    Args:
+        handler: given a message, returns the answer or a future of it; called from several threads.
+        name: this process's name in error texts.
+        interface: network interface to listen on.
+
+    Returns:
+        the address for :class:`RpcTransport`.
+    """
+    global _handler
+    with _lock:
+        _handler = handler
+        return _start_agent(name, {}, interface, handler)
+
+
+def stop() -> None:
+    """Stop this process's agent, if there is one."""
+    global _handler
+    with _lock:
+        _handler = None
+        _stop_agent()
+
+
+def _start_agent(name: str, peers: dict[str, str], interface: str, owner: object) -> str:
+    """Start TensorPipe with a group of this process and its peers, told through a store of this process's own."""
+    global _owner
+    check_available()
+    rpc = _rpc()
+    _stop_agent()
+    store: Any = dist.HashStore()
+    names: Any = dist.PrefixStore("names", store)
+    addresses: Any = dist.PrefixStore("addrs", store)
+    for index, (peer, address) in enumerate(peers.items(), start=1):
+        names.set(str(index), peer)
+        addresses.set(peer, address)
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=_THREADS,
+        rpc_timeout=_INFINITE,
+        _transports=["uv"],
+        _channels=["cma", "mpt_uv", "basic"] if interface == "lo" else ["mpt_uv", "basic"],
+    )
+    importlib.import_module("torch.distributed.autograd")._init(
+        0
+    )  # every process is number 0 of its own group, also when it comes back
+    with _environment("TP_SOCKET_IFNAME", interface):
+        agent = rpc.TensorPipeAgent(store, name, 0, len(peers) + 1, options, {}, [])
+        rpc.api._init_rpc_states(agent)
+    _owner = owner
+    return str(addresses.get(name).decode())
+
+
+def _stop_agent() -> None:
+    global _owner
+    rpc = _rpc()
+    _owner = None
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown(graceful=False)
+
+
+def _answer(message: Any) -> Future[Any]:
+    """Run on the server for every message."""
+    handler = _handler
+    if handler is None:
+        raise RuntimeError("this process serves nothing any more")
+    answer = handler(message)
+    if isinstance(answer, Future):
+        return answer
+    future: Future[Any] = Future()
+    future.set_result(answer)
+    return future
+
+
+if dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available():
+    _answer = _rpc().functions.async_execution(_answer)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@atexit.register
+def _at_exit() -> None:
+    if dist.is_available() and hasattr(dist, "rpc"):
+        stop()

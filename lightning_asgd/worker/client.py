@@ -1,0 +1,246 @@
+"""Talking to the servers: one method per message, answers checked, errors turned back into exceptions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, error_from
+from lightning_asgd.layout import Layout
+from lightning_asgd.messages import (
+    Contribution,
+    Exchange,
+    Failure,
+    Initialise,
+    Join,
+    Leave,
+    Reply,
+    SharedRef,
+)
+from lightning_asgd.transport.base import Transport
+
+__all__ = ["Client", "done_within"]
+
+COORDINATOR = 0  # index of the server that coordinates
+_GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
+
+
+class Client:
+    """A worker's side of one session.
+
+    Args:
+        transport: connection to the servers.
+        session: name of the session.
+        worker: this worker's global rank.
+        world_size: number of workers.
+        timeout_s: seconds for a server to answer anything but a collective.
+    """
+
+    def __init__(
+        self, transport: Transport, session: str, worker: int, world_size: int, *, timeout_s: float = 300.0
+    ) -> None:
+        self.transport = transport
+        self.session = session
+        self.worker = worker
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._collectives = 0
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return self.transport.num_servers
+
+    def join(self) -> None:
+        """Enter the session on every server.
+
+        Raises:
+            ProtocolError: a server refuses this worker; the message says why.
+            ServerLostError: a server does not answer.
+        """
+        self._wait_all([self._send(s, Join(self.session, self.worker, self.world_size)) for s in self._servers()])
+
+    def initialise(
+        self,
+        layout: Layout,
+        scale: str | float,
+        shared: Sequence[SharedRef | None],
+        weights: Sequence[tuple[Tensor, ...]] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Lay out the shards, and fill them if ``weights`` are given.
+
+        Args:
+            layout: what lives where.
+            scale: the strategy's ``scale``.
+            shared: a block per server, or None.
+            weights: per server, one tensor per group.
+            versions: per server, the version to count on from.
+
+        Returns:
+            per server, whether it can see the shared block.
+        """
+        futures = [
+            self._send(
+                s,
+                Initialise(
+                    self.session,
+                    self.worker,
+                    layout.shard(s),
+                    scale,
+                    None if weights is None else weights[s],
+                    0 if versions is None else versions[s],
+                    shared[s],
+                ),
+            )
+            for s in self._servers()
+        ]
+        return [bool(answer) for answer in self._wait_all(futures)]
+
+    def exchange(
+        self,
+        seq: int,
+        base_versions: Sequence[int],
+        *,
+        push: bool,
+        fetch: bool,
+        updates: Sequence[tuple[Tensor, ...] | None],
+    ) -> list[Future[Any]]:
+        """Start an exchange with every server: one message each.
+
+        Args:
+            seq: number of the push, counted from 1.
+            base_versions: per server, the version the update is based on.
+            push: send an update.
+            fetch: ask for the weights.
+            updates: per server, the update by value, or None if nothing is pushed or it lies in the shared block.
+
+        Returns:
+            futures for :meth:`replies`.
+        """
+        return [
+            self._send(
+                s,
+                Exchange(
+                    self.session,
+                    self.worker,
+                    seq,
+                    base_versions[s],
+                    push,
+                    fetch,
+                    updates[s] if push else None,
+                ),
+            )
+            for s in self._servers()
+        ]
+
+    def replies(self, futures: Sequence[Future[Any]]) -> list[Reply]:
+        """Wait for an exchange's answers.
+
+        Raises:
+            ServerLostError: a server is gone or does not answer.
+            ASGDError: what a server reported.
+        """
+        return self._wait_all(futures)
+
+    def collective(
+        self,
+        kind: str,
+        name: str,
+        payload: Any = None,
+        *,
+        source: int | None = None,
+        target: int | None = None,
+        timeout_s: float,
+    ) -> dict[int, Any]:
+        """Take part in a collective and wait for the others.
+
+        Args:
+            kind: what it is, equal on all workers.
+            name: what for, equal on all workers.
+            payload: this worker's value.
+            source: the only worker whose value is wanted; None for everybody's.
+            target: the only worker that wants them; None for everybody.
+            timeout_s: seconds to wait for the missing workers.
+
+        Returns:
+            values by rank, of the living workers.
+
+        Raises:
+            CollectiveMismatchError: the workers do not agree what they are doing.
+            CollectiveTimeoutError: somebody is missing.
+            WorkerLostError: a worker that is needed is gone.
+            ServerLostError: the coordinator is gone.
+        """
+        self._collectives += 1
+        message = Contribution(
+            self.session, self.worker, self._collectives, kind, name, payload, source, target, timeout_s
+        )
+        limit = timeout_s + _GRACE_S
+        future = self.transport.call(COORDINATOR, message, limit)
+        if not done_within(future, limit):
+            raise CollectiveTimeoutError(
+                f"{kind} {name!r} of worker {self.worker} was not answered within {limit:g} s by server {COORDINATOR}. "
+                "Expected an answer or an error in time: the server hangs. Stop the job and look at its machine."
+            )
+        values: dict[int, Any] = self._value(COORDINATOR, future)
+        return values
+
+    def leave(self, reason: str = "", worker: int | None = None) -> None:
+        """Leave the session on every server, or report that another worker is gone; a lost server is ignored."""
+        gone = self.worker if worker is None else worker
+        for s in self._servers():
+            try:
+                future = self.transport.call(s, Leave(self.session, gone, reason), self.timeout_s)
+                done_within(future, 5.0)
+            except RuntimeError:  # the server is gone too: nothing to leave
+                continue
+
+    def _servers(self) -> range:
+        return range(self.num_servers)
+
+    def _send(self, server: int, message: Any) -> Future[Any]:
+        try:
+            return self.transport.call(server, message, self.timeout_s)
+        except RuntimeError as error:
+            raise self._lost(server, error) from error
+
+    def _wait_all(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        values = []
+        for server, future in enumerate(futures):
+            if not done_within(future, self.timeout_s + _GRACE_S):
+                raise ServerLostError(
+                    f"Server {server} did not answer worker {self.worker} within {self.timeout_s:g} s. "
+                    "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
+                )
+            values.append(self._value(server, future))
+        return values
+
+    def _value(self, server: int, future: Future[Any]) -> Any:
+        try:
+            value = future.wait()
+        except RuntimeError as error:
+            raise self._lost(server, error) from error
+        if isinstance(value, Failure):
+            raise error_from(value.error, value.message)
+        return value
+
+    def _lost(self, server: int, error: Exception) -> ServerLostError:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ServerLostError(
+            f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
+            "Expected a running server. Its last output stands in the main process's error or log."
+        )
+
+
+def done_within(future: Future[Any], seconds: float) -> bool:
+    """Wait without blocking signals, so that Ctrl-C ends the wait (``Future.wait`` would not return to Python)."""
+    if future.done():
+        return True
+    event = threading.Event()
+    future.add_done_callback(lambda _: event.set())
+    return event.wait(seconds) or future.done()

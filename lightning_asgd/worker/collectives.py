@@ -1,0 +1,128 @@
+"""Barrier, broadcast, reduce and gather among the living workers, through the coordinator.
+
+There is no process group: ``torch.distributed.is_initialized()`` stays False. In the *asynchronous phase* workers take
+different numbers of steps, so calls could not pair up: there every collective is local to its worker, and worker 0's
+decisions are the ones that matter since it alone logs and writes. At *sync points* they are real.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.worker.client import Client
+
+__all__ = ["Collectives", "Phase", "reduce_op_name"]
+
+T = TypeVar("T")
+
+
+class Phase(Enum):
+    """Where a worker is."""
+
+    OFFLINE = "offline"  # not connected: collectives are local
+    SYNC = "sync"  # between training batches: collectives are real
+    ASYNC = "async"  # training: collectives are local
+
+
+class Collectives:
+    """The collectives of one worker.
+
+    Args:
+        client: connection to the coordinator; None where there is nobody else.
+        timeout_s: how long to wait for the others.
+    """
+
+    def __init__(self, client: Client | None = None, timeout_s: float = 1800.0) -> None:
+        self.client = client
+        self.timeout_s = timeout_s
+        self.phase = Phase.OFFLINE if client is None else Phase.SYNC
+
+    @property
+    def real(self) -> bool:
+        """Whether a call reaches other workers now."""
+        return self.phase is Phase.SYNC and self.client is not None and self.client.world_size > 1
+
+    def gather(self, kind: str, name: str, payload: Any, *, target: int | None = None) -> dict[int, Any]:
+        """Everybody's payload by rank.
+
+        Args:
+            kind: what for, in error texts.
+            name: which one, in error texts.
+            payload: any picklable value; tensors must be on the CPU.
+            target: the only worker that gets it (the others get nothing); None: everybody.
+        """
+        if not self.real or self.client is None:
+            return {self.client.worker if self.client else 0: payload}
+        return self.client.collective(kind, name, payload, target=target, timeout_s=self.timeout_s)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait for everybody."""
+        self.gather("barrier", name, None)
+
+    def broadcast(self, value: T, source: int = 0, name: str = "") -> T:
+        """Worker ``source``'s value."""
+        if not self.real or self.client is None:
+            return value
+        mine = value if self.client.worker == source else None
+        answer: T = self.client.collective("broadcast", name, mine, source=source, timeout_s=self.timeout_s)[source]
+        return answer
+
+    def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
+        """Combine everybody's tensor.
+
+        Args:
+            tensor: equal in shape on all workers.
+            op: one of :func:`reduce_op_name`'s results.
+            name: in error texts.
+
+        Returns:
+            a new tensor on ``tensor``'s device; ``tensor`` itself where nobody else is reached.
+        """
+        if not self.real:
+            return tensor
+        parts = torch.stack(list(self.gather("reduce", name or op, tensor.detach().cpu()).values()))
+        if op == "mean":
+            total = parts.sum(0)
+            result = total / len(parts) if total.is_floating_point() or total.is_complex() else total // len(parts)
+        elif op == "sum":
+            result = parts.sum(0)
+        elif op == "max":
+            result = parts.amax(0)
+        elif op == "min":
+            result = parts.amin(0)
+        else:
+            result = parts.prod(0)
+        return result.to(device=tensor.device, dtype=tensor.dtype)
+
+    def all_gather(self, tensor: Tensor, name: str = "") -> list[Tensor]:
+        """Everybody's tensor in the order of ranks; shapes may differ."""
+        if not self.real:
+            return [tensor]
+        return [t.to(tensor.device) for t in self.gather("all_gather", name, tensor.detach().cpu()).values()]
+
+    def decide(self, decision: bool, *, all: bool = True) -> bool:
+        """Whether all workers (or any of them) say yes."""
+        answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
+        return bool(min(answers) if all else max(answers))
+
+
+def reduce_op_name(op: Any) -> str:
+    """Lightning's and torch's names of a reduction, as one of ``mean``, ``sum``, ``max``, ``min``, ``product``.
+
+    Args:
+        op: a string, a ``torch.distributed.ReduceOp``, or None for the mean.
+
+    Raises:
+        ValueError: the reduction is not one of these.
+    """
+    if op is None:
+        return "mean"
+    name = str(op).rsplit(".", 1)[-1].lower()
+    name = {"avg": "mean", "prod": "product"}.get(name, name)
+    if name not in ("mean", "sum", "max", "min", "product"):
+        raise ValueError(f"reduce_op={op!r} is unknown. Expected 'mean', 'sum', 'max', 'min' or 'product'.")
+    return name
