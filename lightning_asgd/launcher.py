@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lightning_asgd import supervisor
 from lightning_asgd._lightning import (
     MultiProcessingLauncher,
@@ -31,6 +33,7 @@ __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
+_connected = False  # whether this process has been a worker
 _transport: RpcTransport | None = None  # kept from one call of the Trainer to the next
 
 
@@ -82,7 +85,7 @@ class Job:
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface)
-            rendezvous.put(f"session/{self.session}", overseer.keys)
+            rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def connect(self) -> RpcTransport:
         """Wait for the servers of the present session and connect to them.
@@ -93,7 +96,7 @@ class Job:
         Raises:
             LaunchError: a server did not start.
         """
-        global _transport
+        global _transport, _connected
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
@@ -106,6 +109,7 @@ class Job:
             addresses.append(answer["address"])
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             _transport = RpcTransport(addresses, self.interface)
+        _connected = True
         return _transport
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
@@ -175,11 +179,32 @@ class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
         super().__init__(strategy, start_method=start_method)
         self.job = job
 
+    @property
+    def procs(self) -> list[Any]:
+        """The workers' processes. Lightning sets them; the reaper is told of them."""
+        return self._procs
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self._procs = processes
+        if processes:
+            watch = supervisor.ensure_watch()
+            for process in processes:
+                watch.register(process.pid)
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
         rpc.stop()  # an agent cannot be shared with forked children
         self.job.begin(self._strategy.cluster_environment, 1, is_main=True)
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        if self._start_method == "fork" and _connected:
+            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and whoever
+            # waits for them hangs.
+            torch.set_num_threads(1)
+            os.environ["OMP_NUM_THREADS"] = "1"
+        super()._wrapping_function(*args, **kwargs)
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         """Send worker 0's statistics along with Lightning's results."""

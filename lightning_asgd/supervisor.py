@@ -64,13 +64,11 @@ class Supervisor:
     """The servers of a job, and the processes to end with it.
 
     Args:
-        num_servers: how many servers to start.
         rendezvous: where they publish their addresses; None if there are none.
         interface: network interface they listen on.
     """
 
-    def __init__(self, num_servers: int, rendezvous: Rendezvous | None, interface: str) -> None:
-        self.num_servers = num_servers
+    def __init__(self, rendezvous: Rendezvous | None, interface: str) -> None:
         self.rendezvous = rendezvous
         self.interface = interface
         self._servers: list[_Server] = []
@@ -81,23 +79,25 @@ class Supervisor:
         self._on_worker_exit: Callable[[int, int], None] | None = None
 
     def start(self) -> None:
-        """Start the reaper and the servers. Returns at once; the addresses come through the rendezvous."""
+        """Start the reaper and the thread that watches."""
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())],
             stdin=subprocess.PIPE,
             env=_child_environment(),
         )
-        if self.rendezvous is not None:
-            self._servers = [_Server(i, self.rendezvous, self.interface) for i in range(self.num_servers)]
-        for server in self._servers:
-            self._register(server.process.pid)
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
         self._thread.start()
 
-    @property
-    def keys(self) -> list[str]:
-        """Rendezvous keys of the servers' addresses."""
-        return [server.key for server in self._servers]
+    def add_servers(self, total: int) -> None:
+        """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous."""
+        while self.rendezvous is not None and len(self._servers) < total:
+            server = _Server(len(self._servers), self.rendezvous, self.interface)
+            self._servers.append(server)
+            self.register(server.process.pid)
+
+    def keys(self, number: int) -> list[str]:
+        """Rendezvous keys of the first servers' addresses."""
+        return [server.key for server in self._servers[:number]]
 
     @property
     def healthy(self) -> bool:
@@ -112,7 +112,7 @@ class Supervisor:
     def add_worker(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Watch over a worker that the launcher started."""
         self._workers[rank] = process
-        self._register(process.pid)
+        self.register(process.pid)
 
     def on_worker_exit(self, callback: Callable[[int, int], None] | None) -> None:
         """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
@@ -147,7 +147,8 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._reaper.wait(_STOP_S)
 
-    def _register(self, pid: int) -> None:
+    def register(self, pid: int) -> None:
+        """Have a process ended when this one is gone."""
         if self._reaper is None or self._reaper.stdin is None:
             return
         with contextlib.suppress(psutil.Error, BrokenPipeError):
@@ -157,7 +158,7 @@ class Supervisor:
     def _watch(self) -> None:
         ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
-            for server in self._servers:
+            for server in list(self._servers):
                 if server.key not in ended and server.process.poll() is not None:
                     ended.add(server.key)
                     with contextlib.suppress(RuntimeError):
@@ -175,15 +176,19 @@ _current: Supervisor | None = None
 
 
 def ensure(num_servers: int, rendezvous: Rendezvous | None, interface: str) -> Supervisor:
-    """The process's supervisor with that many servers: the present one if it fits and is healthy, else a new one."""
+    """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
+
+    Servers are kept and reused, because starting one takes as long as importing torch.
+    """
     global _current
     if _current is not None:
-        same = (_current.num_servers, _current.interface) == (num_servers, interface)
-        if same and _current.rendezvous is rendezvous and _current.healthy:
+        if _current.healthy and _current.interface == interface and _current.rendezvous is rendezvous:
+            _current.add_servers(num_servers)
             return _current
         _current.close()
-    _current = Supervisor(num_servers, rendezvous, interface)
+    _current = Supervisor(rendezvous, interface)
     _current.start()
+    _current.add_servers(num_servers)
     return _current
 
 

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
+
+from lightning_asgd import supervisor  # noqa: E402
+from lightning_asgd.transport import rpc  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_set_of_servers() -> Iterator[None]:
+    """Servers are started once and shared by the tests of this folder; one thread, so that forking is safe."""
+    torch.set_num_threads(1)
+    yield
+    rpc.stop()
+    supervisor.close_current()
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning marks a launched process by environment variables; every test starts as an unlaunched one."""
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_asgd import ASGDStrategy
+from tests.lightning.models import Recorder, Regression, dataset, digest, loader, trainer
+
+
+def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path) -> None:
+    strategy = ASGDStrategy(nsync=3, num_servers=2, start_method="fork")
+    module = Regression()
+    before = digest(module)
+    fit = trainer(tmp_path, strategy, callbacks=[Recorder(tmp_path)], val_check_interval=0.5)
+    fit.fit(module, loader(), loader(64))
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert [r["what"] for r in zero] == [
+        "fit start",
+        *["validation end", "validation end", "epoch end"] * 2,
+        "train end",
+    ]
+    for a, b in zip(zero, one, strict=True):
+        assert a["digest"] == b["digest"], a["what"]
+        assert a["metrics"].get("val_loss") == b["metrics"].get("val_loss")
+    assert not any(r["initialized"] for r in (*zero, *one))
+    assert digest(module) == zero[-1]["digest"] != before
+    assert min(zero[-1]["stats"]["pushes"], one[-1]["stats"]["pushes"]) >= 4
+    assert strategy.stats.pushes == zero[-1]["stats"]["pushes"]
+
+
+def test_ranks_with_different_initial_weights_start_from_those_of_rank_zero(tmp_path: Path) -> None:
+    class Seeded(Regression):
+        def configure_model(self) -> None:
+            with torch.no_grad():
+                for t in (*self.parameters(), *self.buffers()):
+                    t.add_(self.trainer.global_rank)
+
+    module = Seeded()
+    before = digest(module)
+    fit = trainer(tmp_path, ASGDStrategy(start_method="fork"), callbacks=[Recorder(tmp_path)], max_epochs=1)
+    fit.fit(module, loader(64))
+    assert Recorder.read(tmp_path, 0)[0]["digest"] == Recorder.read(tmp_path, 1)[0]["digest"] == before
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_worker_without_overlap_follows_the_single_device_strategy(tmp_path: Path, servers: int) -> None:
+    curves = []
+    for strategy in ("auto", ASGDStrategy(nsync=1, overlap=False, num_servers=servers)):
+        torch.manual_seed(3)
+        module = Regression()
+        # Lightning's distributed sampler shuffles whatever the loader says; one worker has nothing to distribute
+        trainer(tmp_path, strategy, devices=1, use_distributed_sampler=False).fit(module, loader())
+        curves.append(torch.tensor(module.losses))
+    assert len(curves[0]) == 64
+    assert curves[0][-1] < 0.2 * curves[0][0]
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-5, atol=1e-6)
+
+
+def test_several_dtypes_strided_tied_and_frozen_parameters(tmp_path: Path) -> None:
+    class Odd(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(1, 1).to(torch.float64)
+            self.frozen = nn.Linear(1, 1).requires_grad_(False)
+            self.head = nn.Linear(1, 1, bias=False)
+            self.tied = nn.Linear(1, 1, bias=False)
+            self.tied.weight = self.head.weight
+            self.strided = nn.Parameter(torch.randn(6, 4).t())
+            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+        def loss(self, batch: object) -> torch.Tensor:
+            out = super().loss(batch)
+            extra = self.tied(self.head(self.frozen(out.view(1, 1)))) + self.wide(out.view(1, 1).double()).float()
+            return out + 1e-3 * (extra**2).mean() + 1e-3 * (self.strided**2).mean()
+
+    module = Odd()
+    fit = trainer(
+        tmp_path, ASGDStrategy(nsync=2, num_servers=2, start_method="fork"), callbacks=[Recorder(tmp_path)]
+    )
+    strided = module.strided.detach().clone()
+    fit.fit(module, loader())
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert zero[-1]["digest"] == one[-1]["digest"] == digest(module)
+    assert zero[-1]["stats"]["refused"] == 0
+    assert not torch.equal(module.strided, strided)
+    assert module.tied.weight is module.head.weight
+
+
+def test_fit_validate_test_predict_and_fit_again_with_one_trainer(tmp_path: Path) -> None:
+    strategy = ASGDStrategy(nsync=2, overlap=False)
+    run = trainer(tmp_path, strategy, devices=1, max_epochs=1)
+    module = Regression()
+    run.fit(module, loader(64), loader(32))
+    first = strategy.stats.pushes
+    assert first >= 4
+    loss = run.validate(module, loader(32), verbose=False)[0]["val_loss"]
+    assert run.test(module, loader(32), verbose=False)[0]["val_loss"] == pytest.approx(loss)
+    assert len(run.predict(module, loader(32))) == 4
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader(64))
+    assert strategy.stats.pushes >= 4
+    other = trainer(tmp_path, ASGDStrategy(nsync=1, overlap=False), devices=1, max_epochs=1)
+    other.fit(module, loader(64))
+    assert other.strategy.stats.pushes == 8
+
+
+def test_metrics_equal_those_over_the_whole_set(tmp_path: Path) -> None:
+    import torchmetrics
+
+    class Measured(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mae = torchmetrics.MeanAbsoluteError()
+
+        def validation_step(self, batch: object, batch_idx: int) -> None:
+            x, y = batch
+            out = self.net(x)
+            self.mae.update(out, y)
+            self.log("val_mae", self.mae)
+            self.log("val_mse", nn.functional.mse_loss(out, y), sync_dist=True)
+
+        def on_validation_epoch_end(self) -> None:
+            gathered = self.all_gather(torch.tensor(float(self.global_rank)))
+            self.log("ranks", gathered.sum(), sync_dist=True)
+
+    module = Measured()
+    run = trainer(tmp_path, ASGDStrategy(nsync=3, start_method="fork"), callbacks=[Recorder(tmp_path)])
+    run.fit(module, loader(), loader(64))
+    module.eval()
+    x, y = dataset(64).tensors
+    with torch.no_grad():
+        error = module.net(x) - y
+    last = Recorder.read(tmp_path, 1)[-1]["metrics"]
+    assert last["val_mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
+    assert last["val_mse"] == pytest.approx(float((error**2).mean()), rel=1e-5)
+    assert last["ranks"] == 1.0
+
+
+def test_a_non_finite_update_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    class Poisoned(Regression):
+        def on_before_optimizer_step(self, optimizer: object) -> None:
+            if self.trainer.global_step == 7 and self.global_rank == 1:
+                self.net[0].weight.grad.fill_(float("nan"))
+
+    module = Poisoned()
+    run = trainer(tmp_path, ASGDStrategy(nsync=2, start_method="fork"), callbacks=[Recorder(tmp_path)])
+    run.fit(module, loader())
+    zero, one = Recorder.read(tmp_path, 0)[-1], Recorder.read(tmp_path, 1)[-1]
+    assert one["stats"]["refused"] == 1
+    assert zero["stats"]["refused"] == 0
+    assert zero["digest"] == one["digest"]
+    assert all(torch.isfinite(t).all() for t in module.state_dict().values())
+
+
+def test_stop_decided_by_one_worker_stops_all(tmp_path: Path) -> None:
+    class Stopper(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+            if trainer.global_rank == 1 and trainer.global_step == 5:
+                trainer.should_stop = True
+
+    run = trainer(
+        tmp_path,
+        ASGDStrategy(nsync=2, start_method="fork"),
+        max_epochs=50,
+        callbacks=[Stopper(), Recorder(tmp_path)],
+    )
+    run.fit(Regression(), loader())
+    zero, one = Recorder.read(tmp_path, 0)[-1], Recorder.read(tmp_path, 1)[-1]
+    assert one["step"] == 5
+    assert zero["step"] <= 32
+    assert zero["digest"] == one["digest"]
