@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_asgd.transport.rpc import RpcTransport
 
 __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
+_STOP_S = 3.0  # for a worker to end after SIGTERM
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
@@ -130,6 +132,11 @@ class Job:
                     "the same on every machine: set MASTER_PORT to a free port of the first one."
                 )
         address = (str(environment.main_address), int(environment.main_port))
+        if address[1] == 0:
+            raise LaunchError(
+                "MASTER_PORT is 0. Expected a port that is the same on every machine. Start torchrun with "
+                "--standalone or --rdzv-backend=c10d on one machine, or give --master-port a free port."
+            )
         agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if is_main and not agent_store and address not in _hosted:
             _hosted[address] = Rendezvous.host(*address)
@@ -196,7 +203,15 @@ class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
         rpc.stop()  # an agent cannot be shared with forked children
         self.job.begin(self._strategy.cluster_environment, 1, is_main=True)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
+            self.kill(signal.SIGTERM)
+            for process in self.procs:
+                process.join(_STOP_S)
+            self.kill(signal.SIGKILL)
+            raise
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         if self._start_method == "fork" and _connected:

@@ -1,0 +1,245 @@
+"""What is left when the main process ends, in whatever way; jobs beside each other; other launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.config import RENDEZVOUS_ENV
+from lightning_asgd.transport import rpc
+from tests.lightning.models import Recorder, Regression, loader, trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+class Signpost(pl.Callback):
+    """Touches a file per rank once training is under way."""
+
+    def __init__(self, folder: Path, step: int = 5) -> None:
+        self.folder = folder
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            (self.folder / f"training{trainer.global_rank}").touch()
+
+
+def endless(tmp_path: Path, start_method: str = "fork") -> None:
+    run = trainer(
+        tmp_path,
+        ASGDStrategy(nsync=2, num_servers=2, start_method=start_method),
+        max_epochs=1_000_000,
+        callbacks=[Signpost(tmp_path)],
+    )
+    run.fit(Regression(), loader())
+
+
+def forked(function: Callable[[], None], output: Path) -> int:
+    """Run a function in a forked process, as the main process of a job of its own."""
+    rpc.stop()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            file = output.open("w")
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            os.environ.pop(RENDEZVOUS_ENV, None)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            import atexit
+
+            atexit._run_exitfuncs()
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.05)
+
+
+def training(tmp_path: Path) -> bool:
+    return all((tmp_path / f"training{rank}").exists() for rank in (0, 1))
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    left = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+        except psutil.NoSuchProcess:
+            continue
+    return left
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_when_a_signal_ends_the_main_process(tmp_path: Path, signum: signal.Signals) -> None:
+    pid = forked(lambda: endless(tmp_path), tmp_path / "output")
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        family = psutil.Process(pid).children(recursive=True)
+        assert len(family) >= 5  # two servers, two workers, the reaper
+        os.kill(pid, signum)
+        wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, 10, f"the end of the main process on {signum.name}")
+        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: Path) -> None:
+    class Faulty(Regression):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.trainer.global_step == 5 and self.global_rank == 1:
+                raise KeyError("no such sample")
+
+    def main() -> None:
+        trainer(tmp_path, ASGDStrategy(nsync=2, start_method="fork"), max_epochs=1000).fit(Faulty(), loader())
+
+    pid = forked(main, tmp_path / "output")
+    family: list[psutil.Process] = []
+
+    def ended() -> bool:
+        if psutil.pid_exists(pid):
+            family.extend(psutil.Process(pid).children(recursive=True))
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+    wait_until(ended, 40, "the end of the main process")
+    wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    assert "KeyError: 'no such sample'" in (tmp_path / "output").read_text()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import pytorch_lightning as pl
+from lightning_asgd import ASGDStrategy
+from tests.lightning.models import Recorder, Regression, loader, trainer
+from tests.lightning.test_processes import Signpost
+folder = Path(sys.argv[1])
+options = eval(sys.argv[2])
+run = trainer(folder, ASGDStrategy(nsync=2), callbacks=[Recorder(folder), Signpost(folder)], **options)
+run.fit(Regression(), loader())
+"""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_ASGD")}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def start(folder: Path, options: str = "{}", command: list[str] | None = None, **extra: str) -> Any:
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    with (folder / f"output{extra.get('NODE_RANK', '')}").open("w") as output:
+        return subprocess.Popen(
+            [*(command or [sys.executable]), str(script), str(folder), options],
+            env=environment(**extra),
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def check_finished(folder: Path, processes: list[Any], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.wait(max(1.0, deadline - time.monotonic()))
+    finally:
+        output = "\n".join(p.read_text()[-3000:] for p in sorted(folder.glob("output*")))
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    assert [p.returncode for p in processes] == [0] * len(processes), output
+    zero, one = Recorder.read(folder, 0), Recorder.read(folder, 1)
+    assert zero[-1]["what"] == one[-1]["what"] == "train end"
+    assert zero[-1]["digest"] == one[-1]["digest"]
+    assert not zero[-1]["initialized"]
+
+
+@pytest.mark.timeout(120)
+def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    jobs = [start(folder) for folder in folders]
+    for folder, job in zip(folders, jobs, strict=True):
+        check_finished(folder, [job])
+
+
+@pytest.mark.timeout(120)
+def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
+    job = start(tmp_path, "{'max_epochs': 1_000_000}")
+    try:
+        wait_until(lambda: training(tmp_path), 60, "training")
+        family = psutil.Process(job.pid).children(recursive=True)
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_starts_the_workers_of_one_node(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    check_finished(tmp_path, [start(tmp_path, command=torchrun)])
+
+
+def test_torch_without_rpc_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.rpc, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"torch .* was built without torch.distributed.rpc. Expected a build"):
+        trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader())
+
+
+def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_asgd import supervisor
+
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
+    rpc.stop()
+    supervisor.close_current()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)Server 0 .* exit code 1.*this torch is broken"):
+        trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader())
+    assert time.monotonic() - began < 10
+    supervisor.close_current()
+
+
+def test_modules_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    class Uneven(Regression):
+        def configure_model(self) -> None:
+            if self.global_rank == 1:
+                self.net[3] = torch.nn.Linear(16, 2)
+
+    run = trainer(tmp_path, ASGDStrategy(start_method="fork"))
+    with pytest.raises(Exception, match=r"worker 1 has 'net.3.weight' of shape \(2, 16\).*worker 0 has .*\(1, 16\)"):
+        run.fit(Uneven(), loader())
+
+
+def test_a_module_without_trainable_parameters_is_refused(tmp_path: Path) -> None:
+    module = Regression().requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        trainer(tmp_path, ASGDStrategy(), devices=1).fit(module, loader())
