@@ -203,6 +203,24 @@ def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_killed_worker_does_not_stop_the_others(tmp_path: Path) -> None:
+    job = start(tmp_path, "{'max_epochs': 40}")
+    try:
+        wait_until(lambda: training(tmp_path), 60, "training")
+        workers = [p for p in psutil.Process(job.pid).children() if "script.py" in " ".join(p.cmdline())]
+        assert len(workers) == 1
+        workers[0].kill()
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+        job.wait()
+    output = (tmp_path / "output").read_text()
+    assert "Worker 1 ended with exit code -9; the others go on without it." in output
+    assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
+    assert sum(r["what"] == "epoch end" for r in Recorder.read(tmp_path, 0)) == 40
+
+
+@pytest.mark.timeout(120)
 def test_torchrun_starts_the_workers_of_one_node(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     check_finished(tmp_path, [start(tmp_path, command=torchrun)])
