@@ -14,6 +14,9 @@ RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 """``host:port`` of the store where a job's processes find each other; set for the workers that the launcher starts."""
 
 
+_LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
     """How long to wait, in seconds. A process that dies is noticed at once; these are for those that hang."""
@@ -28,8 +31,10 @@ class Timeouts:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-                raise ConfigurationError(f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0.")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LONGEST_S:
+                raise ConfigurationError(
+                    f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,7 @@ LOOPBACK = "127.0.0.1"
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
 _PREFIX = "lightning_asgd"
 _POLL_S = 0.02
+_GRACE_S = 1.0
 
 
 class Rendezvous:
@@ -71,17 +73,27 @@ class Rendezvous:
         Raises:
             LaunchError: it does not appear in time.
         """
-        try:
-            store = _dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-        except (RuntimeError, ValueError) as error:
-            cause = str(error).splitlines()[0]
+        found: list[Any] = []
+        failed: list[str] = []
+
+        def connect() -> None:
+            wait = timedelta(seconds=timeout_s)
+            try:
+                found.append(_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait))
+            except (RuntimeError, ValueError) as error:
+                failed.append(str(error).splitlines()[0])
+
+        # In a thread: a stranger who takes the connection and says nothing would be waited for without end.
+        thread = threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True)
+        thread.start()
+        thread.join(timeout_s + _GRACE_S)
+        if not found:
+            cause = failed[0] if failed else "somebody else listens there"
             raise LaunchError(
                 f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
                 "it. Check that it runs, and that MASTER_ADDR and MASTER_PORT name it on every machine."
-            ) from error
-        return cls(store, (host, port))
+            )
+        return cls(found[0], (host, port))
 
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""

@@ -96,18 +96,9 @@ class Coordinator:
         self.left[worker] = reason
         due: list[Delivery] = []
         for seq, operation in list(self._operations.items()):
-            operation.contributions.pop(worker, None)
-            error = self._fatal()
-            source = operation.first.source
-            if error is None and source in self.left and source not in operation.contributions:
-                error = WorkerLostError(
-                    f"{operation.first.kind} {operation.first.name!r} cannot be completed: worker {source}, "
-                    f"whose value everybody waits for, is gone ({self.left[source] or 'it left'})."
-                )
-            if error is not None:
-                due += self._fail(seq, error)
-            else:
-                due += self._complete(seq)
+            if operation.contributions.pop(worker, self) is not self:
+                due.append(Delivery(worker, seq, error=self._gone(worker, operation.first)))
+            due += self._settle(seq)
         return due
 
     def contribute(self, message: Contribution, now: float) -> list[Delivery]:
@@ -119,18 +110,11 @@ class Coordinator:
         """
         worker, seq = message.worker, message.seq
         if worker in self.left:
-            error: ASGDError = WorkerLostError(
-                f"Worker {worker} called {message.kind} {message.name!r} after it was declared gone "
-                f"({self.left[worker] or 'it had left'})."
-            )
-            return [Delivery(worker, seq, error=error)]
-        fatal = self._fatal()
-        if fatal is not None:
-            return [Delivery(worker, seq, error=fatal)]
+            return [Delivery(worker, seq, error=self._gone(worker, message))]
         last = self._last_seq.get(worker, 0)
         operation = self._operations.get(seq)
         if seq <= last and not (operation is not None and worker in operation.contributions):
-            error = ProtocolError(f"Worker {worker} called collective {seq} again, which was answered before.")
+            error: ASGDError = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
             return [Delivery(worker, seq, error=error)]
         self._last_seq[worker] = max(last, seq)
         if operation is None:
@@ -145,7 +129,7 @@ class Coordinator:
             return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
         operation.contributions[worker] = message.payload
         operation.deadline = max(operation.deadline, now + message.timeout_s)
-        return self._complete(seq)
+        return self._settle(seq)
 
     def expire(self, now: float) -> list[Delivery]:
         """Fail the collectives whose time is up, naming the workers that are missing."""
@@ -164,17 +148,34 @@ class Coordinator:
                 due += self._fail(seq, error)
         return due
 
-    def _fatal(self) -> ASGDError | None:
-        reason = self.left.get(0)
-        if not reason:
-            return None
+    def _gone(self, worker: int, message: Contribution) -> ASGDError:
         return WorkerLostError(
-            f"Worker 0, which logs and writes the checkpoints, is gone ({reason}). "
-            "Start the job again with trainer.fit(..., ckpt_path='last')."
+            f"Worker {worker} called {message.kind} {message.name!r} after it was declared gone "
+            f"({self.left[worker] or 'it had left'})."
         )
 
-    def _complete(self, seq: int) -> list[Delivery]:
+    def _hopeless(self, operation: _Operation) -> ASGDError | None:
+        """Why an operation can never be completed, None if it can."""
+        first = operation.first
+        source = first.source
+        if self.left.get(0):
+            return WorkerLostError(
+                f"Worker 0, which logs and writes the checkpoints, is gone ({self.left[0]}). "
+                "Start the job again with trainer.fit(..., ckpt_path='last')."
+            )
+        if source is None or source in operation.contributions or source in self.living:
+            return None
+        fate = f"is gone ({self.left[source] or 'it left'})" if source in self.left else "does not exist"
+        return WorkerLostError(
+            f"{first.kind} {first.name!r} cannot be completed: worker {source}, whose value is needed, {fate}."
+        )
+
+    def _settle(self, seq: int) -> list[Delivery]:
+        """Answer an operation if everybody is there or if it is hopeless."""
         operation = self._operations[seq]
+        error = self._hopeless(operation)
+        if error is not None:
+            return self._fail(seq, error)
         if not self.living <= set(operation.contributions):
             return []
         del self._operations[seq]

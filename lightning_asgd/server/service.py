@@ -126,6 +126,9 @@ class Service:
             self._shard.initialise(message.weights, message.version)
         if message.shared is None:
             return False
+        before = self._blocks.pop(message.worker, None)
+        if before is not None:
+            before.close()
         block = attach(message.shared, message.groups)
         if block is None:
             return False

@@ -32,7 +32,7 @@ class InProcessTransport(Transport):
         """Answer at once; a future that the handler returns is handed on."""
         answer = self._handlers[server](copy.deepcopy(message))
         if isinstance(answer, Future):
-            return answer
+            return answer.then(lambda done: copy.deepcopy(done.wait()))
         future: Future[Any] = Future()
         future.set_result(copy.deepcopy(answer))
         return future

@@ -8,10 +8,8 @@ value.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,36 +21,47 @@ from lightning_asgd.messages import Role, SharedRef
 
 __all__ = ["SharedBlock", "attach", "create", "host_identity"]
 
-_HEADER = 64  # bytes: 16 of nonce, the rest keeps the tensors aligned to a cache line
+_NONCE = 16  # bytes
+_HEADER = 64  # bytes: the nonce, and then up to the next cache line
 _ALIGN = 64
 
 Groups = Sequence[tuple[Role, str, int]]
 
 
 class SharedBlock:
-    """A mapped block and one tensor per group in it. Made by :func:`create` and :func:`attach`."""
+    """A mapped block and one tensor per group in it. Made by :func:`create` and :func:`attach`.
 
-    def __init__(self, fd: int, nbytes: int, groups: Groups, ref: SharedRef) -> None:
+    Args:
+        ref: where the block is.
+        path: file to map.
+        groups: ``(role, dtype name, number of scalars)`` per group.
+        fd: descriptor to close with the block, in the process that made it.
+    """
+
+    def __init__(self, ref: SharedRef, path: str, groups: Groups, fd: int | None = None) -> None:
+        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=ref.nbytes)
         self._fd = fd
-        self._map = mmap.mmap(fd, nbytes)
+        self._nonce: Tensor | None = _view(storage, torch.uint8, 0, _NONCE)
         self.ref = ref
-        self.tensors: tuple[Tensor, ...] = tuple(_views(self._map, groups))
+        self.tensors: tuple[Tensor, ...] = tuple(_views(storage, groups))
 
     @property
     def nonce(self) -> bytes:
         """Random bytes at the block's start."""
-        return self._map[:16]
+        return b"" if self._nonce is None else bytes(self._nonce.tolist())
 
     def write_nonce(self, nonce: bytes) -> None:
         """Put the bytes that :func:`attach` will compare."""
-        self._map[:16] = nonce
+        if self._nonce is not None:
+            self._nonce.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
 
     def close(self) -> None:
         """Give the block back. The memory goes once no tensor refers to it any more."""
         self.tensors = ()
-        if self._fd >= 0:
+        self._nonce = None
+        if self._fd is not None:
             os.close(self._fd)
-            self._fd = -1
+            self._fd = None
 
 
 def host_identity() -> str:
@@ -83,14 +92,17 @@ def create(groups: Groups) -> SharedBlock | None:
     if not host or not hasattr(os, "memfd_create"):
         return None
     nbytes = _size(groups)
+    fd = -1
     try:
         fd = os.memfd_create("lightning_asgd")
         os.ftruncate(fd, nbytes)
-    except OSError:
+        ref = SharedRef(host, os.getpid(), fd, secrets.token_bytes(_NONCE), nbytes)
+        block = SharedBlock(ref, f"/proc/self/fd/{fd}", groups, fd)
+    except (OSError, RuntimeError):
+        if fd >= 0:
+            os.close(fd)
         return None
-    nonce = secrets.token_bytes(16)
-    block = SharedBlock(fd, nbytes, groups, SharedRef(host, os.getpid(), fd, nonce, nbytes))
-    block.write_nonce(nonce)
+    block.write_nonce(ref.nonce)
     return block
 
 
@@ -102,17 +114,14 @@ def attach(ref: SharedRef, groups: Groups) -> SharedBlock | None:
     """
     if ref.host != host_identity() or ref.nbytes != _size(groups):
         return None
+    path = f"/proc/{ref.pid}/fd/{ref.fd}"
     try:
-        fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
-    except OSError:
+        if os.stat(path).st_size != ref.nbytes:
+            return None
+        block = SharedBlock(ref, path, groups)
+    except (OSError, RuntimeError):
         return None
-    block: SharedBlock | None = None
-    if os.fstat(fd).st_size == ref.nbytes:
-        block = SharedBlock(fd, ref.nbytes, groups, ref)
-        if block.nonce == ref.nonce:
-            return block
-    os.close(fd)
-    return None
+    return block if block.nonce == ref.nonce else None
 
 
 def _size(groups: Groups) -> int:
@@ -123,17 +132,16 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _views(buffer: mmap.mmap, groups: Groups) -> list[Tensor]:
+def _views(storage: Any, groups: Groups) -> list[Tensor]:
     views: list[Tensor] = []
     offset = _HEADER
     for _, name, n in groups:
         dtype = dtype_from_name(name)
-        if n == 0:
-            views.append(torch.empty(0, dtype=dtype))
-            continue
-        source: Any = buffer
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of read-only buffers for some Python versions
-            views.append(torch.frombuffer(source, dtype=dtype, count=n, offset=offset))
+        views.append(_view(storage, dtype, offset, n))
         offset += _padded(n * dtype.itemsize)
     return views
+
+
+def _view(storage: Any, dtype: torch.dtype, offset: int, n: int) -> Tensor:
+    tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(storage, offset // dtype.itemsize, (n,), (1,))

@@ -181,7 +181,7 @@ class Client:
             self.session, self.worker, self._collectives, kind, name, payload, source, target, timeout_s
         )
         limit = timeout_s + _GRACE_S
-        future = self.transport.call(COORDINATOR, message, limit)
+        future = self._send(COORDINATOR, message, limit)
         if not done_within(future, limit):
             raise CollectiveTimeoutError(
                 f"{kind} {name!r} of worker {self.worker} was not answered within {limit:g} s by server {COORDINATOR}. "
@@ -203,9 +203,9 @@ class Client:
     def _servers(self) -> range:
         return range(self.num_servers)
 
-    def _send(self, server: int, message: Any) -> Future[Any]:
+    def _send(self, server: int, message: Any, timeout_s: float | None = None) -> Future[Any]:
         try:
-            return self.transport.call(server, message, self.timeout_s)
+            return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
         except RuntimeError as error:
             raise self._lost(server, error) from error
 

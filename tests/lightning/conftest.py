@@ -8,8 +8,8 @@ import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
 
-from lightning_asgd import supervisor  # noqa: E402
-from lightning_asgd.transport import rpc  # noqa: E402
+from lightning_asgd import supervisor
+from lightning_asgd.transport import rpc
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -78,9 +78,7 @@ def test_several_dtypes_strided_tied_and_frozen_parameters(tmp_path: Path) -> No
             return out + 1e-3 * (extra**2).mean() + 1e-3 * (self.strided**2).mean()
 
     module = Odd()
-    fit = trainer(
-        tmp_path, ASGDStrategy(nsync=2, num_servers=2, start_method="fork"), callbacks=[Recorder(tmp_path)]
-    )
+    fit = trainer(tmp_path, ASGDStrategy(nsync=2, num_servers=2, start_method="fork"), callbacks=[Recorder(tmp_path)])
     strided = module.strided.detach().clone()
     fit.fit(module, loader())
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)

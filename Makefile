@@ -1,0 +1,59 @@
+# make demo and make test need Python 3.10 or newer, pip and make. Everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-all check format bench convergence memory soak clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.installed-examples ## train digits with one process, DDP and A-SGD, and compare them
+	@$(RUN) examples/quickstart.py
+
+test: check ## check, then run the tests
+	@$(RUN) -m pytest tests
+
+test-all: check ## the same with the slow tests
+	@$(RUN) -m pytest tests -m ""
+
+check: $(VENV)/.installed-dev ## lint, formatting and types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+format: $(VENV)/.installed-dev ## format the code and mend what can be mended
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+bench: $(VENV)/.installed-examples ## samples per second beside DDP, with fast, slow and distant workers
+	@$(RUN) benchmarks/throughput.py
+
+convergence: $(VENV)/.installed-examples ## accuracy beside DDP
+	@$(RUN) benchmarks/convergence.py
+
+memory: $(VENV)/.installed-examples ## memory of workers and servers
+	@$(RUN) benchmarks/memory.py
+
+soak: $(VENV)/.installed-examples ## a long run with workers that die and return
+	@$(RUN) benchmarks/soak.py
+
+clean: ## remove .venv, caches and results
+	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(RUN)
+	@echo "Installing the project and its $* extras into $(VENV): torch is large, the first time takes some minutes."
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+	@$(if $(filter dev,$*),touch $(VENV)/.installed-examples)
+
+# Some distributions ship venv without ensurepip: then the pip of $(PYTHON) fills the new environment.
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make PYTHON=...") if sys.version_info < (3, 10) else 0'
+	@$(PYTHON) -m venv $(VENV) > /dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --disable-pip-version-check --quiet --python $@ install pip; }

@@ -1,0 +1,138 @@
+"""Two network namespaces joined by a slow cable: two machines on one, for benchmarks and tests. Needs Linux and root.
+
+Each namespace has its own loopback and one end of a veth pair whose both directions are limited by ``tc ... tbf``::
+
+    with two_machines(mbit=100) as network:
+        subprocess.run([*network.prefix(1), "ping", "-c1", network.addresses[0]])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Network", "available", "two_machines"]
+
+_PREFIX = "asgd"
+_NAMESPACES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+_LEAVE_S = 5.0  # for processes to leave a namespace before they are killed
+_counter = itertools.count()
+
+
+@dataclass(frozen=True)
+class Network:
+    """Two joined namespaces; every field holds one entry per namespace."""
+
+    names: tuple[str, str]
+    interfaces: tuple[str, str]
+    addresses: tuple[str, str] = ("10.213.77.1", "10.213.77.2")
+
+    def prefix(self, index: int) -> list[str]:
+        """What to put before a command so that it runs in a namespace."""
+        return ["ip", "netns", "exec", self.names[index]]
+
+    def enter(self, index: int) -> None:
+        """Move this thread, and all threads and processes it starts, into a namespace. For a forked child."""
+        with open(_NAMESPACES / self.names[index]) as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"Cannot enter network namespace {self.names[index]}")
+
+
+def available() -> str | None:
+    """Why this machine cannot do it, as a sentence; None if it can. Tries it for real."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"The command {missing[0]!r} is missing: install iproute2."
+    if os.geteuid() != 0:
+        return "Network namespaces need root: run this as root."
+    try:
+        with two_machines(mbit=100):
+            return None
+    except (RuntimeError, OSError) as error:
+        return f"This machine forbids network namespaces or traffic control: {error}"
+
+
+@contextlib.contextmanager
+def two_machines(mbit: float | None = None) -> Iterator[Network]:
+    """Make the two namespaces, and remove them and every process left in them at the end.
+
+    Args:
+        mbit: speed of the cable in Mbit/s per direction; None for as fast as the machine can.
+
+    Raises:
+        RuntimeError: a command failed; the text holds its output.
+    """
+    _remove_stale()
+    number = f"{os.getpid()}-{next(_counter)}"
+    network = Network((f"{_PREFIX}-{number}-a", f"{_PREFIX}-{number}-b"), ("veth-a", "veth-b"))
+    try:
+        for name in network.names:
+            _ip("netns", "add", name)
+        (a, b), (left, right) = network.names, network.interfaces
+        _ip("link", "add", left, "netns", a, "type", "veth", "peer", "name", right, "netns", b)
+        for name, interface, address in zip(network.names, network.interfaces, network.addresses, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", interface, "up")
+            if mbit is not None:
+                burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes of 10 ms
+                shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", "100ms")
+                _command("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
+        yield network
+    finally:
+        with _uninterrupted():
+            for name in network.names:
+                _remove(name)
+
+
+def _ip(*arguments: str) -> str:
+    return _command("ip", *arguments)
+
+
+def _command(*command: str) -> str:
+    # In a session of its own: Ctrl-C must not end the command that cleans up.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def _remove(name: str) -> None:
+    if not (_NAMESPACES / name).exists():
+        return
+    deadline = time.monotonic() + _LEAVE_S
+    while pids := [int(pid) for pid in _ip("netns", "pids", name).split()]:
+        if time.monotonic() > deadline:
+            for pid in set(pids) - {os.getpid()}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    _ip("netns", "delete", name)  # takes its end of the cable, and so the cable, with it
+
+
+def _remove_stale() -> None:
+    """Remove what a killed program left: namespaces carry the number of the process that made them."""
+    for path in _NAMESPACES.glob(f"{_PREFIX}-*-*-?"):
+        owner = path.name.split("-")[1]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(RuntimeError):
+                _remove(path.name)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

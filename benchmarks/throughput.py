@@ -1,0 +1,609 @@
+"""Samples per second of DDP and A-SGD on the same module, and of one worker alone.
+
+The systems take turns (alone, DDP, A-SGD, alone, DDP, ...), so that a machine that gets slower or busier meets all of
+them, and every ratio is taken between neighbours in time. This process imports torch and Lightning once, does nothing
+with them, and forks the ranks of each run as an external launcher would start them.
+
+What counts is a window that starts when every rank has trained for a while and ends before the first rank stops. Under
+DDP all ranks take the same number of steps: rank 0 chooses the last one, a few ahead, when its time is up. Under A-SGD
+every worker stops by its own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from network import Network, available, two_machines
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+WARM_UP_S = 1.5  # training before the window starts
+AHEAD = 5  # steps that DDP still takes after its time is up; its ranks are never more than one step apart
+START_S = 180.0  # for a run to start and to end, beside its window
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is measured under the same conditions."""
+
+    name: str
+    params: int = 600_000
+    nsync: tuple[int, ...] = (10,)
+    workers: int = 2
+    straggler: float = 0.0  # seconds that rank 1 sleeps every step
+    bandwidth: float | None = None  # Mbit/s between two halves of the ranks
+    batch: int = 32
+    seconds: float = 6.0
+    repeats: int = 5
+    unconnected: bool = False  # also: all workers at once, each for itself
+    num_servers: int = 1
+
+    @property
+    def systems(self) -> list[System]:
+        alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
+        return [*alone, System("DDP"), *(System("A-SGD", n) for n in self.nsync)]
+
+    def describe(self) -> str:
+        parts = [f"{self.params / 1e6:g} M parameters", f"{self.workers} workers", f"batch {self.batch}"]
+        if self.straggler:
+            parts.append(f"rank 1 sleeps {self.straggler:g} s a step")
+        if self.bandwidth:
+            parts.append(f"{self.bandwidth:g} Mbit/s between the workers")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class System:
+    """One of the things compared."""
+
+    kind: str  # "one alone", "unconnected", "DDP" or "A-SGD"
+    nsync: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} nsync {self.nsync}" if self.nsync else self.kind
+
+
+@dataclass(frozen=True)
+class Target:
+    """The median of ``system / base`` must reach ``at_least``."""
+
+    nsync: int
+    base: str  # "DDP", or "ideal": the number of workers times one alone
+    at_least: float
+
+
+# ---------------------------------------------------------------------- in a rank's process
+
+
+def build_module(params: int, straggler: float = 0.0) -> Any:
+    """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for."""
+    import pytorch_lightning as pl
+    import torch
+    from torch import nn
+
+    c1, c2, classes = 24, 48, 10
+    fixed = c1 * 28 + c2 * (9 * c1 + 1) + classes
+    hidden = max(1, round((params - fixed) / (c2 * 64 + 1 + classes)))
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                *(nn.Conv2d(3, c1, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+                *(nn.Conv2d(c1, c2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+                *(nn.Flatten(), nn.Linear(c2 * 64, hidden), nn.ReLU(), nn.Linear(hidden, classes)),
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if straggler and self.global_rank == 1:
+                time.sleep(straggler)
+            images, labels = batch
+            return nn.functional.cross_entropy(self.layers(images), labels)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    return Net()
+
+
+def build_loader(samples: int, batch: int, distinct: int = 2048) -> Any:
+    """Random images in memory; the same ``distinct`` ones over and over for as many samples as wanted."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Repeated(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index % len(self.tensors[0]))
+
+        def __len__(self) -> int:
+            return samples
+
+    images, labels = torch.randn(distinct, 3, 32, 32), torch.randint(10, (distinct,))
+    return DataLoader(Repeated(images, labels), batch_size=batch, shuffle=True, num_workers=0)
+
+
+def trainer_options() -> dict[str, Any]:
+    """What all runs have in common: no logging, no checkpoints, no bars."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return {"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(off, False)}
+
+
+def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -> dict[str, Any]:
+    """Train in this process until the time is up.
+
+    Returns:
+        when the window may start, when each batch ended, and what the exchanges did inside the window.
+    """
+    import pytorch_lightning as pl
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+
+    class Clock(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.warm = time.monotonic() + WARM_UP_S
+            self.ends: list[float] = []
+            self.figures: list[dict[str, float]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            now = time.monotonic()
+            self.ends.append(now)
+            if not self.figures and now >= self.warm:
+                self.figures.append(_figures(trainer.strategy))
+            over = now >= self.warm + scenario.seconds
+            if system.kind == "DDP" and scenario.workers > 1:
+                if over and rank == 0 and not _read(last_step):
+                    last_step[:] = struct.pack("q", batch_idx + AHEAD)
+                over = 0 < _read(last_step) <= batch_idx
+            if over and not trainer.should_stop:
+                trainer.should_stop = True
+                self.figures.append(_figures(trainer.strategy))
+
+    clock = Clock()
+    nodes = 2 if scenario.bandwidth else 1
+    options: dict[str, Any] = {"devices": 1}
+    if system.kind in ("DDP", "A-SGD"):
+        options = {"devices": scenario.workers // nodes, "num_nodes": nodes, "strategy": "ddp"}
+    if system.kind == "A-SGD":
+        from lightning_asgd import ASGDStrategy
+
+        options["strategy"] = ASGDStrategy(nsync=system.nsync, num_servers=scenario.num_servers)
+    # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
+    samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
+    trainer = pl.Trainer(**trainer_options(), **options, callbacks=[clock])
+    trainer.fit(build_module(scenario.params, scenario.straggler), build_loader(samples, scenario.batch))
+    before, after = clock.figures
+    moved = {key: after[key] - before[key] for key in after}
+    return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+
+
+def _read(shared: mmap.mmap) -> int:
+    return int(struct.unpack("q", shared[:])[0])
+
+
+def _figures(strategy: Any) -> dict[str, float]:
+    import psutil
+
+    machine = psutil.cpu_times()
+    figures = {
+        "at_s": time.monotonic(),
+        "cpu_s": time.process_time(),
+        "busy_s": sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice,
+    }
+    stats = getattr(strategy, "stats", None)
+    if stats is not None:
+        from lightning_asgd import supervisor
+
+        overseer = supervisor.current()
+        times = [psutil.Process(pid).cpu_times() for pid in (overseer.server_pids if overseer else [])]
+        figures["server_cpu_s"] = sum(t.user + t.system for t in times)
+        for key in ("exchanges", "pushes", "deferred", "wait_s", "round_trip_s", "staleness_sum"):
+            figures[key] = getattr(stats, key)
+    return figures
+
+
+# ---------------------------------------------------------------------- starting the ranks of a run
+
+
+def _rank_process(
+    environment: dict[str, str],
+    enter: Callable[[], None],
+    job: Callable[[], dict[str, Any]],
+    answer: Any,
+    output: IO[bytes],
+) -> None:
+    """What a forked rank does first and last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    try:
+        enter()
+        os.environ.update(environment)
+        answer.send(job())
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's children skip it
+
+
+def clean_environment() -> None:
+    """Forget what a launcher around this program may have set."""
+    names = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in [*os.environ]:
+        if name in names or name.startswith(("LIGHTNING_ASGD_", "TORCHELASTIC_", "SLURM_")):
+            del os.environ[name]
+
+
+def _rank_environment(scenario: Scenario, system: System, rank: int, port: int, network: Network | None) -> dict:
+    if system.kind in ("one alone", "unconnected"):
+        return {}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
+    if network is None:
+        return common
+    node, local = divmod(rank, scenario.workers // 2)
+    return {
+        **common,
+        "MASTER_ADDR": network.addresses[0],
+        "NODE_RANK": str(node),
+        "LOCAL_RANK": str(local),
+        "GLOO_SOCKET_IFNAME": network.interfaces[node],
+    }
+
+
+def run(scenario: Scenario, system: System, network: Network | None) -> dict[str, Any]:
+    """Start the ranks, wait for them, and work out what they did in their common window.
+
+    Raises:
+        RuntimeError: a rank failed; the text holds its last output.
+    """
+    context = multiprocessing.get_context("fork")
+    last_step = mmap.mmap(-1, 8)  # shared with the ranks
+    port = _free_port()
+    ranks = []
+    for rank in range(1 if system.kind == "one alone" else scenario.workers):
+        enter: Callable[[], None] = lambda: None  # noqa: E731
+        if network is not None and system.kind in ("DDP", "A-SGD"):
+            enter = partial(network.enter, rank // (scenario.workers // 2))
+        reader, writer = context.Pipe(duplex=False)
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = _rank_environment(scenario, system, rank, port, network)
+        job = partial(train, scenario, system, rank, last_step)
+        process = context.Process(target=_rank_process, args=(environment, enter, job, writer, output), daemon=True)
+        ranks.append((rank, process, reader, writer, output))
+    try:
+        answers = _collect(ranks, time.monotonic() + scenario.seconds + START_S)
+    finally:
+        for _, process, reader, _, output in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            reader.close()
+            output.close()
+        last_step.close()
+    return _evaluate(scenario, answers)
+
+
+def _collect(ranks: list[tuple[int, Any, Any, Any, IO[bytes]]], deadline: float) -> list[dict[str, Any]]:
+    for _, process, _, writer, _ in ranks:
+        process.start()
+        writer.close()
+    answers = []
+    for rank, process, reader, _, output in ranks:
+        problem = "is not done in time"
+        try:
+            if reader.poll(max(0.0, deadline - time.monotonic())):
+                answers.append(reader.recv())
+                continue
+        except EOFError:
+            process.join(5)
+            problem = f"ended with exit code {process.exitcode}"
+        output.seek(0)
+        raise RuntimeError(f"Rank {rank} {problem}. Its last output:\n{output.read().decode(errors='replace')[-4000:]}")
+    for _, process, _, _, _ in ranks:
+        process.join(30)  # servers are stopped meanwhile
+    return answers
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    start = max(a["warm"] for a in answers)
+    stop = min(a["ends"][-1] for a in answers)
+    if stop - start < scenario.seconds / 2:
+        raise RuntimeError(f"The ranks trained together for only {stop - start:.1f} s. Raise --seconds.")
+    rates = [scenario.batch * (_steps(a["ends"], stop) - _steps(a["ends"], start)) / (stop - start) for a in answers]
+    result: dict[str, Any] = {"samples_per_s": sum(rates), "per_rank": rates, "window_s": stop - start}
+    total_s = sum(a["at_s"] for a in answers)
+    result["cpu_share"] = sum(a["cpu_s"] for a in answers) / total_s
+    ours_s = sum(a["cpu_s"] for a in answers) + answers[0].get("server_cpu_s", 0.0)
+    result["other_cpu_share"] = max(0.0, answers[0]["busy_s"] - ours_s) / answers[0]["at_s"]
+    if "exchanges" in answers[0]:
+        pushes = sum(a["pushes"] for a in answers)
+        exchanges = sum(a["exchanges"] for a in answers)
+        result |= {
+            "exchanges_per_s": sum(a["exchanges"] / a["at_s"] for a in answers),
+            "wait_share": sum(a["wait_s"] for a in answers) / total_s,
+            "deferred": sum(a["deferred"] for a in answers),
+            "round_trip_s": sum(a["round_trip_s"] for a in answers) / exchanges if exchanges else 0.0,
+            "staleness": sum(a["staleness_sum"] for a in answers) / pushes if pushes else 0.0,
+            "server_cpu_share": answers[0]["server_cpu_s"] / answers[0]["at_s"],
+        }
+    return result
+
+
+def _steps(ends: list[float], at: float) -> float:
+    """Steps done by a time, the one under way in proportion."""
+    done = sum(end <= at for end in ends)
+    if done in (0, len(ends)):
+        return float(done)
+    return done + (at - ends[done - 1]) / (ends[done] - ends[done - 1])
+
+
+# ---------------------------------------------------------------------- scenarios and tables
+
+
+def measure(scenario: Scenario) -> dict[str, list[dict[str, Any]]]:
+    """All runs of a scenario, by system."""
+    CONSOLE.print(f"\n[bold]{scenario.name}[/]: {scenario.describe()}  (load {os.getloadavg()[0]:.1f})")
+    runs: dict[str, list[dict[str, Any]]] = {str(system): [] for system in scenario.systems}
+    cable = two_machines(scenario.bandwidth) if scenario.bandwidth else contextlib.nullcontext()
+    with cable as network:
+        for repeat in range(scenario.repeats):
+            for system in scenario.systems:
+                result = run(scenario, system, network)
+                runs[str(system)].append(result)
+                text = f"  {repeat + 1}/{scenario.repeats}  {system!s:<16} {result['samples_per_s']:7.0f} samples/s"
+                CONSOLE.print(text)
+    return runs
+
+
+def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: str, base: str) -> list[float]:
+    """A system's speed divided by that of ``base`` in the same repeat."""
+    mine = [r["samples_per_s"] for r in runs[system]]
+    if base == "ideal":
+        theirs = [scenario.workers * r["samples_per_s"] for r in runs["one alone"]]
+    else:
+        theirs = [r["samples_per_s"] for r in runs[base]]
+    return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+
+def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Print the scenario's tables."""
+    speeds = Table(title=f"{scenario.name}: {scenario.describe()}", title_justify="left", min_width=90)
+    headings = [
+        name for base in ("samples/s", "/ DDP", f"/ {scenario.workers} x alone") for name in (base, "min", "max")
+    ]
+    for heading in ("", *headings):
+        speeds.add_column(heading, justify="right" if heading else "left")
+    for name, results in runs.items():
+        row = [name, *_spread([r["samples_per_s"] for r in results], "{:.0f}")]
+        for base in ("DDP", "ideal"):
+            same = name in (base, "one alone")
+            row += ["", "", ""] if same else _spread(ratios(scenario, runs, name, base), "{:.2f}")
+        speeds.add_row(*row)
+    CONSOLE.print(speeds)
+    columns = {
+        "exchanges/s": ("exchanges_per_s", "{:.1f}", 1),
+        "merged after ms": ("round_trip_s", "{:.0f}", 1000),
+        "waiting %": ("wait_share", "{:.1f}", 100),
+        "deferred": ("deferred", "{:.0f}", 1),
+        "staleness": ("staleness", "{:.2f}", 1),
+        "worker CPU %": ("cpu_share", "{:.0f}", 100),
+        "server CPU %": ("server_cpu_share", "{:.0f}", 100),
+        "others' CPU %": ("other_cpu_share", "{:.0f}", 100),  # of programs that disturb the measurement
+    }
+    details = Table("", *columns, title="medians over the repeats", title_justify="left")
+    for name, results in runs.items():
+        cells = []
+        for key, form, factor in columns.values():
+            values = [factor * r[key] for r in results if key in r]
+            cells.append(form.format(statistics.median(values)) if values else "")
+        details.add_row(name, *cells)
+    CONSOLE.print(details)
+    foreign = statistics.median(r["other_cpu_share"] for results in runs.values() for r in results)
+    if foreign > 0.15:
+        CONSOLE.print(
+            f"[yellow]Other programs took {foreign:.0%} of a core meanwhile: measure again on an idle machine.[/]"
+        )
+
+
+def _spread(values: list[float], form: str) -> list[str]:
+    return [form.format(f(values)) for f in (statistics.median, min, max)]
+
+
+def targets(scenario: Scenario) -> list[Target]:
+    """What the project promises of a scenario; nothing for conditions it has not named."""
+    conditions = (round(scenario.params, -5), scenario.straggler, scenario.bandwidth)
+    promised = {
+        (600_000, 0.0, None): [Target(10, "DDP", 1.3), Target(10, "ideal", 0.95)],
+        (600_000, 0.1, None): [Target(10, "DDP", 3.0)],
+        (600_000, 0.0, 100.0): [Target(10, "DDP", 8.0)],
+        (17_000_000, 0.0, None): [Target(10, "DDP", 1.2), Target(1, "DDP", 0.9)],
+    }
+    if scenario.workers != 2 or scenario.batch != 32:
+        return []
+    return [t for t in promised.get(conditions, []) if t.nsync in scenario.nsync]
+
+
+def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
+    """Print PASS or FAIL per target."""
+    passed = True
+    for target in targets(scenario):
+        system = str(System("A-SGD", target.nsync))
+        median = statistics.median(ratios(scenario, runs, system, target.base))
+        base = "DDP" if target.base == "DDP" else f"{scenario.workers} x one alone"
+        verdict = "[green]PASS[/]" if median >= target.at_least else "[red]FAIL[/]"
+        CONSOLE.print(f"{verdict}  {scenario.name}: {system} is {median:.2f} x {base}, target {target.at_least:.2f}")
+        passed &= median >= target.at_least
+    if not targets(scenario):
+        CONSOLE.print(f"no target for {scenario.name}")
+    return passed
+
+
+def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: str) -> None:
+    """Bars of the medians with a dot for every run."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    colours = {"one alone": "#b0b0b0", "unconnected": "#d8d8d8", "DDP": "#4c72b0", "A-SGD": "#dd8452"}
+    widths = [len(scenario.systems) for scenario, _ in results]
+    size = (1 + 0.95 * sum(widths), 4)
+    figure, axes = plt.subplots(1, len(results), figsize=size, width_ratios=widths, squeeze=False)
+    for axis, (scenario, runs) in zip(axes[0], results, strict=True):
+        for place, system in enumerate(scenario.systems):
+            speeds = [r["samples_per_s"] for r in runs[str(system)]]
+            axis.bar(place, statistics.median(speeds), color=colours[system.kind])
+            axis.plot([place] * len(speeds), speeds, "k.", markersize=4)
+        labels = [str(system).replace(" nsync", "\nnsync") for system in scenario.systems]
+        axis.set_xticks(range(len(labels)), labels, fontsize=8)
+        axis.set_title(scenario.name, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("samples/s of all workers")
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+    CONSOLE.print(f"picture: {file}")
+
+
+def save(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: str) -> None:
+    """Write settings and every run as JSON."""
+    import pytorch_lightning
+    import torch
+
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "lightning": pytorch_lightning.__version__,
+    }
+    content = {"machine": machine, "scenarios": [{**asdict(s), "runs": runs} for s, runs in results]}
+    Path(file).write_text(json.dumps(content, indent=1) + "\n")
+    CONSOLE.print(f"figures: {file}")
+
+
+def standard_scenarios(base: Scenario) -> list[Scenario]:
+    """Those that the project has targets for."""
+    return [
+        replace(base, name="small"),
+        replace(base, name="straggler", straggler=0.1),
+        replace(base, name="slow network", bandwidth=100.0),
+        replace(base, name="large", params=17_000_000, nsync=(10, 1)),
+    ]
+
+
+def parse() -> tuple[list[Scenario], argparse.Namespace]:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=6.0, help="measuring window of a run (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--nsync", type=int, nargs="+", default=[10], help="steps between exchanges, one or several")
+    parser.add_argument("--params", type=float, default=0.6e6, help="parameters of the model (default %(default)g)")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--straggler", type=float, default=0.0, metavar="SECONDS", help="rank 1 sleeps in every step")
+    parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
+    parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
+    parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
+    parser.add_argument("--check", action="store_true", help="say PASS or FAIL per target; exit code 1 if one fails")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE")
+    args = parser.parse_args()
+    if args.workers < 1 or args.repeats < 1 or min(args.nsync) < 1:
+        parser.error("--workers, --repeats and --nsync must be at least 1")
+    base = Scenario(
+        name="custom",
+        params=int(args.params),
+        nsync=tuple(dict.fromkeys(args.nsync)),
+        workers=args.workers,
+        straggler=args.straggler,
+        bandwidth=args.bandwidth,
+        batch=args.batch,
+        seconds=args.seconds,
+        repeats=args.repeats,
+        unconnected=args.unconnected,
+        num_servers=args.servers,
+    )
+    scenarios = standard_scenarios(base) if args.all else [base]
+    named = {(s.params, s.straggler, s.bandwidth): s.name for s in standard_scenarios(Scenario(""))}
+    scenarios = [replace(s, name=named.get((s.params, s.straggler, s.bandwidth), s.name)) for s in scenarios]
+    if any(s.bandwidth and s.workers % 2 for s in scenarios):
+        parser.error("--bandwidth splits the workers over two namespaces: --workers must be even")
+    return scenarios, args
+
+
+def main() -> int:
+    scenarios, args = parse()
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
+    clean_environment()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
+    if any(s.bandwidth for s in scenarios) and (reason := available()) is not None:
+        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
+        return 2
+    with CONSOLE.status("importing torch and Lightning") if CONSOLE.is_terminal else contextlib.nullcontext():
+        import pytorch_lightning  # noqa: F401  # once, for all forked ranks
+    results = []
+    passed = True
+    with _told_of_interrupts():
+        for scenario in scenarios:
+            runs = measure(scenario)
+            results.append((scenario, runs))
+            show(scenario, runs)
+            if args.json:
+                save(results, args.json)
+            if args.picture:
+                draw(results, args.picture)
+    if args.check:
+        CONSOLE.print()
+        verdicts = [check(scenario, runs) for scenario, runs in results]
+        passed = all(verdicts)
+    return 0 if passed else 1
+
+
+@contextlib.contextmanager
+def _told_of_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        CONSOLE.print("\ninterrupted; everything is cleaned up")
+        sys.exit(130)
+    except RuntimeError as error:
+        CONSOLE.print(f"[red]{escape(str(error))}[/]")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd import errors
+from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
+from lightning_asgd.layout import build_layout
+from lightning_asgd.messages import Contribution, Exchange, Failure, Initialise, Join, Joined, Leave, Reply, Verdict
+from lightning_asgd.transport.base import Transport
+from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker.client import Client, done_within
+
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ASGDError)]
+LAYOUT = build_layout([("w", torch.zeros(4))], [], 2)
+
+
+class Answers(Transport):
+    """Two servers that answer what the test says: a value, an exception to fail with, or nothing at all."""
+
+    num_servers = 2  # type: ignore[assignment]
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = answers
+        self.sent: list[tuple[int, Any, float]] = []
+
+    def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        self.sent.append((server, message, timeout_s))
+        answer = self.answers[server]
+        future: Future[Any] = Future()
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif answer is not None:
+            future.set_result(answer)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class Unreachable(Answers):
+    def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        if isinstance(self.answers[server], Exception):
+            raise self.answers[server]
+        return super().call(server, message, timeout_s)
+
+
+def client(transport: Transport, timeout_s: float = 7.0) -> Client:
+    return Client(transport, "s", 3, 4, timeout_s=timeout_s)
+
+
+def reply(version: int) -> Reply:
+    return Reply(version, 0, Verdict.NONE)
+
+
+def exchange(c: Client) -> list[Reply]:
+    updates = [(torch.zeros(2),), (torch.ones(2),)]
+    return c.replies(c.exchange(5, [1, 2], push=True, fetch=True, updates=updates))
+
+
+CALLS: dict[str, Any] = {
+    "join": lambda c: c.join(),
+    "initialise": lambda c: c.initialise(LAYOUT, "mean", [None, None]),
+    "exchange": exchange,
+    "collective": lambda c: c.collective("barrier", "x", timeout_s=1.0),
+}
+
+
+def test_every_server_is_sent_its_own_part() -> None:
+    transport = Answers(reply(6), reply(7))
+    assert [r.version for r in exchange(client(transport))] == [6, 7]
+    (first, a, timeout), (second, b, _) = transport.sent
+    assert (first, second, timeout) == (0, 1, 7.0)
+    assert isinstance(a, Exchange)
+    assert (a.session, a.worker, a.seq, a.base_version, a.push, a.fetch) == ("s", 3, 5, 1, True, True)
+    assert (a.update[0].tolist(), b.update[0].tolist()) == ([0.0, 0.0], [1.0, 1.0])
+    assert b.base_version == 2
+
+
+def test_a_fetch_sends_no_update() -> None:
+    transport = Answers(reply(0), reply(0))
+    client(transport).exchange(5, [1, 2], push=False, fetch=True, updates=[(torch.zeros(2),)] * 2)
+    assert [m.update for _, m, _ in transport.sent] == [None, None]
+
+
+def test_joining_tells_every_server() -> None:
+    transport = Answers(Joined(1), Joined(2))
+    client(transport).join()
+    assert [(s, m) for s, m, _ in transport.sent] == [(0, Join("s", 3, 4)), (1, Join("s", 3, 4))]
+
+
+def test_initialise_brings_each_server_its_part() -> None:
+    transport = Answers(True, False)
+    seen = client(transport).initialise(LAYOUT, "sum", [None, None], [(torch.zeros(2),), (torch.ones(2),)], [8, 9])
+    assert seen == [True, False]
+    messages = [m for _, m, _ in transport.sent]
+    assert all(isinstance(m, Initialise) for m in messages)
+    assert [m.version for m in messages] == [8, 9]
+    assert [m.groups for m in messages] == [LAYOUT.shard(0), LAYOUT.shard(1)]
+    assert messages[1].weights[0].tolist() == [1.0, 1.0]
+
+
+def test_collectives_go_to_the_coordinator_and_are_counted() -> None:
+    transport = Answers({0: "a"}, None)
+    c = client(transport)
+    for _ in range(2):
+        assert c.collective("broadcast", "x", "mine", source=0, timeout_s=2.0) == {0: "a"}
+    messages = [m for s, m, _ in transport.sent if s == 0]
+    assert len(messages) == 2
+    assert messages[0] == Contribution("s", 3, 1, "broadcast", "x", "mine", 0, None, 2.0)
+    assert messages[1].seq == 2
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_servers_error_is_raised_here(call: Any, cls: type[ASGDError]) -> None:
+    failure = Failure(cls.__name__, "what happened")
+    with pytest.raises(ASGDError) as caught:
+        call(client(Answers(failure, failure)))
+    assert type(caught.value) is cls
+    assert str(caught.value) == "what happened"
+
+
+@pytest.mark.parametrize("call", list(CALLS.values())[:3], ids=list(CALLS)[:3])
+def test_the_second_servers_error_is_raised_too(call: Any) -> None:
+    with pytest.raises(errors.ProtocolError, match="what happened"):
+        call(client(Answers(reply(0), Failure("ProtocolError", "what happened"))))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("transport", [Answers, Unreachable])
+def test_a_lost_server_is_named(call: Any, transport: type[Answers]) -> None:
+    with pytest.raises(ServerLostError, match=r"Server 0 is gone: worker 3 got 'eof' instead of an answer. Expected"):
+        call(client(transport(RuntimeError("eof\nand much more"), reply(0))))
+
+
+@pytest.mark.parametrize("transport", [Answers, Unreachable])
+def test_the_second_server_is_named_too(transport: type[Answers]) -> None:
+    with pytest.raises(ServerLostError, match="Server 1 is gone"):
+        exchange(client(transport(reply(0), RuntimeError("eof"))))
+
+
+def test_an_error_without_text_is_named_by_its_class() -> None:
+    with pytest.raises(ServerLostError, match="got 'RuntimeError' instead"):
+        exchange(client(Answers(RuntimeError(), reply(0))))
+
+
+@pytest.mark.parametrize("call", list(CALLS.values())[:3], ids=list(CALLS)[:3])
+def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    with pytest.raises(ServerLostError, match=r"Server 1 did not answer worker 3 within 0.01 s.*timeouts.exchange_s"):
+        call(client(Answers(reply(0), None), timeout_s=0.01))
+
+
+def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    with pytest.raises(CollectiveTimeoutError, match=r"barrier 'epoch' of worker 3 was not answered within 0.01 s"):
+        client(Answers(None, None)).collective("barrier", "epoch", timeout_s=0.01)
+
+
+def test_a_worker_waits_longer_than_the_coordinator_does() -> None:
+    transport = Answers({}, None)
+    client(transport).collective("barrier", "x", timeout_s=5.0)
+    assert transport.sent[0][2] > 5.0
+
+
+@pytest.mark.parametrize("transport", [Answers, Unreachable])
+def test_leaving_ignores_servers_that_are_gone(transport: type[Answers]) -> None:
+    link = transport(RuntimeError("eof"), True)
+    client(link).leave("killed")
+    assert (1, Leave("s", 3, "killed")) in [(s, m) for s, m, _ in link.sent]
+
+
+def test_another_worker_can_be_reported() -> None:
+    link = Answers(True, True)
+    client(link).leave("killed", worker=1)
+    assert [m for _, m, _ in link.sent] == [Leave("s", 1, "killed")] * 2
+
+
+def test_waiting_ends_with_the_answer_or_with_the_time() -> None:
+    done: Future[int] = Future()
+    done.set_result(1)
+    assert done_within(done, 0.0)
+    assert not done_within(Future(), 0.01)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from tests.helpers.cluster import Cluster, run_workers
+
+
+def together(workers: int, function: Callable[[Collectives, int], Any]) -> list[Any]:
+    """Run a function on so many workers, each in its own thread. One that raises leaves, as the strategy sees to."""
+    cluster = Cluster(1, workers)
+    clients = [cluster.client(rank) for rank in range(workers)]
+    for client in clients:
+        client.join()
+
+    def work(rank: int) -> Any:
+        try:
+            return function(Collectives(clients[rank], timeout_s=20.0), rank)
+        except BaseException as error:
+            clients[rank].leave(f"it raised {error}")
+            raise
+
+    return run_workers(workers, work)
+
+
+def offline() -> Collectives:
+    return Collectives()
+
+
+def asynchronous() -> Collectives:
+    client = Cluster(1, 3).client(1)
+    client.join()
+    collectives = Collectives(client)
+    collectives.phase = Phase.ASYNC
+    return collectives
+
+
+def alone() -> Collectives:
+    client = Cluster(1, 1).client()
+    client.join()
+    return Collectives(client)
+
+
+@pytest.mark.parametrize(("make", "rank"), [(offline, 0), (asynchronous, 1), (alone, 0)])
+def test_collectives_are_local_where_nobody_else_is_reached(make: Callable[[], Collectives], rank: int) -> None:
+    c = make()
+    tensor = torch.tensor([1.0, 2.0])
+    assert not c.real
+    c.barrier("x")
+    assert c.broadcast("mine", source=0) == "mine"
+    assert c.gather("gather", "x", "mine") == {rank: "mine"}
+    assert c.gather("gather", "x", "mine", target=0) == {rank: "mine"}
+    assert c.reduce(tensor, "sum") is tensor
+    assert c.all_gather(tensor)[0] is tensor
+    assert c.decide(True)
+    assert not c.decide(False, all=False)
+
+
+def test_phases() -> None:
+    assert offline().phase is Phase.OFFLINE
+    client = Cluster(1, 2).client()
+    c = Collectives(client)
+    assert c.phase is Phase.SYNC
+    assert c.real
+    c.phase = Phase.ASYNC
+    assert not c.real
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcast(workers: int, source: int) -> None:
+    results = together(workers, lambda c, rank: c.broadcast({"rank": rank, "t": torch.ones(2) * rank}, source))
+    assert [r["rank"] for r in results] == [source] * workers
+    assert [r["t"].tolist() for r in results] == [[source] * 2] * workers
+
+
+def test_none_can_be_broadcast() -> None:
+    assert together(2, lambda c, rank: c.broadcast(None if rank == 0 else "x")) == [None, None]
+
+
+def test_a_barrier_is_passed_by_nobody_before_all_have_come() -> None:
+    arrived: list[int] = []
+
+    def work(c: Collectives, rank: int) -> int:
+        arrived.append(rank)
+        c.barrier("x")
+        return len(arrived)
+
+    assert together(3, work) == [3, 3, 3]
+
+
+def test_gather_to_one() -> None:
+    results = together(3, lambda c, rank: c.gather("gather", "x", rank * 10, target=1))
+    assert results == [{}, {0: 0, 1: 10, 2: 20}, {}]
+
+
+FLOATS = [[1.0, -2.0], [3.0, 5.0], [2.0, 0.0]]
+INTS = [[1, -2], [3, 5], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("op", "floats", "ints"),
+    [
+        ("mean", [2.0, 1.0], [2, 1]),
+        ("sum", [6.0, 3.0], [7, 3]),
+        ("max", [3.0, 5.0], [3, 5]),
+        ("min", [1.0, -2.0], [1, -2]),
+        ("product", [6.0, 0.0], [9, 0]),
+    ],
+)
+def test_reduce(op: str, floats: list[float], ints: list[int]) -> None:
+    def work(c: Collectives, rank: int) -> Any:
+        mine = torch.tensor(FLOATS[rank])
+        result = c.reduce(mine, op, "x")
+        assert mine.tolist() == FLOATS[rank]  # the argument is left alone
+        return [result, c.reduce(torch.tensor(INTS[rank]), op), c.reduce(torch.tensor(INTS[rank][0]), op)]
+
+    for f, i, scalar in together(3, work):
+        assert f.tolist() == floats
+        assert f.dtype is torch.float32
+        assert i.tolist() == ints
+        assert i.dtype is torch.int64
+        assert scalar.item() == ints[0]
+        assert scalar.dim() == 0
+
+
+@pytest.mark.parametrize("op", ["mean", "max", "min"])
+def test_reduce_of_flags(op: str) -> None:
+    results = together(2, lambda c, rank: c.reduce(torch.tensor([True, rank == 0]), op))
+    assert all(r.dtype is torch.bool for r in results)
+    assert [r.tolist() for r in results] == [[True, op == "max"]] * 2
+
+
+def test_reduce_carries_no_gradients() -> None:
+    results = together(2, lambda c, rank: c.reduce(torch.ones(1, requires_grad=True) * 2))
+    assert [r.requires_grad for r in results] == [False, False]
+
+
+def test_all_gather_of_different_shapes() -> None:
+    results = together(3, lambda c, rank: c.all_gather(torch.full((rank,), rank, dtype=torch.float64)))
+    for result in results:
+        assert [t.tolist() for t in result] == [[], [1.0], [2.0, 2.0]]
+        assert {t.dtype for t in result} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("votes", "everybody", "anybody"),
+    [([True, True], True, True), ([True, False], False, True), ([False, False], False, False)],
+)
+def test_decide(votes: list[bool], everybody: bool, anybody: bool) -> None:
+    results = together(2, lambda c, rank: (c.decide(votes[rank]), c.decide(votes[rank], all=False)))
+    assert results == [(everybody, anybody)] * 2
+
+
+def test_different_calls_fail_on_both_sides() -> None:
+    caught: dict[int, str] = {}
+
+    def work(c: Collectives, rank: int) -> None:
+        try:
+            c.barrier("left") if rank == 0 else c.broadcast("x", name="right")
+        except CollectiveMismatchError as error:
+            caught[rank] = str(error)
+
+    together(2, work)
+    assert set(caught) == {0, 1}
+    for text in caught.values():
+        assert "barrier 'left'" in text
+        assert "broadcast 'right'" in text
+
+
+def test_a_worker_that_raises_does_not_leave_the_others_waiting() -> None:
+    seen: dict[int, Any] = {}
+
+    def work(c: Collectives, rank: int) -> None:
+        if rank == 2:
+            raise ASGDError("on purpose")
+        seen[rank] = c.gather("gather", "x", rank)
+
+    with pytest.raises(ASGDError, match="on purpose"):
+        together(3, work)
+    assert seen == {0: {0: 0, 1: 1}, 1: {0: 0, 1: 1}}
+
+
+def test_when_worker_zero_raises_the_others_are_told() -> None:
+    seen: dict[int, str] = {}
+
+    def work(c: Collectives, rank: int) -> None:
+        if rank == 0:
+            raise ASGDError("on purpose")
+        try:
+            c.barrier("x")
+        except WorkerLostError as error:
+            seen[rank] = str(error)
+
+    with pytest.raises(ASGDError, match="on purpose"):
+        together(3, work)
+    assert set(seen) == {1, 2}
+    assert all("Worker 0" in text for text in seen.values())
+    assert all("on purpose" in text for text in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (None, "mean"),
+        ("mean", "mean"),
+        ("avg", "mean"),
+        ("AVG", "mean"),
+        ("sum", "sum"),
+        ("max", "max"),
+        ("min", "min"),
+        ("prod", "product"),
+        ("product", "product"),
+        (ReduceOp.SUM, "sum"),
+        (ReduceOp.AVG, "mean"),
+        (ReduceOp.MAX, "max"),
+        (ReduceOp.MIN, "min"),
+        (ReduceOp.PRODUCT, "product"),
+    ],
+)
+def test_names_of_reductions(op: Any, name: str) -> None:
+    assert reduce_op_name(op) == name
+
+
+@pytest.mark.parametrize("op", ["median", "", ReduceOp.BAND, 3])
+def test_an_unknown_reduction_is_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"is unknown. Expected 'mean', 'sum', 'max', 'min' or 'product'"):
+        reduce_op_name(op)

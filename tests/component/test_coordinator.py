@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lightning_asgd.errors import (
+    ASGDError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ProtocolError,
+    WorkerLostError,
+)
+from lightning_asgd.messages import Contribution
+from lightning_asgd.server.coordinator import Coordinator, Delivery
+
+
+def coordinator(workers: int) -> Coordinator:
+    result = Coordinator("7.1", workers)
+    for rank in range(workers):
+        result.join(rank)
+    return result
+
+
+def say(worker: int, seq: int = 1, kind: str = "all_gather", name: str = "loss", **fields: Any) -> Contribution:
+    return Contribution("7.1", worker, seq, kind, name, **{"payload": f"value {worker}", **fields})
+
+
+def values(due: list[Delivery]) -> dict[int, Any]:
+    assert not [d for d in due if d.error is not None]
+    return {d.worker: d.value for d in due}
+
+
+def errors(due: list[Delivery]) -> dict[int, ASGDError]:
+    found = {d.worker: d.error for d in due if d.error is not None}
+    assert len(found) == len(due)
+    return found
+
+
+def test_everybody_gets_everybodys_value_once_the_last_has_come() -> None:
+    c = coordinator(3)
+    assert c.contribute(say(2), 0.0) == []
+    assert c.contribute(say(0), 0.0) == []
+    due = c.contribute(say(1), 0.0)
+    everything = {0: "value 0", 1: "value 1", 2: "value 2"}
+    assert values(due) == {0: everything, 1: everything, 2: everything}
+    assert [list(d.value or {}) for d in due] == [[0, 1, 2]] * 3  # in the order of ranks
+
+
+def test_a_worker_alone_does_not_wait() -> None:
+    assert values(coordinator(1).contribute(say(0), 0.0)) == {0: {0: "value 0"}}
+
+
+def test_a_broadcast_delivers_the_sources_value_only() -> None:
+    c = coordinator(3)
+    for rank in (0, 2):
+        assert c.contribute(say(rank, kind="broadcast", source=1), 0.0) == []
+    due = c.contribute(say(1, kind="broadcast", source=1), 0.0)
+    assert values(due) == {rank: {1: "value 1"} for rank in range(3)}
+
+
+def test_a_gather_delivers_to_the_target_only() -> None:
+    c = coordinator(2)
+    c.contribute(say(0, kind="gather", target=0), 0.0)
+    due = c.contribute(say(1, kind="gather", target=0), 0.0)
+    assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {}}
+
+
+def test_collectives_are_numbered_and_may_overlap() -> None:
+    c = coordinator(2)
+    assert c.contribute(say(0, 1), 0.0) == []
+    c.contribute(say(1, 1), 0.0)
+    assert c.contribute(say(1, 2, payload="b"), 0.0) == []
+    assert values(c.contribute(say(0, 2, payload="a"), 0.0)) == {0: {0: "a", 1: "b"}, 1: {0: "a", 1: "b"}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kind": "barrier", "name": "join"}, {"kind": "broadcast", "name": "join"}),
+        ({"kind": "reduce", "name": "train_loss"}, {"kind": "reduce", "name": "val_loss"}),
+    ],
+)
+def test_a_mismatch_names_both_calls_on_both_sides(first: dict[str, str], second: dict[str, str]) -> None:
+    c = coordinator(2)
+    c.contribute(say(0, 3, **first), 0.0)
+    found = errors(c.contribute(say(1, 3, **second), 0.0))
+    assert set(found) == {0, 1}
+    for error in found.values():
+        assert isinstance(error, CollectiveMismatchError)
+        text = str(error)
+        assert f"worker 1 called {second['kind']} {second['name']!r}" in text
+        assert f"worker 0 called {first['kind']} {first['name']!r}" in text
+        assert "collective 3 of session '7.1'" in text
+        assert "Expected every worker to make the same calls" in text
+
+
+@pytest.mark.parametrize(("first", "second"), [({"source": 0}, {"source": 1}), ({"target": 0}, {"target": None})])
+def test_a_mismatch_in_direction_fails_both_sides(first: dict[str, Any], second: dict[str, Any]) -> None:
+    c = coordinator(2)
+    c.contribute(say(0, **first), 0.0)
+    found = errors(c.contribute(say(1, **second), 0.0))
+    assert {type(e) for e in found.values()} == {CollectiveMismatchError}
+    assert set(found) == {0, 1}
+
+
+def test_a_mismatch_names_all_who_agreed() -> None:
+    c = coordinator(3)
+    c.contribute(say(0, kind="barrier"), 0.0)
+    c.contribute(say(2, kind="barrier"), 0.0)
+    found = errors(c.contribute(say(1, kind="broadcast"), 0.0))
+    assert set(found) == {0, 1, 2}
+    assert "workers 0, 2 called barrier" in str(found[0])
+
+
+def test_a_worker_who_leaves_is_not_waited_for() -> None:
+    c = coordinator(3)
+    c.contribute(say(0), 0.0)
+    c.contribute(say(1), 0.0)
+    due = c.leave(2, "killed")
+    assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {0: "value 0", 1: "value 1"}}
+    assert c.living == {0, 1}
+    c.contribute(say(0, 2), 0.0)
+    assert set(values(c.contribute(say(1, 2), 0.0))) == {0, 1}
+
+
+def test_the_value_of_a_worker_who_left_while_waiting_does_not_count() -> None:
+    c = coordinator(3)
+    c.contribute(say(0), 0.0)
+    c.contribute(say(2), 0.0)
+    c.leave(2, "killed")
+    due = c.contribute(say(1), 0.0)
+    assert values([d for d in due if d.worker != 2]) == {
+        0: {0: "value 0", 1: "value 1"},
+        1: {0: "value 0", 1: "value 1"},
+    }
+
+
+def test_leaving_twice_changes_nothing() -> None:
+    c = coordinator(2)
+    c.leave(1)
+    assert c.leave(1, "killed") == []
+    assert c.left == {1: ""}
+
+
+def test_worker_zeros_death_fails_everybody_now_and_later() -> None:
+    c = coordinator(3)
+    c.contribute(say(1), 0.0)
+    found = errors(c.leave(0, "its process ended with exit code -9"))
+    assert set(found) == {1}
+    late = errors(c.contribute(say(2), 0.0))
+    for error in (found[1], late[2]):
+        assert isinstance(error, WorkerLostError)
+        assert "Worker 0" in str(error)
+        assert "exit code -9" in str(error)
+        assert "ckpt_path='last'" in str(error)
+
+
+def test_worker_zero_may_leave_in_order() -> None:
+    c = coordinator(2)
+    assert c.leave(0) == []
+    assert values(c.contribute(say(1), 0.0)) == {1: {1: "value 1"}}
+
+
+def test_a_broadcast_fails_when_its_source_leaves_before_it_spoke() -> None:
+    c = coordinator(3)
+    c.contribute(say(0, kind="broadcast", name="layout", source=1), 0.0)
+    found = errors(c.leave(1, "killed"))
+    assert set(found) == {0}
+    assert isinstance(found[0], WorkerLostError)
+    assert re.search("broadcast 'layout' cannot be completed: worker 1, .*gone.*killed", str(found[0]))
+
+
+@pytest.mark.parametrize("reason", ["", "killed"])
+def test_a_broadcast_whose_source_left_before_it_began_fails_for_all_who_call_it(reason: str) -> None:
+    c = coordinator(3)
+    c.leave(1, reason)
+    due = [d for rank in (0, 2) for d in c.contribute(say(rank, kind="broadcast", source=1), 0.0)]
+    found = errors(due)
+    assert set(found) == {0, 2}
+    assert {type(e) for e in found.values()} == {WorkerLostError}
+
+
+def test_a_broadcast_from_a_rank_that_does_not_exist_fails_for_all_who_call_it() -> None:
+    c = coordinator(2)
+    due = [d for rank in (0, 1) for d in c.contribute(say(rank, kind="broadcast", source=7), 0.0)]
+    assert set(errors(due)) == {0, 1}
+
+
+def test_a_worker_who_is_declared_gone_while_it_waits_is_told_so() -> None:
+    c = coordinator(3)
+    c.contribute(say(1), 0.0)
+    found = errors(c.leave(1, "reported by worker 0"))
+    assert {rank: type(e) for rank, e in found.items()} == {1: WorkerLostError}
+
+
+def test_a_worker_who_was_declared_gone_is_told_so_when_it_calls() -> None:
+    c = coordinator(2)
+    c.leave(1, "it raised ValueError")
+    found = errors(c.contribute(say(1), 0.0))
+    assert isinstance(found[1], WorkerLostError)
+    assert re.search("Worker 1 called all_gather 'loss' after it was declared gone .*ValueError", str(found[1]))
+
+
+def test_what_a_worker_called_before_it_left_does_not_bind_the_others() -> None:
+    c = coordinator(3)
+    c.contribute(say(2, kind="broadcast", source=2, timeout_s=1.0), 0.0)
+    c.leave(2, "killed")
+    c.contribute(say(0), 0.0)
+    everything = {0: "value 0", 1: "value 1"}
+    assert values(c.contribute(say(1), 0.0)) == {0: everything, 1: everything}
+
+
+def test_a_collective_expires_and_names_who_is_missing() -> None:
+    c = coordinator(4)
+    c.contribute(say(0, timeout_s=10.0), 100.0)
+    c.contribute(say(2, timeout_s=10.0), 105.0)
+    assert c.expire(114.9) == []
+    found = errors(c.expire(115.0))
+    assert set(found) == {0, 2}
+    text = str(found[0])
+    assert isinstance(found[0], CollectiveTimeoutError)
+    assert "all_gather 'loss' (collective 1 of session '7.1') was not completed within 10 s" in text
+    assert "workers 1, 3 did not call it" in text
+    assert "never joined" not in text
+    assert "raise timeouts.collective_s" in text
+    assert c.expire(1000.0) == []
+
+
+def test_a_collective_that_expires_names_who_never_joined() -> None:
+    c = Coordinator("7.1", 3)
+    c.join(0)
+    c.join(1)
+    c.contribute(say(0, timeout_s=10.0), 0.0)
+    text = str(errors(c.expire(10.0))[0])
+    assert "workers 1, 2 did not call it. worker 2 never joined." in text
+
+
+def test_workers_who_left_are_not_missing() -> None:
+    c = coordinator(3)
+    c.contribute(say(0, timeout_s=10.0), 0.0)
+    c.leave(2, "killed")
+    text = str(errors(c.expire(10.0))[0])
+    assert "worker 1 did not call it" in text
+    assert "[0, 1]" in text
+
+
+def test_a_repeated_contribution_changes_nothing_while_others_are_waited_for() -> None:
+    c = coordinator(2)
+    assert c.contribute(say(0), 0.0) == []
+    assert c.contribute(say(0), 0.0) == []
+    due = c.contribute(say(1), 0.0)
+    assert sorted(d.worker for d in due) == [0, 1]
+    assert values(due)[0] == {0: "value 0", 1: "value 1"}
+
+
+def test_a_contribution_repeated_after_the_answer_is_an_error() -> None:
+    c = coordinator(2)
+    c.contribute(say(0), 0.0)
+    c.contribute(say(1), 0.0)
+    found = errors(c.contribute(say(0), 0.0))
+    assert isinstance(found[0], ProtocolError)
+    assert "Worker 0 called collective 1 again" in str(found[0])
+
+
+def test_joining_again_changes_nothing() -> None:
+    c = coordinator(2)
+    c.join(1)
+    assert c.joined == {0, 1}
+
+
+@pytest.mark.parametrize("rank", [2, 100, -1])
+def test_a_rank_that_was_not_expected_cannot_join(rank: int) -> None:
+    with pytest.raises(ProtocolError, match=f"Worker {rank} cannot join session '7.1'. Expected a rank below 2. All"):
+        coordinator(2).join(rank)
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("killed", "killed"), ("", "it had left")])
+def test_a_worker_who_left_cannot_join_again(reason: str, shown: str) -> None:
+    c = coordinator(2)
+    c.leave(1, reason)
+    with pytest.raises(WorkerLostError, match=f"Worker 1 cannot join .* again: .*{shown}.*checkpoint to resume"):
+        c.join(1)
+
+
+# ---------------------------------------------------------------------- every order of events
+
+Program = tuple[dict[str, Any], ...]
+Event = tuple[str, int]
+
+
+@dataclass
+class World:
+    """Three workers who make their calls one after another; a worker who gets an error calls nothing more.
+
+    Args:
+        programs: per worker, the calls it makes.
+        leavers: worker -> reason of those who leave at some moment.
+        waiters_leave: whether that moment may be while they wait for an answer: others report them.
+        failed_leave: whether a worker who got an error leaves at some later moment, as the strategy sees to.
+    """
+
+    programs: tuple[Program, Program, Program]
+    leavers: dict[int, str]
+    waiters_leave: bool = False
+    failed_leave: bool = False
+    coordinator: Coordinator = field(default_factory=lambda: coordinator(3))
+    answers: tuple[list[Any], list[Any], list[Any]] = field(default_factory=lambda: ([], [], []))
+    waiting: list[bool] = field(default_factory=lambda: [False] * 3)
+    gone: set[int] = field(default_factory=set)
+
+    def failed(self, rank: int) -> bool:
+        return bool(self.answers[rank]) and isinstance(self.answers[rank][-1], ASGDError)
+
+    def events(self) -> Iterator[Event]:
+        for rank in set(range(3)) - self.gone:
+            if not self.waiting[rank] and not self.failed(rank) and len(self.answers[rank]) < len(self.programs[rank]):
+                yield "call", rank
+            leaves = rank in self.leavers or (self.failed_leave and self.failed(rank))
+            if leaves and (self.waiters_leave or not self.waiting[rank]):
+                yield "leave", rank
+
+    def after(self, event: Event) -> World:
+        world = copy.deepcopy(self)
+        what, rank = event
+        if what == "leave":
+            world.gone.add(rank)
+            due = world.coordinator.leave(rank, world.leavers.get(rank, "it raised an error"))
+        else:
+            world.waiting[rank] = True
+            done = len(world.answers[rank])
+            due = world.coordinator.contribute(say(rank, done + 1, **world.programs[rank][done]), 0.0)
+        for delivery in due:
+            assert world.waiting[delivery.worker], "an answer nobody waits for"
+            assert delivery.seq == len(world.answers[delivery.worker]) + 1
+            world.waiting[delivery.worker] = False
+            world.answers[delivery.worker].append(delivery.error or delivery.value)
+        return world
+
+    def ends(self) -> Iterator[World]:
+        """What becomes of it in every order of events."""
+        events = list(self.events())
+        if not events:
+            yield self
+        for event in events:
+            yield from self.after(event).ends()
+
+
+GATHER: dict[str, Any] = {"kind": "all_gather"}
+PROGRAMS: dict[str, Program] = {
+    "gather, gather": (GATHER, GATHER),
+    "broadcast, gather": ({"kind": "broadcast", "source": 0}, GATHER),
+    "gather, broadcast from 1": (GATHER, {"kind": "broadcast", "source": 1}),
+    "gather to 0, barrier": ({"kind": "gather", "target": 0}, {"kind": "barrier", "payload": None}),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize(("reason", "reported"), [("", False), ("it raised", False), ("killed", True)])
+def test_in_every_order_nobody_waits_for_ever_and_all_agree(
+    program: Program, leaver: int, reason: str, reported: bool
+) -> None:
+    count = 0
+    stayed = {0, 1, 2} - {leaver}
+    zero_died = leaver == 0 and bool(reason)
+    for world in World((program,) * 3, {leaver: reason}, waiters_leave=reported).ends():
+        count += 1
+        assert not [rank for rank in stayed if world.waiting[rank]], "somebody waits for ever"
+        fatal = zero_died
+        for number, call in enumerate(program):
+            fatal = fatal or call.get("source") == leaver
+            answers = {rank: world.answers[rank][number] for rank in range(3) if len(world.answers[rank]) > number}
+            bad = {rank: a for rank, a in answers.items() if isinstance(a, ASGDError)}
+            good = {rank: a for rank, a in answers.items() if rank not in bad}
+            if call.get("target") is not None:
+                assert all(a == {} for rank, a in good.items() if rank != call["target"])
+                good = {rank: a for rank, a in good.items() if rank == call["target"]}
+            assert len({repr(a) for a in good.values()}) <= 1, "workers got different values"
+            for answer in good.values():
+                assert set(answer) == {call["source"]} if call.get("source") is not None else stayed <= set(answer)
+            assert {type(a) for rank, a in bad.items() if rank in stayed} <= {WorkerLostError}
+            assert fatal or not stayed & set(bad), "an error without a cause"
+            assert fatal or stayed <= set(answers)
+    assert count >= 50
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("call", [0, 1])
+def test_in_every_order_a_mismatch_leaves_nobody_waiting(odd: int, call: int) -> None:
+    right: Program = (GATHER, GATHER)
+    wrong = tuple({"kind": "barrier"} if number == call else GATHER for number in range(2))
+    programs = tuple(wrong if rank == odd else right for rank in range(3))
+    kinds = set()
+    for world in World(programs, {}, failed_leave=True).ends():  # type: ignore[arg-type]
+        assert not any(world.waiting), "somebody waits for ever"
+        kinds |= {type(answers[-1]) for answers in world.answers if isinstance(answers[-1], ASGDError)}
+    assert CollectiveMismatchError in kinds

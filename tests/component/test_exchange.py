@@ -1,0 +1,701 @@
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_asgd.errors import ProtocolError, ServerLostError
+from lightning_asgd.messages import Exchange, Leave, Verdict
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.exchange import Exchanger
+from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
+from tests.helpers.reference import Reference
+from tests.helpers.script import ScriptedTransport, Waits, bits
+
+CAN_SHARE = shared_memory.create([]) is not None
+
+
+class Clock:
+    """One second passes between any two looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Worker:
+    """One weight vector, and an exchanger that thinks it is a module's."""
+
+    def __init__(self, cluster: Cluster, rank: int = 0, start: list[float] | None = None, **settings: Any) -> None:
+        self.w = torch.tensor(start if start is not None else [0.0] * 4)
+        self.refused = 0
+        self.exchanger = cluster.enter(rank, {"w": self.w}, on_refused=self._count, **settings)
+
+    def _count(self) -> None:
+        self.refused += 1
+
+    def train(self, change: float | torch.Tensor) -> None:
+        """What a batch does."""
+        self.w += change
+        self.exchanger.count_step()
+
+    def step(self, change: float | torch.Tensor) -> None:
+        """A batch, and what the strategy's hook does before the next one."""
+        self.train(change)
+        self.exchanger.advance()
+
+
+def scripted(servers: int = 1, workers: int = 1) -> tuple[Cluster, ScriptedTransport]:
+    cluster = Cluster(servers, workers)
+    cluster.transport = transport = ScriptedTransport([s.handle for s in cluster.services])
+    return cluster, transport
+
+
+def pushes(transport: ScriptedTransport, server: int = 0) -> list[Exchange]:
+    count = transport.num_servers
+    messages = [m for m in transport.log if isinstance(m, Exchange)]
+    return [m for m in messages[server::count] if m.push]
+
+
+# ---------------------------------------------------------------------- when
+
+
+@pytest.mark.parametrize(("nsync", "steps", "expected"), [(1, 5, 5), (3, 8, 2), (10, 9, 0)])
+def test_an_exchange_starts_every_nsync_steps(nsync: int, steps: int, expected: int) -> None:
+    worker = Worker(Cluster(2), nsync=nsync)
+    for _ in range(steps):
+        worker.step(1.0)
+    worker.exchanger.advance()  # an exchange counts once its answer is merged
+    stats = worker.exchanger.stats
+    assert (stats.pushes, stats.fetches, stats.steps) == (expected, expected, steps)
+
+
+@pytest.mark.parametrize(("nfetch", "npush"), [(2, 3), (3, 2), (1, 4), (4, 1), (6, 2)])
+def test_fetches_and_pushes_keep_their_own_rhythm(nfetch: int, npush: int) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1, nfetch=nfetch, npush=npush, scale="sum")
+    transport.log.clear()
+    for _ in range(12):
+        worker.step(1.0)
+    worker.exchanger.advance()
+    stats = worker.exchanger.stats
+    assert (stats.pushes, stats.fetches) == (12 // npush, 12 // nfetch)
+    both = 12 // math.lcm(nfetch, npush)
+    assert stats.exchanges == stats.pushes + stats.fetches - both == len(transport.log)
+    assert worker.exchanger.peek()["w"].tolist() == [12.0 // npush * npush] * 4
+    assert worker.w.tolist() == [12.0] * 4  # a fetch takes away nothing that is not pushed yet
+
+
+def test_advance_without_a_step_does_nothing() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1)
+    transport.log.clear()
+    for _ in range(3):
+        worker.exchanger.advance()
+    assert transport.log == []
+
+
+def test_pushes_are_numbered_from_one() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2)
+    for _ in range(6):
+        worker.step(1.0)
+    worker.exchanger.fetch()
+    assert [m.seq for m in pushes(transport)] == [1, 2, 3]
+
+
+def test_one_exchange_is_in_flight_and_the_rest_is_put_off() -> None:
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=2, scale="sum")
+    transport.hold()
+    for _ in range(7):
+        worker.step(1.0)
+    assert len(transport.in_flight) == 2  # one message per server
+    assert worker.exchanger.stats.deferred == 4  # steps 4, 5, 6 and 7
+    transport.deliver()
+    worker.step(1.0)
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0, 2.0], [6.0, 6.0]]
+    assert len(transport.in_flight) == 2
+    transport.deliver()
+    worker.exchanger.flush()
+    assert [r.local_steps for r in worker.exchanger.stats.records] == [2, 6]
+
+
+def test_an_answer_counts_once_all_servers_have_answered() -> None:
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=1)
+    transport.hold()
+    worker.step(1.0)
+    transport.arrive(0)
+    transport.arrive(1)
+    transport.answer(0)
+    worker.step(1.0)
+    assert worker.exchanger.stats.exchanges == 0
+    transport.answer(1)
+    worker.step(1.0)
+    assert worker.exchanger.stats.exchanges == 1
+
+
+def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2, max_offline_steps=5, scale="sum")
+    transport.hold()
+    waits = Waits(monkeypatch, transport)
+    for _ in range(6):
+        worker.step(1.0)
+    assert (waits.count, worker.exchanger.stats.deferred) == (0, 3)
+    worker.step(1.0)
+    assert waits.count == 1
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4, [5.0] * 4]
+
+
+def test_without_overlap_every_exchange_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2, overlap=False)
+    transport.hold()
+    waits = Waits(monkeypatch, transport)
+    for step in range(1, 7):
+        worker.step(1.0)
+        assert waits.count == step // 2
+        assert transport.in_flight == []
+    assert worker.exchanger.stats.deferred == 0
+
+
+# ---------------------------------------------------------------------- what
+
+
+def someone_else_pushes(cluster: Cluster, value: float, seq: int = 1, rank: int = 1) -> None:
+    layout = layout_of_floats(4, len(cluster.services))
+    for s, service in enumerate(cluster.services):
+        update = torch.full((layout.shard(s)[0][2],), value)
+        service.handle(Exchange(SESSION, rank, seq, 0, True, False, (update,)))
+
+
+def test_steps_taken_during_an_exchange_are_kept_and_pushed_next() -> None:
+    cluster, transport = scripted(workers=2)
+    worker = Worker(cluster, nsync=2, scale="sum")
+    transport.hold()
+    worker.step(1.0)
+    worker.step(1.0)
+    someone_else_pushes(cluster, 100.0)
+    worker.step(10.0)
+    transport.deliver()
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [112.0] * 4  # 2 pushed, 100 of the other's, 10 kept
+    worker.step(10.0)
+    transport.deliver()
+    worker.exchanger.flush()
+    assert pushes(transport)[1].update[0].tolist() == [20.0] * 4
+    assert worker.exchanger.versions == [3]
+
+
+def test_without_overlap_the_answer_is_taken_as_it_is() -> None:
+    cluster = Cluster(workers=2)
+    worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
+    someone_else_pushes(cluster, 8.0)
+    worker.step(1.0)
+    assert worker.w.tolist() == [4.5] * 4
+
+
+def test_an_answer_that_comes_before_the_next_step_is_taken_as_it_is() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1, scale=1e-6)
+    transport.hold()
+    worker.step(0.3)
+    x = worker.w.clone()
+    transport.deliver()
+    worker.exchanger.advance()
+    transport.release()
+    servers = worker.exchanger.peek()["w"]
+    assert bits(x + (servers - x)) != bits(servers)  # merging, the same in theory, would lose digits
+    assert bits(worker.w) == bits(servers)
+
+
+def test_flush_pushes_what_was_trained_since() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=5, scale="sum")
+    for _ in range(7):
+        worker.step(1.0)
+    worker.exchanger.flush()
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[5.0] * 4, [2.0] * 4]
+    assert transport.log[-1].fetch is False
+    assert worker.exchanger.peek()["w"].tolist() == [7.0] * 4
+    sent = len(transport.log)
+    worker.exchanger.flush()
+    assert len(transport.log) == sent  # nothing was trained since
+
+
+def test_flush_waits_for_the_exchange_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=2, scale="sum")
+    transport.hold()
+    waits = Waits(monkeypatch, transport)
+    for _ in range(3):
+        worker.step(1.0)
+    worker.exchanger.flush()
+    assert waits.count == 2  # for the exchange of two steps, then for the push of the third
+    assert cluster.versions() == [2, 2]
+    stats = worker.exchanger.stats
+    assert stats.wait_s == 0.0
+
+
+def test_fetch_takes_the_servers_weights_and_forgets_what_was_not_flushed() -> None:
+    cluster = Cluster(2, 2)
+    worker = Worker(cluster, nsync=10, scale="sum")
+    worker.step(1.0)
+    assert worker.exchanger.moved
+    someone_else_pushes(cluster, 5.0)
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [5.0] * 4
+    assert not worker.exchanger.moved
+    assert worker.exchanger.versions == [1, 1]
+
+
+def test_what_was_not_flushed_is_not_pushed_after_a_fetch() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=10, scale="sum")
+    worker.step(1.0)
+    worker.exchanger.fetch()
+    worker.step(2.0)
+    worker.exchanger.flush()
+    assert pushes(transport)[-1].update[0].tolist() == [2.0] * 4
+    assert worker.exchanger.peek()["w"].tolist() == [2.0] * 4
+
+
+def test_peek_reads_the_servers_weights_and_changes_nothing() -> None:
+    cluster = Cluster(2, 2)
+    worker = Worker(cluster, nsync=10, scale="sum")
+    worker.step(1.0)
+    someone_else_pushes(cluster, 5.0)
+    assert worker.exchanger.peek()["w"].tolist() == [5.0] * 4
+    assert worker.w.tolist() == [1.0] * 4
+    worker.exchanger.flush()
+    assert worker.exchanger.peek()["w"].tolist() == [6.0] * 4
+    assert cluster.versions() == [2, 2]
+
+
+def test_peek_ends_the_exchange_under_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The transport refuses a second message to a server that has not answered the first: it would use its buffers.
+    cluster, transport = scripted(servers=2, workers=2)
+    worker = Worker(cluster, nsync=2, scale="sum")
+    transport.hold()
+    Waits(monkeypatch, transport)
+    for _ in range(3):
+        worker.step(1.0)
+    someone_else_pushes(cluster, 5.0)
+    assert worker.exchanger.peek()["w"].tolist() == [7.0] * 4
+    assert worker.w.tolist() == [8.0] * 4
+    assert worker.exchanger.stats.exchanges == 1
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="this system has no shared memory")
+def test_nothing_but_the_verdict_travels_where_memory_is_shared() -> None:
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=1, scale="sum", shared=True)
+    for _ in range(3):
+        worker.step(1.0)
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [3.0] * 4
+    assert [m.update for m in pushes(transport)] == [None] * 3
+    assert [r.shared for r in worker.exchanger.stats.records] == [True] * 4
+    worker.exchanger.close()
+    cluster.close()
+
+
+def test_flush_and_fetch_give_every_worker_the_same_bits() -> None:
+    cluster = Cluster(3, 3)
+    workers = [Worker(cluster, rank, nsync=2) for rank in range(3)]
+    for rank, worker in enumerate(workers):
+        for step in range(3 + rank):
+            worker.step(torch.randn(4, generator=torch.Generator().manual_seed(10 * rank + step)))
+    for worker in workers:
+        worker.exchanger.flush()
+    for worker in workers:
+        worker.exchanger.fetch()
+    assert len({bits(worker.w) for worker in workers}) == 1
+
+
+def test_a_message_is_never_changed_while_it_is_sent() -> None:
+    # ScriptedTransport compares each message with what it was, when it arrives.
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=1)
+    transport.hold()
+    for _ in range(5):
+        worker.step(1.0)
+    transport.deliver()
+    worker.step(1.0)
+    transport.deliver()
+    transport.release()
+    worker.exchanger.flush()
+    worker.exchanger.peek()
+
+
+# ---------------------------------------------------------------------- buffers
+
+
+def test_averaged_and_counted_buffers_are_shared() -> None:
+    cluster = Cluster(2, 2)
+    state = []
+    for rank in range(2):
+        w, mean, count = torch.zeros(2), torch.zeros(3), torch.tensor(0)
+        exchanger = cluster.enter(rank, {"w": w}, {"mean": mean, "count": count}, nsync=1, scale="sum")
+        state.append((w, mean, count, exchanger))
+    for rank, (w, mean, count, exchanger) in enumerate(state):
+        w += 1.0
+        mean += 4.0
+        count += 10 + rank
+        exchanger.count_step()
+        exchanger.advance()
+    for *_, exchanger in state:
+        exchanger.flush()
+        exchanger.fetch()
+    for w, mean, count, _ in state:
+        assert w.tolist() == [2.0, 2.0]
+        assert mean.tolist() == [4.0] * 3  # the mean of both whatever the scale
+        assert count.item() == 11
+
+
+# ---------------------------------------------------------------------- refused, failed, lost
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad: float) -> None:
+    cluster = Cluster(2, 2)
+    worker = Worker(cluster, nsync=1, scale="sum", overlap=overlap)
+    someone_else_pushes(cluster, 5.0)
+    worker.step(torch.tensor([1.0, bad, bad, 1.0]))  # half of it on each server
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [5.0] * 4
+    assert worker.refused == 1
+    assert worker.exchanger.stats.refused == 1
+    assert cluster.counts("refused") == [1, 1]
+    worker.step(1.0)
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [6.0] * 4
+    assert worker.refused == 1
+
+
+def test_steps_taken_on_top_of_a_refused_update_are_forgotten() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1, scale="sum")
+    transport.hold()
+    worker.step(math.nan)
+    worker.step(1.0)
+    transport.deliver()
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [0.0] * 4
+    assert worker.refused == 1
+    transport.release()
+    worker.step(1.0)
+    worker.exchanger.flush()
+    assert worker.exchanger.peek()["w"].tolist() == [1.0] * 4
+
+
+def test_after_a_refusal_nothing_is_left_to_push() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2, scale="sum")
+    transport.hold()
+    worker.step(math.nan)
+    worker.step(1.0)
+    worker.step(1.0)
+    transport.deliver()
+    worker.exchanger.advance()
+    transport.release()
+    worker.step(1.0)
+    assert len(pushes(transport)) == 1  # the steps begin to count anew
+    worker.exchanger.fetch()
+    worker.exchanger.flush()
+    sent = len(pushes(transport))
+    worker.exchanger.flush()
+    assert len(pushes(transport)) == sent
+
+
+def test_a_push_alone_that_is_refused_brings_the_servers_weights_too() -> None:
+    cluster = Cluster()
+    worker = Worker(cluster, nsync=1, nfetch=100, scale="sum")
+    worker.step(1.0)
+    worker.step(math.nan)
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [1.0] * 4
+    assert worker.refused == 1
+    assert worker.exchanger.versions == [1]
+
+
+def test_an_update_refused_at_the_last_flush_is_replaced_too() -> None:
+    worker = Worker(Cluster(), nsync=10, scale="sum")
+    worker.step(math.inf)
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [0.0] * 4
+    assert worker.refused == 1
+
+
+def test_a_lost_server_is_noticed_at_the_next_advance() -> None:
+    cluster, transport = scripted(servers=2)
+    worker = Worker(cluster, nsync=1)
+    transport.hold()
+    worker.step(1.0)
+    transport.arrive(0)
+    transport.answer(0)
+    transport.lose(1)
+    with pytest.raises(ServerLostError, match="Server 1 is gone"):
+        worker.exchanger.advance()
+
+
+def test_a_servers_error_is_raised_at_the_next_advance() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1)
+    transport.hold()
+    worker.step(1.0)
+    cluster.services[0].close()
+    transport.deliver()
+    with pytest.raises(ProtocolError, match="not the current one"):
+        worker.exchanger.advance()
+
+
+def test_closing_forgets_the_exchange_under_way() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1)
+    transport.hold()
+    worker.step(1.0)
+    worker.exchanger.close()
+    worker.exchanger.close()
+    assert worker.exchanger.replica.wire == []
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_records_tell_versions_staleness_bytes_and_times() -> None:
+    cluster, transport = scripted(servers=2, workers=2)
+    worker = Worker(cluster, nsync=2, scale="sum", clock=Clock())
+    someone_else_pushes(cluster, 1.0, seq=1)
+    someone_else_pushes(cluster, 1.0, seq=2)
+    transport.hold()
+    worker.step(1.0)
+    worker.step(1.0)
+    transport.deliver()
+    worker.step(1.0)
+    record = worker.exchanger.stats.records[-1]
+    assert (record.step, record.local_steps) == (2, 2)
+    assert (record.versions, record.staleness) == ((3, 3), (2, 2))
+    assert record.verdicts == (Verdict.APPLIED, Verdict.APPLIED)
+    assert (record.bytes_pushed, record.bytes_fetched) == (16, 16)
+    assert record.shared is False
+    assert record.round_trip_s > record.wait_s > 0.0
+    stats = worker.exchanger.stats
+    assert (stats.staleness_mean, stats.staleness_max) == (2.0, 2)
+    assert (stats.bytes_pushed, stats.bytes_fetched) == (16, 16)
+
+
+def test_a_push_or_a_fetch_alone_counts_its_bytes_alone() -> None:
+    worker = Worker(Cluster(), nsync=1, nfetch=3, npush=2)
+    for _ in range(5):
+        worker.step(1.0)
+    worker.exchanger.advance()
+    stats = worker.exchanger.stats
+    assert (stats.pushes, stats.fetches) == (2, 1)
+    assert (stats.bytes_pushed, stats.bytes_fetched) == (32, 16)
+
+
+def test_a_push_is_as_stale_as_the_weights_it_was_trained_from() -> None:
+    worker = Worker(Cluster(), nsync=1, nfetch=3)
+    for _ in range(6):
+        worker.step(1.0)
+    worker.exchanger.advance()
+    staleness = [r.staleness[0] for r in worker.exchanger.stats.records]
+    assert staleness == [0, 1, 2, 0, 1, 2]  # its own pushes count: its base does not have them either
+
+
+def test_waits_at_sync_points_are_counted_apart() -> None:
+    worker = Worker(Cluster(), nsync=10, clock=Clock())
+    worker.step(1.0)
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    stats = worker.exchanger.stats
+    assert stats.wait_s == 0.0
+    assert stats.sync_wait_s > 0.0
+
+
+# ---------------------------------------------------------------------- the reference rule
+
+ACTIONS = [
+    *[("step", 0)] * 2,
+    *[("advance", 0)] * 3,
+    *[("deliver", 0)] * 2,  # everything in flight arrives and is answered
+    ("arrive", 0),
+    ("answer", 0),
+    ("arrive", 1),
+    ("answer", 1),
+]
+N = 5
+
+
+def change(number: int) -> torch.Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(number))
+
+
+class Scripted(Worker):
+    """A worker with a wire of its own to the common servers."""
+
+    def __init__(self, cluster: Cluster, rank: int, **settings: Any) -> None:
+        cluster.transport = self.wire = ScriptedTransport([s.handle for s in cluster.services])
+        super().__init__(cluster, rank, change(-1).tolist(), **settings)
+        self.wire.hold()
+
+
+@given(
+    script=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(ACTIONS)), min_size=40, max_size=80),
+    workers=st.integers(2, 3),
+    servers=st.integers(1, 2),
+    nfetch=st.integers(1, 3),
+    npush=st.integers(1, 3),
+    scale=st.sampled_from(["sum", 0.5, 0.25]),
+    shared=st.booleans() if CAN_SHARE else st.just(False),
+)
+@settings(max_examples=100)
+def test_every_script_gives_the_bits_of_the_single_threaded_reference(
+    script: list[tuple[int, tuple[str, int]]],
+    workers: int,
+    servers: int,
+    nfetch: int,
+    npush: int,
+    scale: str | float,
+    shared: bool,
+) -> None:
+    cluster = Cluster(servers, workers)
+    rules = {"nsync": 1, "nfetch": nfetch, "npush": npush, "scale": scale, "max_offline_steps": 10**6}
+    team = [Scripted(cluster, rank, shared=shared, **rules) for rank in range(workers)]
+    bounds = [slice(*layout_of_floats(N, servers).bounds(s, 0)) for s in range(servers)]
+    factor = 1.0 if scale == "sum" else float(scale)
+    reference = Reference(change(-1), bounds, factor, workers, nfetch, npush)
+    for number, (rank, (action, server)) in enumerate(script):
+        rank, server = rank % workers, server % servers
+        if action == "step":
+            team[rank].train(change(number))
+            reference.step(rank, change(number))
+        elif action == "advance":
+            team[rank].exchanger.advance()
+            reference.advance(rank)
+        elif action == "deliver":
+            team[rank].wire.deliver()
+            for s in range(servers):
+                reference.arrive(rank, s)
+                reference.answer(rank, s)
+        elif action == "arrive":
+            team[rank].wire.arrive(server)
+            reference.arrive(rank, server)
+        else:
+            team[rank].wire.answer(server)
+            reference.answer(rank, server)
+        assert [bits(w.w) for w in team] == [bits(x) for x in reference.x]
+    for rank, worker in enumerate(team):
+        worker.wire.release()
+        worker.exchanger.flush()
+        reference.flush(rank)
+    for worker in team:
+        worker.exchanger.fetch()
+        assert bits(worker.w) == bits(reference.server)
+        assert [bits(x) for x in worker.exchanger.peek().values()] == [bits(reference.server)]
+    for worker in team:
+        worker.exchanger.close()
+    cluster.close()
+
+
+@given(
+    order=st.permutations([rank for rank in range(4) for _ in range(3)]),
+    servers=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=40)
+def test_whole_numbers_from_four_workers_sum_up_exactly_in_any_order_with_repetitions(
+    order: list[int], servers: int, random: Random
+) -> None:
+    cluster = Cluster(servers, 4)
+    layout = layout_of_floats(N, servers)
+    shards = [layout.shard(s)[0][2] for s in range(servers)]
+    prepare(cluster.transport, SESSION, layout, [torch.zeros(n) for n in shards], workers=4)
+    number = [0] * 4
+    sent: list[list[Exchange]] = []
+    total = torch.zeros(N)
+    for rank in order:
+        number[rank] += 1
+        update = torch.randint(-1000, 1000, (N,), generator=torch.Generator().manual_seed(len(sent))).float()
+        total += update
+        parts = update.split(shards)
+        sent.append([Exchange(SESSION, rank, number[rank], 0, True, False, (parts[s],)) for s in range(servers)])
+        deliveries = [sent[-1], *random.choices(sent, k=random.randint(0, 2))]
+        for messages in deliveries:
+            for s in random.sample(range(servers), k=servers):
+                cluster.transport.call(s, messages[s], 1.0).wait()
+    fetch = Exchange(SESSION, 0, 0, 0, False, True)
+    result = torch.cat([cluster.transport.call(s, fetch, 1.0).wait().weights[0] for s in range(servers)])
+    assert result.tolist() == total.tolist()
+    assert cluster.versions() == [12] * servers
+
+
+# ---------------------------------------------------------------------- one worker alone
+
+
+def train(parameters: torch.nn.Parameter, target: torch.Tensor, steps: int, exchanger: Exchanger | None) -> None:
+    """Minimise a quadratic whose curvature differs from coordinate to coordinate."""
+    curvature = torch.linspace(0.2, 2.0, len(target))
+    optimizer = torch.optim.SGD([parameters], lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (curvature * (parameters - target).square()).sum().backward()
+        optimizer.step()
+        if exchanger is not None:
+            exchanger.count_step()
+            exchanger.advance()
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance in units of the last place of the larger coordinate."""
+    larger = torch.maximum(a.abs(), b.abs())
+    unit = torch.nextafter(larger, torch.tensor(math.inf)) - larger
+    return int(((a - b).abs() / unit).max().ceil())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("scale", ["mean", "sum"])
+def test_one_worker_is_sequential_sgd(servers: int, scale: str) -> None:
+    start, target = torch.randn(50), torch.randn(50) + 3.0
+    alone, through = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    train(alone, target, 60, None)
+    exchanger = Cluster(servers).enter(0, {"w": through.data}, nsync=1, overlap=False, scale=scale)
+    train(through, target, 60, exchanger)
+    assert exchanger.stats.exchanges == 60
+    assert ulps(alone.data, through.data) <= 16
+
+
+@pytest.mark.parametrize("nsync", [1, 4, 7])
+def test_one_worker_with_overlap_is_sequential_sgd_too(nsync: int) -> None:
+    start, target = torch.randn(50), torch.randn(50) + 3.0
+    alone, through = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    train(alone, target, 60, None)
+    exchanger = Cluster().enter(0, {"w": through.data}, nsync=nsync)
+    train(through, target, 60, exchanger)
+    exchanger.flush()
+    exchanger.fetch()
+    assert ulps(alone.data, through.data) <= 16
+
+
+def test_workers_who_leave_are_left_out_of_the_mean() -> None:
+    cluster = Cluster(1, 2)
+    worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
+    worker.step(4.0)
+    assert worker.w.tolist() == [2.0] * 4
+    cluster.services[0].handle(Leave(SESSION, 1, "killed"))
+    worker.step(4.0)
+    assert worker.w.tolist() == [6.0] * 4

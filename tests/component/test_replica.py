@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.messages import Role
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker import replica as replica_module
+from lightning_asgd.worker.replica import Replica
+from tests.helpers.script import bits
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+BUFFERS = [*DTYPES, torch.int64, torch.uint8, torch.bool]
+
+# Ways in which a module's tensor may lie in memory; each returns a tensor of the given values.
+MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() else t.clone(),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.clone(),
+    "every second": lambda t: torch.stack([t, t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.new_zeros(3), t.reshape(-1)])[3:].view(t.shape),
+}
+SHAPES = [(), (1,), (5,), (2, 3), (2, 3, 2, 2), (4, 1)]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 8).to(dtype)
+
+
+@dataclass
+class Case:
+    layout: Layout
+    tensors: list[torch.Tensor]
+    replica: Replica
+
+    def flat(self) -> list[tuple[torch.Tensor, ...]]:
+        """The module's present values as the servers see them."""
+        return pack_by_hand(self.layout, self.tensors)
+
+    def answers(self, seed: int) -> list[tuple[torch.Tensor, ...]]:
+        return pack_by_hand(self.layout, [values(t.shape, t.dtype, seed + i) for i, t in enumerate(self.tensors)])
+
+    def train(self, seed: int) -> None:
+        for index, t in enumerate(self.tensors):
+            t.copy_(values(t.shape, t.dtype, seed + index))
+
+
+def pack_by_hand(layout: Layout, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    groups = []
+    for g in range(len(layout.groups)):
+        members = [t for t, spec in zip(tensors, layout.tensors, strict=True) if spec.group == g]
+        groups.append(torch.cat([t.contiguous().view(-1) for t in members]))
+    return [
+        tuple(group[slice(*layout.bounds(s, g))].clone() for g, group in enumerate(groups))
+        for s in range(layout.num_servers)
+    ]
+
+
+def same(a: list[tuple[torch.Tensor, ...]], b: list[tuple[torch.Tensor, ...]]) -> bool:
+    return [[bits(t) for t in server] for server in a] == [[bits(t) for t in server] for server in b]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    def some(dtypes: list[torch.dtype], least: int) -> list[torch.Tensor]:
+        kinds = st.tuples(st.sampled_from(SHAPES), st.sampled_from(dtypes), st.sampled_from(sorted(MEMORY)))
+        chosen = draw(st.lists(kinds, min_size=least, max_size=4))
+        return [MEMORY[memory](values(shape, dtype, i)) for i, (shape, dtype, memory) in enumerate(chosen)]
+
+    parameters, buffers = some(DTYPES, 1), some(BUFFERS, 0)
+    trainable = sum(t.numel() for t in parameters)
+    servers = draw(st.integers(1, min(4, trainable)))
+    named = [(f"p{i}", t) for i, t in enumerate(parameters)], [(f"b{i}", t) for i, t in enumerate(buffers)]
+    layout = build_layout(*named, servers)
+    tensors = [*parameters, *buffers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_module, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
+        return Case(layout, tensors, Replica(layout, tensors, [None] * servers))
+
+
+@given(cases())
+def test_weights_are_the_modules_values_in_the_servers_order(case: Case) -> None:
+    weights = case.replica.weights()
+    assert same(weights, case.flat())
+    case.train(50)
+    assert not any(t.requires_grad for server in weights for t in server)
+
+
+@given(cases())
+def test_adopt_then_pack_sends_the_difference(case: Case) -> None:
+    r = case.answers(100)
+    case.replica.adopt(r)
+    assert same(case.flat(), r)
+    case.train(200)
+    x = case.flat()
+    case.replica.pack()
+    assert same(case.flat(), x)  # packing does not touch the module
+    for server in range(case.layout.num_servers):
+        for g, group in enumerate(case.layout.groups):
+            expected = x[server][g] if group.role is Role.LARGEST else x[server][g] - r[server][g]
+            assert bits(case.replica.wire[server][g]) == bits(expected)
+
+
+@given(cases())
+def test_packing_again_sends_what_came_since(case: Case) -> None:
+    case.replica.adopt(case.answers(100))
+    case.train(200)
+    case.replica.pack()
+    first = case.flat()
+    case.train(300)
+    second = case.flat()
+    case.replica.pack()
+    for server in range(case.layout.num_servers):
+        for g, group in enumerate(case.layout.groups):
+            a, b = first[server][g], second[server][g]
+            assert bits(case.replica.wire[server][g]) == bits(b if group.role is Role.LARGEST else b - a)
+
+
+@given(cases())
+def test_merge_keeps_what_was_trained_since_the_push(case: Case) -> None:
+    case.replica.adopt(case.answers(100))
+    case.train(200)
+    case.replica.pack()
+    base = case.flat()
+    case.train(300)
+    x, r = case.flat(), case.answers(400)
+    case.replica.merge(r)
+    merged = case.flat()
+    case.replica.pack()
+    for server in range(case.layout.num_servers):
+        for g, group in enumerate(case.layout.groups):
+            if group.role is Role.LARGEST:
+                assert bits(merged[server][g]) == bits(torch.maximum(x[server][g], r[server][g]))
+                continue
+            assert bits(merged[server][g]) == bits(x[server][g] + (r[server][g] - base[server][g]))
+            # What is pushed next is measured from the servers' weights.
+            assert bits(case.replica.wire[server][g]) == bits(merged[server][g] - r[server][g])
+
+
+@given(cases())
+def test_adopt_forgets_what_was_trained(case: Case) -> None:
+    case.replica.adopt(case.answers(100))
+    case.train(200)
+    r = case.answers(300)
+    case.replica.adopt(r)
+    assert same(case.flat(), r)
+    case.replica.pack()
+    for wire, (role, _, _) in zip(case.replica.wire[0], case.layout.shard(0), strict=True):
+        assert role is Role.LARGEST or not wire.any()
+
+
+@given(cases())
+def test_read_names_the_servers_weights_and_touches_nothing(case: Case) -> None:
+    case.replica.adopt(case.answers(100))
+    before, r = case.flat(), case.answers(300)
+    named = case.replica.read(r)
+    assert same(case.flat(), before)
+    assert list(named) == [spec.name for spec in case.layout.tensors]
+    assert same(pack_by_hand(case.layout, list(named.values())), r)
+    for (_, read), tensor in zip(named.items(), case.tensors, strict=True):
+        assert read.shape == tensor.shape
+        assert read.dtype is tensor.dtype
+
+
+@given(cases())
+def test_tensors_stay_where_they_are(case: Case) -> None:
+    before = [(t.data_ptr(), t.stride()) for t in case.tensors]
+    case.replica.adopt(case.answers(100))
+    case.replica.pack()
+    case.replica.merge(case.answers(200))
+    assert [(t.data_ptr(), t.stride()) for t in case.tensors] == before
+
+
+def channels_last_case() -> Case:
+    tensor = values((2, 3, 2, 2), torch.float32, 0).contiguous(memory_format=torch.channels_last)
+    layout = build_layout([("w", tensor)], [], 2)
+    return Case(layout, [tensor], Replica(layout, [tensor], [None, None]))
+
+
+def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> None:
+    case = channels_last_case()
+    case.replica.adopt([(torch.arange(12.0),), (torch.arange(12.0, 24.0),)])
+    assert case.tensors[0].is_contiguous(memory_format=torch.channels_last)
+    assert case.tensors[0].contiguous().view(-1).tolist() == list(range(24))
+
+
+def test_parameters_that_require_gradients_can_be_changed() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    replica = Replica(build_layout([("w", parameter)], [], 1), [parameter.data], [None])
+    replica.adopt([(torch.ones(4),)])
+    parameter.sum().backward()
+    assert parameter.tolist() == [1.0] * 4
+
+
+def test_updates_are_by_value_where_there_is_no_block() -> None:
+    case = channels_last_case()
+    assert case.replica.updates() == case.replica.wire
+
+
+@pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
+def test_updates_lie_in_the_block_where_there_is_one() -> None:
+    tensor = torch.zeros(6)
+    layout = build_layout([("w", tensor)], [], 2)
+    blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
+    replica = Replica(layout, [tensor], blocks)
+    replica.adopt([(torch.zeros(3),), (torch.zeros(3),)])
+    tensor.copy_(torch.arange(6.0))
+    replica.drop_block(1)
+    replica.drop_block(1)
+    replica.pack()
+    assert blocks[0] is not None
+    assert blocks[0].tensors[0].tolist() == [0.0, 1.0, 2.0]
+    by_value = replica.updates()
+    assert by_value[0] is None
+    assert by_value[1] is not None
+    assert by_value[1][0].tolist() == [3.0, 4.0, 5.0]
+    blocks[0].tensors[0].fill_(7.0)  # the server's answer
+    replica.merge([replica.wire[0], (torch.full((3,), 8.0),)])
+    assert tensor.tolist() == [7.0] * 3 + [8.0] * 3
+    replica.close()
+    replica.close()
+    assert replica.wire == []

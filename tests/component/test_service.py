@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd.messages import (
+    PROTOCOL,
+    Contribution,
+    Exchange,
+    Failure,
+    Initialise,
+    Join,
+    Joined,
+    Leave,
+    Reply,
+    Role,
+    Verdict,
+)
+from lightning_asgd.server.service import Service
+from lightning_asgd.transport import shared_memory
+
+GROUPS = ((Role.PARAMETER, "float32", 3),)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def service(
+    workers: int = 2, session: str = "s", scale: str = "mean", clock: Callable[[], float] = lambda: 0.0
+) -> Service:
+    """A service whose workers have joined, with weights 0."""
+    result = Service(clock)
+    for rank in range(workers):
+        assert isinstance(result.handle(Join(session, rank, workers)), Joined)
+    assert result.handle(Initialise(session, 0, GROUPS, scale, (torch.zeros(3),))) is False
+    return result
+
+
+def push(seq: int, value: float, worker: int = 0, session: str = "s") -> Exchange:
+    return Exchange(session, worker, seq, 0, True, True, (torch.full((3,), value),))
+
+
+def fetch(worker: int = 0, session: str = "s") -> Exchange:
+    return Exchange(session, worker, 0, 0, False, True)
+
+
+def failure(answer: Any) -> tuple[str, str]:
+    if isinstance(answer, Future):
+        assert answer.done()
+        answer = answer.wait()
+    assert isinstance(answer, Failure)
+    return answer.error, answer.message
+
+
+def test_joining_is_answered_with_the_servers_process() -> None:
+    answer = Service().handle(Join("s", 0, 1))
+    assert isinstance(answer, Joined)
+    assert answer.pid == os.getpid()
+
+
+def test_a_worker_of_another_protocol_is_refused() -> None:
+    error, text = failure(Service().handle(Join("s", 1, 2, protocol=PROTOCOL + 1)))
+    assert error == "ProtocolError"
+    assert f"Worker 1 speaks protocol {PROTOCOL + 1}. Expected {PROTOCOL}. Install the same version" in text
+
+
+def test_a_refused_worker_does_not_end_the_session() -> None:
+    s = service()
+    s.handle(Join("other", 1, 2, protocol=PROTOCOL + 1))
+    assert s.status()["session"] == "s"
+
+
+def test_a_rank_that_was_not_expected_is_refused() -> None:
+    assert failure(service().handle(Join("s", 2, 2)))[0] == "ProtocolError"
+
+
+def test_another_session_ends_the_one_before() -> None:
+    s = service()
+    waiting = s.handle(Contribution("s", 0, 1, "barrier", "x"))
+    s.handle(push(1, 1.0))
+    assert not waiting.done()
+    assert isinstance(s.handle(Join("t", 0, 1)), Joined)
+    error, text = failure(waiting)
+    assert error == "ProtocolError"
+    assert text == "Worker 0's session ended: session 't' began."
+    error, text = failure(s.handle(push(2, 1.0)))
+    assert error == "ProtocolError"
+    assert "Session 's' is not the current one ('t')" in text
+    assert s.status()["version"] == 0
+    assert failure(s.handle(fetch(session="t")))[0] == "ProtocolError"  # the shard went with its session
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        push(1, 1.0),
+        Initialise("s", 0, GROUPS, "mean", (torch.zeros(3),)),
+        Contribution("s", 0, 1, "barrier", "x"),
+    ],
+)
+def test_nothing_goes_before_joining(message: Any) -> None:
+    error, text = failure(Service().handle(message))
+    assert error == "ProtocolError"
+    assert "Session 's' is not the current one (None). Expected a join first." in text
+
+
+def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
+    s = Service()
+    s.handle(Join("s", 0, 1))
+    error, text = failure(s.handle(push(1, 1.0)))
+    assert (error, text) == ("ProtocolError", "Worker 0 exchanged before the shard was laid out.")
+
+
+def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
+    s = Service()
+    s.handle(Join("s", 1, 2))
+    s.handle(Initialise("s", 1, GROUPS, "mean"))
+    error, text = failure(s.handle(push(1, 1.0, worker=1)))
+    assert error == "ProtocolError"
+    assert "before the shard had weights" in text
+
+
+def test_workers_must_expect_the_same_shard() -> None:
+    error, text = failure(service().handle(Initialise("s", 1, ((Role.PARAMETER, "float32", 4),), "mean")))
+    assert error == "ProtocolError"
+    assert "Worker 1 expects a shard of" in text
+
+
+@pytest.mark.parametrize("message", ["hello", None, 3, Reply(0, 0, Verdict.NONE)])
+def test_an_unknown_message_is_answered_with_an_error(message: Any) -> None:
+    error, text = failure(service().handle(message))
+    assert error == "ProtocolError"
+    assert f"A server was sent a {type(message).__name__}, which it does not know" in text
+
+
+def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFixture) -> None:
+    s = service()
+    error, text = failure(s.handle(Exchange("s", 0, 1, 0, True, True, ("no tensor",))))  # type: ignore[arg-type]
+    assert error == "ASGDError"
+    assert "A server failed on Exchange" in text
+    assert "This is a bug" in text
+    assert isinstance(s.handle(fetch()), Reply)  # it serves on
+    assert "Message Exchange failed" in caplog.text
+
+
+def test_weights_are_filled_once_and_versions_count_on() -> None:
+    s = Service()
+    s.handle(Join("s", 0, 1))
+    s.handle(Initialise("s", 0, GROUPS, "sum", (torch.ones(3),), version=7))
+    reply = s.handle(push(1, 2.0))
+    assert (reply.version, reply.staleness, reply.verdict) == (8, 7, Verdict.APPLIED)
+    assert reply.weights[0].tolist() == [3.0] * 3
+
+
+def test_the_mean_is_over_the_living() -> None:
+    s = service(workers=4)
+    assert s.handle(push(1, 4.0)).weights[0].tolist() == [1.0] * 3
+    s.handle(Leave("s", 3, "killed"))
+    s.handle(Leave("s", 2))
+    assert s.handle(push(2, 4.0)).weights[0].tolist() == [3.0] * 3
+    assert s.status()["living"] == [0, 1]
+
+
+def test_a_collective_is_answered_to_everybody() -> None:
+    s = service()
+    first = s.handle(Contribution("s", 0, 1, "all_gather", "x", "a"))
+    assert not first.done()
+    second = s.handle(Contribution("s", 1, 1, "all_gather", "x", "b"))
+    assert first.wait() == second.wait() == {0: "a", 1: "b"}
+
+
+def test_a_mismatch_is_answered_to_everybody() -> None:
+    s = service()
+    answers = [s.handle(Contribution("s", rank, 1, kind, "x")) for rank, kind in enumerate(("barrier", "reduce"))]
+    assert [failure(a)[0] for a in answers] == ["CollectiveMismatchError"] * 2
+
+
+def test_a_broadcast_from_a_worker_who_left_is_answered_to_everybody() -> None:
+    s = service(workers=3)
+    s.handle(Leave("s", 2))
+    answers = [s.handle(Contribution("s", rank, 1, "broadcast", "x", source=2)) for rank in (0, 1)]
+    assert [failure(a)[0] for a in answers] == ["WorkerLostError"] * 2
+
+
+def test_a_collective_whose_time_is_up_is_answered_at_the_next_tick() -> None:
+    clock = Clock()
+    s = service(clock=clock)
+    waiting = s.handle(Contribution("s", 1, 1, "barrier", "x", timeout_s=5.0))
+    clock.now = 4.9
+    s.tick()
+    assert not waiting.done()
+    clock.now = 5.0
+    s.tick()
+    error, text = failure(waiting)
+    assert error == "CollectiveTimeoutError"
+    assert "worker 0 did not call it" in text
+
+
+def test_a_tick_without_a_session_does_nothing() -> None:
+    Service().tick()
+
+
+def test_leaving_completes_what_the_others_wait_for() -> None:
+    s = service(workers=2)
+    waiting = s.handle(Contribution("s", 0, 1, "all_gather", "x", "a"))
+    assert s.handle(Leave("s", 1, "killed")) is True
+    assert waiting.wait() == {0: "a"}
+
+
+def test_leaving_another_session_changes_nothing() -> None:
+    s = service()
+    assert s.handle(Leave("earlier", 1)) is False
+    assert s.status()["living"] == [0, 1]
+    assert Service().handle(Leave("s", 1)) is False
+
+
+def test_a_worker_who_was_declared_gone_cannot_join_again() -> None:
+    s = service()
+    s.handle(Leave("s", 1, "killed"))
+    assert failure(s.handle(Join("s", 1, 2)))[0] == "WorkerLostError"
+
+
+def test_closing_answers_who_waits_and_may_be_repeated() -> None:
+    s = service()
+    waiting = s.handle(Contribution("s", 0, 1, "barrier", "x"))
+    s.close()
+    s.close()
+    error, text = failure(waiting)
+    assert error == "ProtocolError"
+    assert "the server was stopped" in text
+    assert s.status() == {"session": None, "living": [], "version": 0, "counts": {}}
+
+
+def test_status_counts() -> None:
+    s = service()
+    s.handle(push(1, 1.0))
+    s.handle(push(1, 1.0))
+    s.handle(push(2, float("nan")))
+    s.handle(fetch())
+    assert s.status()["version"] == 1
+    assert s.status()["counts"] == {"applied": 1, "repeated": 1, "refused": 1, "fetched": 4}
+
+
+needs_shared_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
+
+
+def mappings() -> int:
+    """Blocks that are mapped or held open in this process."""
+    mapped = Path("/proc/self/maps").read_text().count("memfd:lightning_asgd")
+    return mapped + len(os.listdir("/proc/self/fd"))
+
+
+@needs_shared_memory
+def test_an_exchange_through_a_block() -> None:
+    s = service(scale="sum")
+    block = shared_memory.create(GROUPS)
+    assert block is not None
+    assert s.handle(Initialise("s", 1, GROUPS, "sum", shared=block.ref)) is True
+    block.tensors[0].fill_(5.0)
+    reply = s.handle(Exchange("s", 1, 1, 0, True, True))
+    assert (reply.version, reply.verdict, reply.weights) == (1, Verdict.APPLIED, None)
+    assert block.tensors[0].tolist() == [5.0] * 3
+    assert s.handle(push(1, 1.0)).weights[0].tolist() == [6.0] * 3
+    s.handle(fetch(worker=1))
+    assert block.tensors[0].tolist() == [6.0] * 3
+    s.close()
+    block.close()
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("end", [Leave("s", 1), Join("t", 0, 1), None])
+def test_a_worker_takes_its_block_along(end: Any) -> None:
+    s = service()
+    block = shared_memory.create(GROUPS)
+    assert block is not None
+    before = mappings()
+    s.handle(Initialise("s", 1, GROUPS, "mean", shared=block.ref))
+    assert mappings() > before
+    if end is None:
+        s.close()
+    else:
+        s.handle(end)
+    assert mappings() == before
+    block.close()
+
+
+@needs_shared_memory
+def test_a_worker_that_comes_with_another_block_leaves_none_behind() -> None:
+    s = service()
+    blocks = [shared_memory.create(GROUPS) for _ in range(3)]
+    before = mappings()
+    for block in blocks:
+        assert block is not None
+        s.handle(Initialise("s", 1, GROUPS, "mean", shared=block.ref))
+    s.close()
+    assert mappings() == before
+    for block in blocks:
+        assert block is not None
+        block.close()

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.messages import Exchange, Reply, Role, Verdict
+from lightning_asgd.server import shard as shard_module
+from lightning_asgd.server.shard import Shard
+from tests.helpers.script import bits
+
+GROUPS = (
+    (Role.PARAMETER, "float32", 7),
+    (Role.PARAMETER, "bfloat16", 3),
+    (Role.AVERAGE, "float64", 2),
+    (Role.LARGEST, "int64", 2),
+)
+Tensors = tuple[torch.Tensor, ...]
+
+
+def tensors(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(n, generator=generator, dtype=torch.float64) * 10 for _, _, n in GROUPS]
+    return tuple(v.to(getattr(torch, dtype)) for v, (_, dtype, _) in zip(values, GROUPS, strict=True))
+
+
+def new_shard(scale: str | float = "mean", version: int = 0) -> Shard:
+    shard = Shard(GROUPS, ASGD(scale))
+    shard.initialise(tensors(0), version)
+    return shard
+
+
+def message(worker: int = 0, seq: int = 1, base_version: int = 0, push: bool = True, fetch: bool = True) -> Exchange:
+    return Exchange("s", worker, seq, base_version, push, fetch)
+
+
+def by_value(shard: Shard, update: Tensors | None, live: int = 2, **fields: Any) -> tuple[Reply, Tensors | None]:
+    """Push as a wire would: the shard gets tensors of its own."""
+    update = None if update is None else tuple(t.clone() for t in update)
+    reply = shard.exchange(message(push=update is not None, **fields), update, live)
+    return reply, reply.weights
+
+
+def shared(shard: Shard, update: Tensors | None, live: int = 2, **fields: Any) -> tuple[Reply, Tensors]:
+    """Push through a block that holds the update on entry and the weights on return."""
+    block = tuple(torch.zeros_like(t) for t in tensors(0)) if update is None else tuple(t.clone() for t in update)
+    return shard.exchange(message(push=update is not None, **fields), None, live, block), block
+
+
+def same(a: Tensors | None, b: Tensors | None) -> bool:
+    assert a is not None
+    assert b is not None
+    return [bits(t) for t in a] == [bits(t) for t in b]
+
+
+def copies(shard: Shard) -> Tensors:
+    assert shard.weights is not None
+    return tuple(t.clone() for t in shard.weights)
+
+
+@pytest.mark.parametrize("path", [by_value, shared])
+def test_a_push_moves_each_group_by_its_role(path: Any) -> None:
+    shard = new_shard("sum")
+    old, update = copies(shard), tensors(1)
+    reply, answer = path(shard, update, live=4)
+    assert reply.verdict is Verdict.APPLIED
+    assert torch.equal(answer[0], old[0] + update[0])
+    assert torch.equal(answer[1], old[1] + update[1])
+    assert torch.equal(answer[2], old[2] + 0.25 * update[2])
+    assert torch.equal(answer[3], torch.maximum(old[3], update[3]))
+    assert same(shard.weights, answer)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["by value", "shared"]), st.booleans(), st.booleans(), st.integers(1, 5)),
+        max_size=8,
+    ),
+    scale=st.sampled_from(["mean", "sum", 0.3]),
+)
+def test_both_paths_give_the_same_bits_in_any_mixture(
+    steps: list[tuple[str, bool, bool, int]], scale: str | float
+) -> None:
+    mixed, reference = new_shard(scale), new_shard(scale)
+    for seq, (path, push, fetch, live) in enumerate(steps, start=1):
+        update = tensors(seq) if push else None
+        expected, weights = by_value(reference, update, live, seq=seq, fetch=fetch)
+        if path == "shared":
+            reply, block = shared(mixed, update, live, seq=seq, fetch=fetch)
+            assert reply.weights is None
+            assert not fetch or same(block, weights)
+        else:
+            reply, answer = by_value(mixed, update, live, seq=seq, fetch=fetch)
+            assert (answer is None) == (not fetch)
+            assert not fetch or same(answer, weights)
+        assert (reply.version, reply.staleness, reply.verdict) == (
+            expected.version,
+            expected.staleness,
+            expected.verdict,
+        )
+        assert same(mixed.weights, reference.weights)
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for chunk in (1 << 18, 2, 1):
+        monkeypatch.setattr(shard_module, "CHUNK", chunk)
+        shard = new_shard(0.5)
+        _, block = shared(shard, tensors(1))
+        _, answer = by_value(shard, tensors(2), seq=2)
+        results.append((block, answer))
+    assert all(same(block, results[0][0]) for block, _ in results)
+    assert all(same(answer, results[0][1]) for _, answer in results)
+
+
+@given(paths=st.lists(st.sampled_from(["by value", "shared"]), min_size=1, max_size=6), how=st.booleans())
+def test_an_earlier_answer_never_changes(paths: list[str], how: bool) -> None:
+    shard = new_shard()
+    kept = []
+    for seq, path in enumerate(paths, start=1):
+        _, answer = by_value(shard, tensors(100 + seq) if how else None, worker=1, seq=seq)
+        assert answer is not None
+        kept.append((answer, tuple(t.clone() for t in answer)))
+        (shared if path == "shared" else by_value)(shard, tensors(seq), seq=seq)
+    assert all(same(answer, copy) for answer, copy in kept)
+
+
+@pytest.mark.parametrize("path", [by_value, shared])
+def test_a_push_delivered_again_changes_nothing(path: Any) -> None:
+    shard = new_shard()
+    first, answer = path(shard, tensors(1), seq=1)
+    again, answer_again = path(shard, tensors(1), seq=1)
+    assert (first.verdict, again.verdict) == (Verdict.APPLIED, Verdict.REPEATED)
+    assert first.version == again.version == shard.version == 1
+    assert same(answer, answer_again)
+    assert (shard.counts.applied, shard.counts.repeated) == (1, 1)
+
+
+def test_a_late_repetition_is_told_from_a_new_push() -> None:
+    shard = new_shard()
+    for seq in (1, 2, 3):
+        by_value(shard, tensors(seq), seq=seq)
+    weights = copies(shard)
+    assert by_value(shard, tensors(1), seq=1)[0].verdict is Verdict.REPEATED
+    assert same(shard.weights, weights)
+    assert by_value(shard, tensors(1), seq=4)[0].verdict is Verdict.APPLIED
+
+
+def test_workers_count_their_pushes_separately() -> None:
+    shard = new_shard()
+    assert by_value(shard, tensors(1), worker=0, seq=5)[0].verdict is Verdict.APPLIED
+    assert by_value(shard, tensors(1), worker=1, seq=5)[0].verdict is Verdict.APPLIED
+    assert shard.version == 2
+
+
+@pytest.mark.parametrize("path", [by_value, shared])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_an_update_that_is_not_finite_is_refused_whole(path: Any, bad: float, group: int) -> None:
+    shard = new_shard("sum")
+    before = copies(shard)
+    update = tensors(1)
+    update[group][-1] = bad
+    reply, answer = path(shard, update)
+    assert reply.verdict is Verdict.REFUSED
+    assert reply.version == shard.version == 0
+    assert same(shard.weights, before)
+    assert same(answer, before)
+    assert (shard.counts.applied, shard.counts.refused) == (0, 1)
+
+
+@pytest.mark.parametrize("path", [by_value, shared])
+def test_a_refused_push_delivered_again_is_still_not_applied(path: Any) -> None:
+    shard = new_shard()
+    before = copies(shard)
+    update = tensors(1)
+    update[0][0] = math.nan
+    path(shard, update)
+    assert path(shard, update)[0].verdict is not Verdict.APPLIED
+    assert same(shard.weights, before)
+    assert path(shard, tensors(2), seq=2)[0].verdict is Verdict.APPLIED
+
+
+def test_staleness_is_what_was_applied_since_the_fetch() -> None:
+    shard = new_shard(version=10)
+    assert by_value(shard, tensors(1), worker=0, seq=1, base_version=10)[0].staleness == 0
+    assert by_value(shard, tensors(1), worker=1, seq=1, base_version=10)[0].staleness == 1
+    assert by_value(shard, tensors(1), worker=2, seq=1, base_version=10)[0].staleness == 2
+    assert by_value(shard, tensors(1), worker=0, seq=2, base_version=11)[0].staleness == 2
+    assert by_value(shard, None, worker=0, seq=2, base_version=0)[0].staleness == 0
+    assert shard.version == 14
+
+
+def test_a_fetch_alone_changes_nothing() -> None:
+    shard = new_shard(version=3)
+    before = copies(shard)
+    for path in (by_value, shared):
+        reply, answer = path(shard, None)
+        assert (reply.version, reply.verdict) == (3, Verdict.NONE)
+        assert same(answer, before)
+    assert shard.counts.fetched == 2
+
+
+def test_a_push_alone_brings_no_weights() -> None:
+    shard = new_shard()
+    assert by_value(shard, tensors(1), seq=1, fetch=False)[1] is None
+    reply, block = shared(shard, tensors(2), seq=2, fetch=False)
+    assert reply.weights is None
+    assert same(block, tensors(2))
+    assert shard.counts.fetched == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (),
+        tensors(1)[:3],
+        (*tensors(1), torch.zeros(1)),
+        (torch.zeros(6), *tensors(1)[1:]),
+        (torch.zeros(7, dtype=torch.float64), *tensors(1)[1:]),
+    ],
+)
+@pytest.mark.parametrize("path", [by_value, shared])
+def test_an_update_of_the_wrong_shape_is_refused_with_both_shapes(path: Any, wrong: Tensors) -> None:
+    shard = new_shard()
+    before = copies(shard)
+    with pytest.raises(
+        ProtocolError, match=r"A shard was sent tensors of .* Expected \(\('float32', 7\), .*same module"
+    ):
+        path(shard, wrong)
+    assert same(shard.weights, before)
+    assert shard.version == 0
+    assert by_value(shard, tensors(1))[0].verdict is Verdict.APPLIED
+
+
+def test_weights_of_the_wrong_shape_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="A shard was sent tensors of"):
+        Shard(GROUPS, ASGD()).initialise(tensors(0)[:1], 0)
+
+
+def test_a_push_without_an_update_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="Worker 0 pushed nothing"):
+        new_shard().exchange(message(), None, 1)
+
+
+def test_a_shard_without_weights_says_so() -> None:
+    shard = Shard(GROUPS, ASGD())
+    assert not shard.initialised
+    with pytest.raises(ProtocolError, match=r"Worker 0 exchanged before the shard had weights. Expected worker 0"):
+        by_value(shard, tensors(1))
+
+
+def test_a_resumed_shard_counts_on() -> None:
+    shard = new_shard(version=41)
+    assert by_value(shard, tensors(1), base_version=41)[0].version == 42
+
+
+def test_a_shard_may_hold_nothing_of_a_group() -> None:
+    shard = Shard(((Role.PARAMETER, "float32", 2), (Role.LARGEST, "int64", 0)), ASGD("sum"))
+    shard.initialise((torch.zeros(2), torch.zeros(0, dtype=torch.int64)), 0)
+    _, answer = by_value(shard, (torch.ones(2), torch.zeros(0, dtype=torch.int64)))
+    assert answer is not None
+    assert [t.tolist() for t in answer] == [[1.0, 1.0], []]
+
+
+def test_empty_gives_tensors_of_the_shards_shape() -> None:
+    assert [(t.dtype, t.numel()) for t in new_shard().empty()] == [(t.dtype, t.numel()) for t in tensors(0)]

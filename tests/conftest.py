@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from tests.helpers import leaks
+
+TESTS = Path(__file__).resolve().parent
+
+torch.set_num_threads(1)  # before anything starts torch's thread pool, which a forked child would lack
+
+# Every run tries the same examples, so that a failure comes from the change under test and from nothing else.
+# For a search with other examples: pytest --hypothesis-profile=search
+hypothesis.settings.register_profile("steady", derandomize=True, database=None, deadline=None, max_examples=40)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    # A Trainer keeps its servers, its connection and its variables for the next call: see tests/lightning/conftest.py.
+    if request.node.path.relative_to(TESTS).parts[0] == "lightning":
+        yield
+    else:
+        with leaks.forbidden():
+            yield

@@ -1,0 +1,124 @@
+"""Servers and workers of one session, all in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.messages import Initialise, Join
+from lightning_asgd.server.service import Service
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.transport.base import Transport
+from lightning_asgd.transport.inprocess import InProcessTransport
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.replica import Replica
+
+T = TypeVar("T")
+SESSION = "test"
+
+
+class Cluster:
+    """So many services, and a transport to them that a test may replace."""
+
+    def __init__(self, servers: int = 1, workers: int = 1, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.workers = workers
+        self.services = [Service(clock) for _ in range(servers)]
+        self.transport: Transport = InProcessTransport([s.handle for s in self.services])
+
+    def client(self, rank: int = 0) -> Client:
+        return Client(self.transport, SESSION, rank, self.workers, timeout_s=10.0)
+
+    def enter(
+        self,
+        rank: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        clock: Callable[[], float] = lambda: 0.0,
+        on_refused: Callable[[], None] = lambda: None,
+        shared: bool = False,
+        **settings: Any,
+    ) -> Exchanger:
+        """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
+
+        Args:
+            rank: the worker's.
+            parameters: its trainable tensors.
+            buffers: its buffers.
+            clock: for the exchanger.
+            on_refused: for the exchanger.
+            shared: whether to exchange through shared memory.
+            **settings: of :class:`ExchangeConfig`.
+        """
+        config = ExchangeConfig.create(**settings)
+        client = self.client(rank)
+        client.join()
+        layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services))
+        tensors = {**parameters, **(buffers or {})}
+        blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(layout.num_servers)]
+        replica = Replica(layout, [tensors[spec.name] for spec in layout.tensors], blocks)
+        weights = replica.weights() if rank == 0 else None
+        refs = [block.ref if block is not None else None for block in blocks]
+        assert client.initialise(layout, config.scale, refs, weights) == [ref is not None for ref in refs]
+        exchanger = Exchanger(client, replica, config, clock=clock, on_refused=on_refused)
+        exchanger.fetch()
+        exchanger.stats = ExchangeStats()
+        return exchanger
+
+    def close(self) -> None:
+        """End the session, as a server does when it is stopped."""
+        for service in self.services:
+            service.close()
+
+    def versions(self) -> list[int]:
+        return [s.status()["version"] for s in self.services]
+
+    def counts(self, what: str) -> list[int]:
+        return [s.status()["counts"][what] for s in self.services]
+
+
+def layout_of_floats(n: int, servers: int) -> Layout:
+    return build_layout([("w", torch.zeros(n))], [], servers)
+
+
+def prepare(
+    transport: Transport, session: str, layout: Layout, weights: Sequence[Tensor], *, workers: int, scale: str = "sum"
+) -> None:
+    """Let every worker join and worker 0 fill the shards, one float group each, as plain messages."""
+    for rank in range(workers):
+        for s in range(transport.num_servers):
+            transport.call(s, Join(session, rank, workers), 10.0).wait()
+            first = (weights[s],) if rank == 0 else None
+            transport.call(s, Initialise(session, rank, layout.shard(s), scale, first), 10.0).wait()
+
+
+def run_workers(count: int, function: Callable[[int], T], deadline_s: float = 20.0) -> list[T]:
+    """Run ``function(rank)`` in so many threads; what any raises, or that any hangs, is raised here."""
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"worker {rank}") for rank in range(count)]
+    for thread in threads:
+        thread.daemon = True  # a hanging one fails the test, and must not keep the interpreter
+        thread.start()
+    for thread in threads:
+        thread.join(deadline_s)
+    hanging = [thread.name for thread in threads if thread.is_alive()]
+    if errors:
+        raise next(iter(errors.values()))
+    assert not hanging, f"{hanging} did not end within {deadline_s} s"
+    return [results[rank] for rank in range(count)]

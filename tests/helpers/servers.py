@@ -1,0 +1,62 @@
+"""Server processes as the supervisor starts them, one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+import lightning_asgd
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.server.process import ServerArguments
+
+START_S = 50.0
+ROOT = str(Path(lightning_asgd.__file__).resolve().parent.parent)
+
+
+class ServerProcess:
+    """Starts at once; :meth:`address` waits until it serves."""
+
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self.name = name
+        self._rendezvous = rendezvous
+        self._key = f"server/{uuid.uuid4().hex}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        host, port = rendezvous.address
+        arguments = ServerArguments(name, self._key, host, port, interface_of(LOOPBACK), os.getpid())
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+        )
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.popen.pid)
+
+    def address(self) -> str:
+        answer = self._rendezvous.get(self._key, self.name, START_S, self._check)
+        assert answer["pid"] == self.popen.pid
+        return str(answer["address"])
+
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(5)
+        self._output.close()
+
+    def _check(self) -> None:
+        assert self.popen.poll() is None, f"{self.name} ended with code {self.popen.returncode}:\n{self.output()}"

@@ -1,0 +1,198 @@
+"""Who may import whom. The table is what docs/architecture.md shows; it is also the tightest one that holds."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lightning_asgd
+
+ROOT = Path(lightning_asgd.__file__).parent
+PACKAGE = "lightning_asgd"
+
+# Module -> the modules of this package that it may import, in layers from the bottom to the top. A module may import
+# only modules above it in this table, which leaves no room for a cycle. Packages' own (empty) __init__ are left out of
+# the right-hand sides: importing a module of a package runs them anyway.
+ALLOWED: dict[str, set[str]] = {
+    # words
+    "errors": set(),
+    "messages": set(),
+    "stats": {"messages"},
+    "layout": {"errors", "messages"},
+    # rules
+    "algorithms.asgd": {"errors", "messages"},
+    "algorithms": {"algorithms.asgd"},
+    "config": {"algorithms", "errors"},
+    # pipes
+    "rendezvous": {"errors"},
+    "transport": set(),
+    "transport.base": set(),
+    "transport.inprocess": {"transport.base"},
+    "transport.rpc": {"errors", "transport.base"},
+    "transport.shared_memory": {"layout", "messages"},
+    # server
+    "server": set(),
+    "server.coordinator": {"errors", "messages"},
+    "server.shard": {"algorithms", "errors", "layout", "messages"},
+    "server.service": {
+        "algorithms",
+        "errors",
+        "messages",
+        "server.coordinator",
+        "server.shard",
+        "transport.shared_memory",
+    },
+    "server.process": {"rendezvous", "server.service", "transport.rpc"},
+    # worker
+    "worker": set(),
+    "worker.client": {"errors", "layout", "messages", "transport.base"},
+    "worker.collectives": {"worker.client"},
+    "worker.replica": {"layout", "messages", "transport.shared_memory"},
+    "worker.exchange": {"config", "messages", "stats", "worker.client", "worker.replica"},
+    # processes
+    "reaper": set(),
+    "supervisor": {"rendezvous", "server.process"},
+    # Lightning
+    "_lightning": set(),
+    "callbacks": {"_lightning"},
+    "launcher": {"_lightning", "config", "errors", "rendezvous", "stats", "supervisor", "transport.rpc"},
+    "strategy": {
+        "_lightning",
+        "callbacks",
+        "config",
+        "errors",
+        "launcher",
+        "layout",
+        "server.shard",
+        "stats",
+        "supervisor",
+        "transport.shared_memory",
+        "worker.client",
+        "worker.collectives",
+        "worker.exchange",
+        "worker.replica",
+    },
+    # what users import
+    "__init__": {"config", "errors", "stats", "strategy"},
+}
+
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
+RPC = "torch.distributed.rpc"
+
+
+def module_files() -> dict[str, Path]:
+    files = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts = parts[:-1]
+        files[".".join(parts)] = path
+    return files
+
+
+FILES = module_files()
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Dotted name of everything that a module imports, at its top, in functions and for type checking."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: imports are absolute in this package"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """The modules of this package among them: ``lightning_asgd.layout.Layout`` -> ``layout``."""
+    found = set()
+    for name in imported_names(module):
+        if name.split(".")[0] != PACKAGE:
+            continue
+        inner = name.removeprefix(PACKAGE).removeprefix(".")
+        while inner and inner not in FILES:
+            inner = inner.rpartition(".")[0]
+        found.add(inner or "__init__")
+    return found
+
+
+def strings_outside_docstrings(module: str) -> Iterator[str]:
+    texts = {id(n.value) for n in ast.walk(TREES[module]) if isinstance(n, ast.Expr)}
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield node.value
+
+
+def is_part_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_table_lists_every_module() -> None:
+    assert set(ALLOWED) == set(FILES)
+
+
+def test_table_is_in_layers() -> None:
+    order = list(ALLOWED)
+    for position, (module, allowed) in enumerate(ALLOWED.items()):
+        assert allowed <= set(order[:position]), f"{module} may import a module below it"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_module_imports_what_the_table_says_and_no_less(module: str) -> None:
+    assert imported_modules(module) == ALLOWED.get(module, set())
+
+
+def test_imports_have_no_cycle() -> None:
+    tuple(TopologicalSorter({m: imported_modules(m) for m in FILES}).static_order())
+
+
+def test_server_and_worker_do_not_know_each_other() -> None:
+    for module in FILES:
+        side, other = ("server", "worker") if is_part_of(module, "server") else ("worker", "server")
+        if is_part_of(module, side):
+            assert not [m for m in imported_modules(module) if is_part_of(m, other)], module
+
+
+def test_only_the_package_itself_imports_the_strategy() -> None:
+    assert [m for m in FILES if "strategy" in imported_modules(m)] == ["__init__"]
+
+
+def test_only_one_module_imports_lightning() -> None:
+    for module in set(FILES) - {"_lightning"}:
+        assert not [n for n in imported_names(module) for p in LIGHTNING if is_part_of(n, p)], module
+        assert not [s for s in strings_outside_docstrings(module) for p in LIGHTNING if is_part_of(s, p)], module
+
+
+def test_only_one_module_imports_rpc() -> None:
+    for module in set(FILES) - {"transport.rpc"}:
+        assert not [n for n in imported_names(module) if is_part_of(n, RPC)], module
+        assert RPC not in strings_outside_docstrings(module), module
+        attributes = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute) and n.attr == "rpc"]
+        assert not [ast.unparse(n) for n in attributes if ast.unparse(n.value).endswith("dist")], module
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_a_server_process_never_loads_lightning() -> None:
+    loaded = loaded_after("import lightning_asgd.server.process")
+    assert "torch" in loaded
+    assert not {m for m in loaded if m != PACKAGE and m.startswith(("lightning", "pytorch_lightning", "torchmetrics"))}
+
+
+def test_the_reaper_never_loads_torch() -> None:
+    loaded = loaded_after("import lightning_asgd.reaper")
+    assert "psutil" in loaded
+    assert not loaded & {"torch", "numpy", *LIGHTNING}

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import lightning_asgd
+from tests.test_architecture import FILES, PACKAGE
+
+MODULES = sorted(name for name in FILES if name != "__init__")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lightning_is_loaded() -> None:
+    # Before the first test's guard looks at the environment: Lightning's import sets variables.
+    importlib.import_module(f"{PACKAGE}._lightning")
+
+
+@pytest.mark.parametrize("name", lightning_asgd.__all__)
+def test_public_name_can_be_imported_and_is_documented(name: str) -> None:
+    value = getattr(lightning_asgd, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__module__.startswith(f"{PACKAGE}.")
+        assert (value.__doc__ or "").strip()
+    else:
+        assert isinstance(value, str)
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert lightning_asgd.__all__ == sorted(set(lightning_asgd.__all__))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'lightning_asgd' has no attribute 'Nonsense'"):
+        lightning_asgd.Nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_says_what_it_exports(name: str) -> None:
+    module = importlib.import_module(f"{PACKAGE}.{name}")
+    assert (module.__doc__ or "").strip()
+    if FILES[name].name == "__init__.py" and not hasattr(module, "__all__"):
+        assert not [n for n in vars(module) if not n.startswith("_") and f"{name}.{n}" not in FILES]
+        return
+    assert len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__:
+            doc = value.__doc__ or ""
+            assert doc.strip(), public
+            assert not doc.startswith(f"{public}("), f"{public} has only the docstring that dataclass makes"

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+
+
+def listening() -> set[tuple[str, int]]:
+    process = psutil.Process()
+    look: Any = getattr(process, "net_connections", None) or process.connections
+    return {(c.laddr.ip, c.laddr.port) for c in look(kind="inet") if c.status == psutil.CONN_LISTEN}
+
+
+def test_what_one_puts_the_other_gets() -> None:
+    host = Rendezvous.host()
+    guest = Rendezvous.connect(*host.address, timeout_s=10.0)
+    assert guest.peek("x") is None
+    value = {"address": "tcp://somewhere", "pid": 3, "list": [1, None]}
+    host.put("x", value)
+    assert guest.peek("x") == value
+    assert guest.get("x", "The host", 10.0) == value
+    guest.put("x", {"error": "gone"})
+    assert host.get("x", "The guest", 10.0) == {"error": "gone"}
+
+
+def test_a_host_listens_on_loopback_only() -> None:
+    before = listening()
+    host = Rendezvous.host()
+    address, port = host.address
+    assert address == LOOPBACK
+    assert port > 0
+    assert listening() - before == {(LOOPBACK, port)}
+
+
+def test_two_hosts_at_a_time_do_not_mix() -> None:
+    first, second = Rendezvous.host(), Rendezvous.host()
+    assert first.address != second.address
+    first.put("x", 1)
+    assert second.peek("x") is None
+    second.put("x", 2)
+    assert Rendezvous.connect(*first.address, timeout_s=10.0).peek("x") == 1
+    assert Rendezvous.connect(*second.address, timeout_s=10.0).peek("x") == 2
+
+
+def test_a_value_that_comes_later_is_waited_for() -> None:
+    host = Rendezvous.host()
+    asked = threading.Event()
+
+    def put() -> None:
+        asked.wait(10.0)
+        Rendezvous.connect(*host.address, timeout_s=10.0).put("late", "here")
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert host.get("late", "The other", 20.0, check=asked.set) == "here"
+    thread.join()
+
+
+def test_a_value_that_never_comes_is_named() -> None:
+    host = Rendezvous.host()
+    with pytest.raises(LaunchError) as caught:
+        host.get("server/7", "Server 7", 0.05)
+    text = str(caught.value)
+    assert "Server 7 did not start within 0.05 s. Expected it to publish 'server/7' at 127.0.0.1:" in text
+    assert "raise timeouts.start_s" in text
+
+
+def test_a_check_may_end_the_wait() -> None:
+    def check() -> None:
+        raise LaunchError("the server died")
+
+    with pytest.raises(LaunchError, match="the server died"):
+        Rendezvous.host().get("x", "Server 0", 20.0, check)
+
+
+def test_nobody_at_the_address_is_an_error_in_time() -> None:
+    with socket.socket() as reserved:
+        reserved.bind((LOOPBACK, 0))  # taken, and not listened on
+        port = reserved.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(LaunchError) as caught:
+            Rendezvous.connect(LOOPBACK, port, timeout_s=1.0)
+    assert time.monotonic() - begun < 4.0
+    text = str(caught.value)
+    assert f"Found no job at 127.0.0.1:{port} within 1 s" in text
+    assert "Expected the main process to host it" in text
+    assert "MASTER_ADDR" in text
+
+
+def test_somebody_else_at_the_address_is_an_error_in_time() -> None:
+    caught: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            Rendezvous.connect(LOOPBACK, stranger.getsockname()[1], timeout_s=1.0)
+        except BaseException as error:
+            caught.append(error)
+
+    with socket.socket() as stranger:
+        stranger.bind((LOOPBACK, 0))
+        stranger.listen()  # takes connections, and never says a word
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(6.0)
+        in_time = not thread.is_alive()
+    thread.join(10.0)  # with the stranger gone the connection breaks
+    assert in_time, "still waiting after 6 s"
+    assert [type(error) for error in caught] == [LaunchError]
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    host = Rendezvous.host()
+    with pytest.raises(LaunchError, match=rf"Cannot listen on 127.0.0.1:{host.address[1]}: .*in use.*MASTER_PORT"):
+        Rendezvous.host(*host.address)
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(LaunchError, match=r"Cannot listen on 192.0.2.1:0"):
+        Rendezvous.host("192.0.2.1")
+
+
+def test_this_machine_reaches_itself_over_loopback() -> None:
+    assert local_address_towards(LOOPBACK) == LOOPBACK
+    assert interface_of(LOOPBACK) in ("lo", "lo0")
+    assert interface_of("127.0.1.1") == interface_of(LOOPBACK)
+
+
+def test_an_address_of_no_interface_is_an_error() -> None:
+    with pytest.raises(LaunchError, match=r"No network interface of this machine has the address 192.0.2.1"):
+        interface_of("192.0.2.1")

@@ -1,0 +1,157 @@
+"""What only real connections can show: processes that die, idle or listen."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lightning_asgd.errors import ServerLostError
+from lightning_asgd.messages import Contribution, Joined
+from lightning_asgd.transport import rpc
+from lightning_asgd.worker.client import Client, done_within
+from tests.helpers.cluster import layout_of_floats
+from tests.transport.conftest import Processes, connect
+
+
+def client_of(transport: rpc.RpcTransport, session: str, workers: int = 1) -> Client:
+    return Client(transport, session, 0, workers, timeout_s=20.0)
+
+
+def exchange_once(client: Client) -> list[list[float]]:
+    """Join, fill the servers with zeros, push ones; what the servers answer."""
+    n = client.num_servers
+    client.join()
+    client.initialise(layout_of_floats(2 * n, n), "sum", [None] * n, [(torch.zeros(2),)] * n)
+    replies = client.replies(
+        client.exchange(1, [0] * n, push=True, fetch=True, updates=[(torch.ones(2),) for _ in range(n)])
+    )
+    return [r.weights[0].tolist() for r in replies if r.weights is not None]
+
+
+def test_rpc_is_there() -> None:
+    rpc.check_available()
+
+
+def test_a_worker_may_connect_again_and_again(processes: Processes) -> None:
+    for number in range(3):
+        transport = connect(*processes.servers)
+        assert transport.alive
+        assert exchange_once(client_of(transport, f"again {number}")) == [[1.0, 1.0]] * 2
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_new_connection_takes_over_from_the_old(processes: Processes) -> None:
+    old = connect(*processes.servers)
+    new = connect(processes.servers[0])
+    assert (old.alive, new.alive) == (False, True)
+    old.close()  # no longer its own to close
+    assert new.alive
+    assert exchange_once(client_of(new, "took over")) == [[1.0, 1.0]]
+
+
+def test_a_closed_connection_says_so(processes: Processes) -> None:
+    transport = connect(*processes.servers)
+    client = client_of(transport, "closed")
+    client.join()
+    transport.close()
+    transport.close()
+    assert not transport.alive
+    with pytest.raises(ServerLostError, match="Server 0 is gone"):
+        client.join()
+    with pytest.raises(ServerLostError, match="Server 0 is gone"):
+        client.collective("barrier", "x", timeout_s=5.0)
+    client.leave()
+
+
+def test_a_call_that_is_not_answered_in_time_fails(processes: Processes) -> None:
+    transport = processes.connect()
+    client_of(transport, "time-out", workers=2).join()
+    future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
+    assert done_within(future, 10.0)
+    with pytest.raises(RuntimeError):
+        future.wait()
+
+
+def test_an_idle_server_uses_no_processor_time(processes: Processes) -> None:
+    # TensorPipe's default transport polls, and keeps a core busy on both sides of an idle connection.
+    assert exchange_once(client_of(processes.connect(), "idle")) == [[1.0, 1.0]] * 2
+    watched = [server.process for server in processes.servers]
+    before = [cpu_s(p) for p in (*watched, psutil.Process())]
+    threading.Event().wait(2.0)
+    used = [cpu_s(p) - b for p, b in zip((*watched, psutil.Process()), before, strict=True)]
+    assert max(used) < 0.2
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def test_everybody_listens_on_loopback_only(processes: Processes) -> None:
+    processes.connect()
+    for process in (*(server.process for server in processes.servers), psutil.Process()):
+        addresses = listening(process)
+        assert addresses
+        assert set(addresses) == {"127.0.0.1"}
+
+
+def listening(process: psutil.Process) -> list[str]:
+    look: Any = getattr(process, "net_connections", None) or process.connections
+    return [c.laddr.ip for c in look(kind="inet") if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Processes) -> None:
+    killed, restarted = processes.spares
+    transport = connect(killed)
+    client = client_of(transport, "killed", workers=2)
+    assert exchange_once(client) == [[1.0, 1.0]]
+    waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
+    killed.popen.kill()
+    killed.popen.wait(5)
+    begun = time.monotonic()
+    assert done_within(waiting, 5.0), "a worker that waits at a barrier must notice"
+    with pytest.raises(RuntimeError):
+        waiting.wait()
+    with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
+        client.replies(client.exchange(2, [1], push=False, fetch=True, updates=[None]))
+    client.leave("nobody hears it")
+    assert time.monotonic() - begun < 5.0
+    assert exchange_once(client_of(connect(restarted), "after the restart")) == [[1.0, 1.0]]
+
+
+def test_a_server_ignores_the_terminal_and_ends_when_told_to(processes: Processes) -> None:
+    server = processes.spares[1]
+    transport = connect(server)
+    server.popen.send_signal(signal.SIGINT)
+    future = transport.call(0, "still there?", 20.0)
+    assert done_within(future, 20.0)
+    client = client_of(transport, "ends", workers=2)
+    client.join()
+    waiting = transport.call(0, Contribution("ends", 0, 1, "barrier", "x"), 60.0)
+    server.popen.terminate()
+    assert server.popen.wait(10) == 0
+    assert done_within(waiting, 5.0)
+
+
+def test_a_worker_finds_the_lasting_servers_again(processes: Processes) -> None:
+    transport = processes.connect()
+    answer = transport.call(0, "hello", 20.0)
+    assert done_within(answer, 20.0)
+    assert not isinstance(answer.wait(), Joined)
+    assert exchange_once(client_of(transport, "again")) == [[1.0, 1.0]] * 2
+
+
+def test_a_process_may_serve_and_stop_serving() -> None:
+    address = rpc.serve(lambda message: f"heard {message}", "server0")
+    try:
+        assert address
+        assert set(listening(psutil.Process())) == {"127.0.0.1"}
+    finally:
+        rpc.stop()
+        rpc.stop()

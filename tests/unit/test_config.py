@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.errors import ConfigurationError
+
+NOT_POSITIVE_INTEGERS = [0, -1, 1.5, 10.0, True, False, "10", float("nan"), float("inf"), [10]]
+
+
+def test_nsync_alone_gives_all_the_defaults() -> None:
+    config = ExchangeConfig.create(nsync=7)
+    assert (config.nfetch, config.npush) == (7, 7)
+    assert (config.scale, config.overlap, config.max_offline_steps) == ("mean", True, 1000)
+    assert config.timeouts == Timeouts()
+
+
+def test_nfetch_and_npush_go_before_nsync() -> None:
+    config = ExchangeConfig.create(nsync=7, nfetch=2, npush=3)
+    assert (config.nfetch, config.npush) == (2, 3)
+
+
+def test_other_settings_are_kept() -> None:
+    timeouts = Timeouts(exchange_s=3)
+    config = ExchangeConfig.create(nsync=1, scale=0.5, overlap=False, max_offline_steps=4, timeouts=timeouts)
+    assert (config.scale, config.overlap, config.max_offline_steps) == (0.5, False, 4)
+    assert config.timeouts is timeouts
+
+
+@pytest.mark.parametrize("value", [*NOT_POSITIVE_INTEGERS, None])
+def test_wrong_nsync_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExchangeConfig.create(nsync=value)
+    check_text(caught.value, f"nsync={value!r}.", "Expected a whole number of at least 1", "such as nsync=10")
+
+
+@pytest.mark.parametrize("name", ["nfetch", "npush", "max_offline_steps"])
+@pytest.mark.parametrize("value", NOT_POSITIVE_INTEGERS)
+def test_other_wrong_counts_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExchangeConfig.create(nsync=10, **{name: value})
+    check_text(caught.value, f"{name}={value!r}.", "Expected a whole number of at least 1", f"such as {name}=")
+
+
+@pytest.mark.parametrize("value", ["average", "", "Mean", None, True, 0, 0.0, -0.5, float("nan"), float("inf"), [1]])
+def test_wrong_scale_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExchangeConfig.create(nsync=10, scale=value)
+    check_text(caught.value, f"scale={value!r}", "Expected 'mean', 'sum' or a positive number", "Use 'mean'")
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None])
+def test_wrong_overlap_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExchangeConfig.create(nsync=10, overlap=value)
+    check_text(caught.value, f"overlap={value!r}.", "Expected True or False.")
+
+
+@pytest.mark.parametrize("value", [30, {"exchange_s": 30}, "30"])
+def test_wrong_timeouts_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExchangeConfig.create(nsync=10, timeouts=value)
+    check_text(caught.value, f"timeouts={value!r}.", "Expected a lightning_asgd.Timeouts(...)")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Timeouts)])
+@pytest.mark.parametrize("value", [0, -1, 0.0, "10", None, True, float("nan")])
+def test_wrong_timeout_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Timeouts(**{name: value})
+    check_text(caught.value, f"Timeouts.{name}={value!r}.", "Expected a number of seconds above 0")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Timeouts)])
+@pytest.mark.parametrize("value", [float("inf"), 1e300])
+def test_a_timeout_that_no_clock_can_wait_for_is_refused(name: str, value: float) -> None:
+    # threading and datetime.timedelta raise OverflowError for these, in the middle of a run.
+    with pytest.raises(ConfigurationError):
+        Timeouts(**{name: value})
+
+
+@pytest.mark.parametrize("value", [1, 0.001, 86400.0])
+def test_timeouts_are_any_number_of_seconds(value: float) -> None:
+    assert Timeouts(start_s=value, exchange_s=value, collective_s=value).start_s == value
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Timeouts().start_s = 1.0  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        ExchangeConfig.create(nsync=1).npush = 2  # type: ignore[misc]
+
+
+def test_positive_int_returns_what_it_checked() -> None:
+    assert positive_int("num_servers", 3) == 3
+
+
+def check_text(error: Exception, *parts: str) -> None:
+    assert re.search(".*".join(re.escape(part) for part in parts), str(error)), str(error)

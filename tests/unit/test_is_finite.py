@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asgd.server.shard import is_finite
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BAD = [math.nan, math.inf, -math.inf]
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    size=st.integers(0, 300),
+    bad=st.lists(st.tuples(st.integers(0, 299), st.sampled_from(BAD)), max_size=3),
+    magnitude=st.sampled_from([0.0, 1.0, 0.9]),
+)
+def test_one_bad_element_anywhere_is_seen(
+    dtype: torch.dtype, size: int, bad: list[tuple[int, float]], magnitude: float
+) -> None:
+    # 0.9 of the largest value: finite elements whose sum is not.
+    value = torch.finfo(dtype).max * magnitude if magnitude != 1.0 else 1.0
+    tensor = torch.full((size,), value, dtype=dtype)
+    for position, what in bad:
+        if position < size:
+            tensor[position] = what
+    assert is_finite(tensor) == bool(torch.isfinite(tensor).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_huge_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(tensor)
+    tensor[999] = math.inf
+    assert not is_finite(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_infinities_that_cancel_are_seen(dtype: torch.dtype) -> None:
+    assert not is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
+    assert not is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_both_parts_of_complex_numbers_are_looked_at(dtype: torch.dtype) -> None:
+    assert is_finite(torch.tensor([1 + 2j, 3 - 4j], dtype=dtype))
+    assert not is_finite(torch.tensor([1 + 2j, complex(0, math.nan)], dtype=dtype))
+    assert not is_finite(torch.tensor([1 + 2j, complex(math.inf, 0)], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_whole_numbers_are_always_finite(dtype: torch.dtype) -> None:
+    assert is_finite(torch.ones(5, dtype=dtype))
+
+
+def test_an_empty_tensor_is_finite() -> None:
+    assert is_finite(torch.empty(0))

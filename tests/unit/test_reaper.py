@@ -1,0 +1,164 @@
+"""The reaper in real processes. One parent is killed for most of the tests, so that its patience is paid for once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+
+# Starts the reaper and some children, says their numbers, then waits for its end.
+PARENT = """
+import json, os, subprocess, sys, time, psutil
+reaper = subprocess.Popen([sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())], stdin=subprocess.PIPE)
+pids = {"reaper": reaper.pid}
+children = {
+    "stubborn": "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]",
+    "polite": "import sys, time",
+    "bystander": "import sys, time",
+    "reused": "import sys, time",
+}
+for name, start in children.items():
+    code = start + "; print(1, flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    pids[name] = child.pid
+    created = psutil.Process(child.pid).create_time() - (100 if name == "reused" else 0)
+    if name != "bystander":
+        reaper.stdin.write(f"add {child.pid} {created}\\n".encode())
+reaper.stdin.flush()
+print(json.dumps(pids), flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass
+class Family:
+    parent: subprocess.Popen[bytes]
+    members: dict[str, psutil.Process]
+
+    def kill(self) -> None:
+        for process in (*self.members.values(), self.parent):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.parent.communicate(timeout=5)
+
+
+def family() -> Family:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = json.loads(parent.stdout.readline())
+    return Family(parent, {name: psutil.Process(pid) for name, pid in pids.items()})
+
+
+def gone(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def seconds_until_gone(process: psutil.Process, limit: float) -> float:
+    begun = time.monotonic()
+    while not gone(process):
+        if time.monotonic() - begun > limit:
+            return float("inf")
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(0.05)
+    return time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def aftermath() -> dict[str, Any]:
+    """Which processes were left 8 s after a parent was killed, and which after its reaper was only asked to end."""
+    killed = family()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        killed.members["reaper"].send_signal(signum)
+    time.sleep(0.6)  # two polls
+    shrugged = not gone(killed.members["reaper"])
+    early = not gone(killed.members["stubborn"])
+    killed.parent.kill()
+    killed.parent.wait(5)
+    begun = time.monotonic()
+    took = {name: seconds_until_gone(killed.members[name], 8.0) for name in ("polite", "stubborn", "reaper")}
+    total = time.monotonic() - begun
+    left = {name for name, process in killed.members.items() if not gone(process)}
+    killed.kill()
+    return {"shrugged": shrugged, "early": early, "took": took, "total": total, "left": left}
+
+
+def test_the_reaper_ignores_the_signals_of_a_terminal(aftermath: dict[str, Any]) -> None:
+    assert aftermath["shrugged"]
+
+
+def test_nobody_is_touched_while_the_parent_lives(aftermath: dict[str, Any]) -> None:
+    assert aftermath["early"]
+
+
+def test_a_stubborn_child_of_a_killed_parent_is_gone_within_8_seconds(aftermath: dict[str, Any]) -> None:
+    assert "stubborn" not in aftermath["left"]
+    assert aftermath["total"] <= 8.0
+
+
+def test_a_polite_child_need_not_be_killed(aftermath: dict[str, Any]) -> None:
+    assert aftermath["took"]["polite"] < aftermath["total"]
+    assert "polite" not in aftermath["left"]
+
+
+def test_the_reaper_goes_too(aftermath: dict[str, Any]) -> None:
+    assert "reaper" not in aftermath["left"]
+
+
+def test_processes_that_were_not_registered_live_on(aftermath: dict[str, Any]) -> None:
+    assert "bystander" in aftermath["left"]
+
+
+def test_a_process_number_given_to_another_program_is_left_alone(aftermath: dict[str, Any]) -> None:
+    assert "reused" in aftermath["left"]
+
+
+def start_reaper(parent: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "lightning_asgd.reaper", str(parent)], stdin=subprocess.PIPE)
+
+
+def test_the_reaper_ends_at_once_when_its_input_does_and_nobody_is_left() -> None:
+    reaper = start_reaper(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    created = psutil.Process(child.pid).create_time()
+    child.wait(10)
+    assert reaper.stdin is not None
+    reaper.stdin.write(f"add {child.pid} {created}\n".encode())
+    reaper.stdin.close()
+    assert reaper.wait(2.4) == 0  # less than the patience it has with the living
+
+
+def test_children_that_end_by_themselves_get_the_time_to() -> None:
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print(1, flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    reaper = start_reaper(os.getpid())
+    assert reaper.stdin is not None
+    reaper.stdin.write(f"add {child.pid} {psutil.Process(child.pid).create_time()}\n".encode())
+    reaper.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    child.stdin.close()
+    child.stdout.close()
+    assert child.wait(5) == 0
+    assert reaper.wait(5) == 0
+
+
+def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
+    reaper = start_reaper(2**22 + 1)
+    assert reaper.wait(5) == 0
+    assert reaper.stdin is not None
+    reaper.stdin.close()
