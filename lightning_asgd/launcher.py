@@ -219,7 +219,12 @@ class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
-        super()._wrapping_function(*args, **kwargs)
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            # Lightning reports exceptions to the strategy in the main process only, which is not a worker here.
+            self._strategy.on_exception(error)
+            raise
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         """Send worker 0's statistics along with Lightning's results."""

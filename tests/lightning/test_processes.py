@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,40 +38,28 @@ class Signpost(pl.Callback):
             (self.folder / f"training{trainer.global_rank}").touch()
 
 
-def endless(tmp_path: Path, start_method: str = "fork") -> None:
-    run = trainer(
-        tmp_path,
-        ASGDStrategy(nsync=2, num_servers=2, start_method=start_method),
-        max_epochs=1_000_000,
-        callbacks=[Signpost(tmp_path)],
-    )
-    run.fit(Regression(), loader())
+class Faulty(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == 5 and self.global_rank == 1:
+            raise KeyError("no such sample")
 
 
-def forked(function: Callable[[], None], output: Path) -> int:
-    """Run a function in a forked process, as the main process of a job of its own."""
-    rpc.stop()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            file = output.open("w")
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = file
-            os.environ.pop(RENDEZVOUS_ENV, None)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            import atexit
+def main_process(folder: Path, module: Regression) -> None:
+    """A job's main process: trains for ever with two forked workers and two servers."""
+    file = (folder / "output").open("w")
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    os.environ.pop(RENDEZVOUS_ENV, None)
+    strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork")
+    trainer(folder, strategy, max_epochs=1_000_000, callbacks=[Signpost(folder)]).fit(module, loader())
 
-            atexit._run_exitfuncs()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
+
+@pytest.fixture(scope="module")
+def mains() -> Any:
+    """Makes main processes. A fork server imports Lightning once and does nothing else that a fork would inherit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context.Process
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -96,39 +85,42 @@ def alive(processes: list[psutil.Process]) -> list[str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_when_a_signal_ends_the_main_process(tmp_path: Path, signum: signal.Signals) -> None:
-    pid = forked(lambda: endless(tmp_path), tmp_path / "output")
+def test_no_process_is_left_when_a_signal_ends_the_main_process(
+    tmp_path: Path, mains: Any, signum: signal.Signals
+) -> None:
+    main = mains(target=main_process, args=(tmp_path, Regression()))
+    main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
-        family = psutil.Process(pid).children(recursive=True)
+        family = psutil.Process(main.pid).children(recursive=True)
         assert len(family) >= 5  # two servers, two workers, the reaper
-        os.kill(pid, signum)
-        wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, 10, f"the end of the main process on {signum.name}")
+        os.kill(main.pid, signum)
+        main.join(10)
+        assert main.exitcode is not None, f"the main process outlived {signum.name}"
         wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
     finally:
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
+        main.kill()
+        main.join()
 
 
-def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: Path) -> None:
-    class Faulty(Regression):
-        def on_train_batch_end(self, *args: Any) -> None:
-            if self.trainer.global_step == 5 and self.global_rank == 1:
-                raise KeyError("no such sample")
-
-    def main() -> None:
-        trainer(tmp_path, ASGDStrategy(nsync=2, start_method="fork"), max_epochs=1000).fit(Faulty(), loader())
-
-    pid = forked(main, tmp_path / "output")
+def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: Path, mains: Any) -> None:
+    main = mains(target=main_process, args=(tmp_path, Faulty()))
+    main.start()
     family: list[psutil.Process] = []
 
     def ended() -> bool:
-        if psutil.pid_exists(pid):
-            family.extend(psutil.Process(pid).children(recursive=True))
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.extend(psutil.Process(main.pid).children(recursive=True))
+        return main.exitcode is not None
 
-    wait_until(ended, 40, "the end of the main process")
-    wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    try:
+        wait_until(ended, 40, "the end of the main process")
+        assert family
+        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    finally:
+        main.kill()
+        main.join()
+    assert main.exitcode == 1
     assert "KeyError: 'no such sample'" in (tmp_path / "output").read_text()
 
 

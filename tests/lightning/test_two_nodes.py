@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks import network
 from tests.lightning.test_processes import check_finished, start, wait_until
 
-PORT = "29555"  # in a namespace of its own every port is free
+PORTS = ("29555", "29556")  # in a namespace of its own every port is free
 
 REASON = network.available()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(150)]
@@ -25,13 +25,15 @@ def machines() -> Iterator[network.Network]:
 
 
 def listening(pid: int) -> set[str]:
+    """Addresses that any process listens on in the network namespace of a process."""
     found = set()
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        try:
-            connections = process.net_connections(kind="inet")
-        except psutil.Error:
-            continue
-        found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    for family, name, width in ((socket.AF_INET, "tcp", 4), (socket.AF_INET6, "tcp6", 16)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            if state == "0A":
+                words = bytes.fromhex(local.split(":")[0])  # 32-bit words in the machine's order
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, width, 4))
+                found.add(socket.inet_ntop(family, address))
     return found
 
 
@@ -43,7 +45,7 @@ def test_lightnings_own_environment(tmp_path: Path, machines: network.Network) -
             command=[*machines.prefix(node), sys.executable],
             NODE_RANK=str(node),
             MASTER_ADDR=machines.addresses[0],
-            MASTER_PORT=PORT,
+            MASTER_PORT=PORTS[0],
         )
         for node in (0, 1)
     ]
@@ -61,7 +63,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
             command=[
                 *machines.prefix(node),
                 *[sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"],
-                *[f"--node-rank={node}", f"--master-addr={machines.addresses[0]}", f"--master-port={PORT}"],
+                *[f"--node-rank={node}", f"--master-addr={machines.addresses[0]}", f"--master-port={PORTS[1]}"],
             ],
             NODE_RANK=str(node),
         )

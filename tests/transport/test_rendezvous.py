@@ -24,10 +24,10 @@ def test_what_one_puts_the_other_gets() -> None:
     assert guest.peek("x") is None
     value = {"address": "tcp://somewhere", "pid": 3, "list": [1, None]}
     host.put("x", value)
-    assert guest.peek("x") == value
     assert guest.get("x", "The host", 10.0) == value
-    guest.put("x", {"error": "gone"})
-    assert host.get("x", "The guest", 10.0) == {"error": "gone"}
+    assert guest.peek("x") == value
+    guest.put("y", {"error": "gone"})
+    assert host.get("y", "The guest", 10.0) == {"error": "gone"}
 
 
 def test_a_host_listens_on_loopback_only() -> None:
@@ -45,8 +45,8 @@ def test_two_hosts_at_a_time_do_not_mix() -> None:
     first.put("x", 1)
     assert second.peek("x") is None
     second.put("x", 2)
-    assert Rendezvous.connect(*first.address, timeout_s=10.0).peek("x") == 1
-    assert Rendezvous.connect(*second.address, timeout_s=10.0).peek("x") == 2
+    assert Rendezvous.connect(*first.address, timeout_s=10.0).get("x", "The first", 10.0) == 1
+    assert Rendezvous.connect(*second.address, timeout_s=10.0).get("x", "The second", 10.0) == 2
 
 
 def test_a_value_that_comes_later_is_waited_for() -> None:
