@@ -101,12 +101,16 @@ class Target:
 
 
 def build_module(params: int, straggler: float = 0.0) -> Any:
-    """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for."""
+    """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for.
+
+    With 0.6 M parameters one worker alone makes 1,200 to 1,450 samples/s on the machines the targets were set on. They
+    assume that: where a step takes longer, a fixed delay or a slow cable weighs less and DDP loses less.
+    """
     import pytorch_lightning as pl
     import torch
     from torch import nn
 
-    c1, c2, classes = 24, 48, 10
+    c1, c2, classes = 18, 36, 10
     fixed = c1 * 28 + c2 * (9 * c1 + 1) + classes
     hidden = max(1, round((params - fixed) / (c2 * 64 + 1 + classes)))
 
@@ -457,11 +461,16 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
             cells.append(form.format(statistics.median(values)) if values else "")
         details.add_row(name, *cells)
     CONSOLE.print(details)
-    foreign = statistics.median(r["other_cpu_share"] for results in runs.values() for r in results)
+    foreign = disturbance(runs)
     if foreign > DISTURBED:
         CONSOLE.print(
             f"[yellow]Other programs took {foreign:.0%} of a core meanwhile: measure again on an idle machine.[/]"
         )
+
+
+def disturbance(runs: dict[str, list[dict[str, Any]]]) -> float:
+    """Share of a core that other programs took in the median run."""
+    return statistics.median(r["other_cpu_share"] for results in runs.values() for r in results)
 
 
 def _spread(values: list[float], form: str) -> list[str]:
@@ -485,12 +494,14 @@ def targets(scenario: Scenario) -> list[Target]:
 def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
     """Print PASS or FAIL per target."""
     passed = True
+    doubt = " [yellow](other programs disturbed this)[/]" if disturbance(runs) > DISTURBED else ""
     for target in targets(scenario):
         system = str(System("A-SGD", target.nsync))
         median = statistics.median(ratios(scenario, runs, system, target.base))
         base = "DDP" if target.base == "DDP" else f"{scenario.workers} x one alone"
         verdict = "[green]PASS[/]" if median >= target.at_least else "[red]FAIL[/]"
-        CONSOLE.print(f"{verdict}  {scenario.name}: {system} is {median:.2f} x {base}, target {target.at_least:.2f}")
+        text = f"{system} is {median:.2f} x {base}, target {target.at_least:.2f}{doubt}"
+        CONSOLE.print(f"{verdict}  {scenario.name}: {text}")
         passed &= median >= target.at_least
     if not targets(scenario):
         CONSOLE.print(f"no target for {scenario.name}")
@@ -519,6 +530,7 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("samples/s of all workers")
     figure.tight_layout()
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     plt.close(figure)
     CONSOLE.print(f"picture: {file}")
@@ -536,6 +548,7 @@ def save(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
         "lightning": pytorch_lightning.__version__,
     }
     content = {"machine": machine, "scenarios": [{**asdict(s), "runs": runs} for s, runs in results]}
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps(content, indent=1) + "\n")
     CONSOLE.print(f"figures: {file}")
 
