@@ -38,7 +38,7 @@ convergence: $(VENV)/.installed-examples ## accuracy beside DDP
 memory: $(VENV)/.installed-examples ## memory of workers and servers
 	@$(RUN) benchmarks/memory.py
 
-soak: $(VENV)/.installed-examples ## a long run with workers that die and return
+soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py
 
 clean: ## remove .venv, caches and results
