@@ -6,6 +6,7 @@ process, and one worker's death does not end the others (Lightning's observer wo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -225,6 +226,12 @@ class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
             # Lightning reports exceptions to the strategy in the main process only, which is not a worker here.
             self._strategy.on_exception(error)
             raise
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)
+        if worker_output.weights_path is not None:
+            with contextlib.suppress(OSError):  # Lightning removes the file and leaves its folder
+                os.rmdir(os.path.dirname(worker_output.weights_path))
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         """Send worker 0's statistics along with Lightning's results."""

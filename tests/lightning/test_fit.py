@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from lightning_asgd import ASGDStrategy
 from tests.lightning.models import Recorder, Regression, dataset, digest, loader, trainer
 
 
-def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path) -> None:
+def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     strategy = ASGDStrategy(nsync=3, num_servers=2, start_method="fork")
     module = Regression()
     before = digest(module)
@@ -30,6 +34,7 @@ def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path) -> Non
     assert digest(module) == zero[-1]["digest"] != before
     assert min(zero[-1]["stats"]["pushes"], one[-1]["stats"]["pushes"]) >= 4
     assert strategy.stats.pushes == zero[-1]["stats"]["pushes"]
+    assert list(scratch.iterdir()) == []  # no temporary file or folder is left
 
 
 def test_ranks_with_different_initial_weights_start_from_those_of_rank_zero(tmp_path: Path) -> None:
