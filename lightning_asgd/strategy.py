@@ -389,15 +389,15 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _heal_optimizers(self) -> None:
         """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
-        self.print_refused()
+        self._warn_of_refused_update()
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor) and not is_finite(value):
                         value.zero_()
 
-    def print_refused(self) -> None:
-        """Warn of a refused update."""
+    def _warn_of_refused_update(self) -> None:
+        """Say that an update was refused, and what to do."""
         log.warning(
             "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
