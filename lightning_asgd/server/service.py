@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
@@ -140,8 +139,12 @@ class Service:
         if self._shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         block = self._blocks.get(message.worker)
-        shared: tuple[Tensor, ...] | None = block.tensors if block is not None else None
-        return self._shard.exchange(message, message.update, len(coordinator.living), shared)
+        living = len(coordinator.living)
+        if block is None:
+            return self._shard.exchange(message, message.update, living, None)
+        reply = self._shard.exchange(message, message.update, living, block.tensors)
+        block.unmap()
+        return reply
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         coordinator = self._session(message.session)

@@ -8,6 +8,8 @@ value.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import secrets
 from collections.abc import Sequence
@@ -27,6 +29,8 @@ _ALIGN = 64
 
 Groups = Sequence[tuple[Role, str, int]]
 
+_madvise = getattr(ctypes.CDLL(None), "madvise", lambda *_: -1)
+
 
 class SharedBlock:
     """A mapped block and one tensor per group in it. Made by :func:`create` and :func:`attach`.
@@ -41,6 +45,7 @@ class SharedBlock:
     def __init__(self, ref: SharedRef, path: str, groups: Groups, fd: int | None = None) -> None:
         storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=ref.nbytes)
         self._fd = fd
+        self._start = storage.data_ptr()
         self._nonce: Tensor | None = _view(storage, torch.uint8, 0, _NONCE)
         self.ref = ref
         self.tensors: tuple[Tensor, ...] = tuple(_views(storage, groups))
@@ -54,6 +59,14 @@ class SharedBlock:
         """Put the bytes that :func:`attach` will compare."""
         if self._nonce is not None:
             self._nonce.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
+
+    def unmap(self) -> None:
+        """Take the block's pages out of this process; they stay in the file, and come back with the next access.
+
+        A server does so after every exchange, or it would count the blocks of all its workers as memory of its own.
+        """
+        if self.tensors and hasattr(mmap, "MADV_DONTNEED"):
+            _madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(self.ref.nbytes), mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Give the block back. The memory goes once no tensor refers to it any more."""

@@ -193,3 +193,22 @@ def test_a_failed_creation_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "ftruncate", no_memory)
     assert create(GROUPS) is None
     assert open_files() == before
+
+
+def mapped_kilobytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssShmem"))
+
+
+def test_unmapping_gives_the_pages_back_and_keeps_what_they_hold() -> None:
+    groups = ((Role.PARAMETER, "float32", 4 << 20),)
+    block = create(groups)
+    assert block is not None
+    before = mapped_kilobytes()
+    block.tensors[0].fill_(1.5)
+    assert mapped_kilobytes() >= before + (15 << 10)
+    block.unmap()
+    assert mapped_kilobytes() <= before + (1 << 10)
+    assert block.tensors[0].eq(1.5).all()
+    block.close()
+    block.unmap()  # nothing is left to unmap
