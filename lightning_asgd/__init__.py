@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_asgd import _lightning
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
@@ -32,3 +33,16 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+def _register(tree: _lightning.Tree) -> None:
+    from lightning_asgd.strategy import ASGDStrategy
+
+    ASGDStrategy.register(tree)
+
+
+_lightning.when_imported(_register)

@@ -1,76 +1,260 @@
-"""The one place that imports Lightning, whichever of its two packages is there.
+"""The one place that knows Lightning's names.
 
-``lightning.pytorch`` and ``pytorch_lightning`` hold the same code as two separate class trees, so one has to be chosen:
-the one the program has imported already, else the one that is installed.
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code as two separate class trees, and both may be loaded
+in one process. What this package adds to Lightning is written as classes without a base; :meth:`Tree.derive` puts the
+Lightning class of one tree behind them. Neither tree is imported here: whoever makes a Trainer has done so.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 __all__ = [
-    "PACKAGE",
-    "Callback",
-    "DDPStrategy",
-    "LightningModule",
-    "MultiProcessingLauncher",
-    "ParallelStrategy",
-    "StrategyRegistry",
-    "SubprocessScriptLauncher",
-    "TorchElasticEnvironment",
-    "TrainerFn",
+    "TREES",
+    "Extension",
+    "Tree",
+    "Unattached",
+    "adopt_checkpoint_states",
     "apply_to_collection",
+    "checkpoint_states",
+    "is_environment",
     "metrics_of",
-    "optimizers_to_device",
     "rank_zero_warn",
-    "reset_seed",
-    "set_num_threads_if_needed",
+    "tree_of",
+    "unattached",
+    "when_imported",
 ]
 
+Extension: Any = object
+"""Base of the classes that extend one of Lightning's: see :meth:`Tree.derive`."""
 
-def _choose() -> str:
-    candidates = ("pytorch_lightning", "lightning.pytorch")
-    for name in candidates:
-        if name in sys.modules:
-            return name
-    for name in candidates:
-        if importlib.util.find_spec(name.split(".")[0]) is not None:
-            return name
-    raise ImportError(
-        "Lightning is not installed. Expected pytorch-lightning or lightning: pip install pytorch-lightning"
-    )
-
-
-PACKAGE = _choose()
-_FABRIC = "lightning_fabric" if PACKAGE == "pytorch_lightning" else "lightning.fabric"
-
-
-def _of(package: str, module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"{package}.{module}" if module else package), name)
+# What is used of Lightning: whether it is in the fabric, its module, its name there. The launchers are private names:
+# they are extended, not replaced, and their neighbours come with them.
+_NAMES = {
+    "Callback": (False, "callbacks", "Callback"),
+    "DDPStrategy": (False, "strategies", "DDPStrategy"),
+    "StrategyRegistry": (False, "strategies", "StrategyRegistry"),
+    "TrainerFn": (False, "trainer.states", "TrainerFn"),
+    "SubprocessScriptLauncher": (False, "strategies.launchers", "_SubprocessScriptLauncher"),
+    "MultiProcessingLauncher": (False, "strategies.launchers", "_MultiProcessingLauncher"),
+    "set_num_threads_if_needed": (True, "utilities.distributed", "_set_num_threads_if_needed"),
+    "optimizers_to_device": (True, "utilities.optimizer", "_optimizers_to_device"),
+    "reset_seed": (True, "utilities.seed", "reset_seed"),
+}
 
 
-Callback: Any = _of(PACKAGE, "", "Callback")
-LightningModule: Any = _of(PACKAGE, "", "LightningModule")
-DDPStrategy: Any = _of(PACKAGE, "strategies", "DDPStrategy")
-ParallelStrategy: Any = _of(PACKAGE, "strategies", "ParallelStrategy")
-StrategyRegistry: Any = _of(PACKAGE, "strategies", "StrategyRegistry")
-TrainerFn: Any = _of(PACKAGE, "trainer.states", "TrainerFn")
-rank_zero_warn: Any = _of(PACKAGE, "utilities.rank_zero", "rank_zero_warn")
-TorchElasticEnvironment: Any = _of(PACKAGE, "plugins.environments", "TorchElasticEnvironment")
-# Private names: the launchers are extended, not replaced, and their neighbours come with them.
-SubprocessScriptLauncher: Any = _of(PACKAGE, "strategies.launchers", "_SubprocessScriptLauncher")
-MultiProcessingLauncher: Any = _of(PACKAGE, "strategies.launchers", "_MultiProcessingLauncher")
-set_num_threads_if_needed: Any = _of(_FABRIC, "utilities.distributed", "_set_num_threads_if_needed")
-optimizers_to_device: Any = _of(_FABRIC, "utilities.optimizer", "_optimizers_to_device")
-reset_seed: Any = _of(_FABRIC, "utilities.seed", "reset_seed")
-apply_to_collection: Any = importlib.import_module("lightning_utilities.core.apply_func").apply_to_collection
+class Tree:
+    """One of Lightning's two class trees. Its names are attributes, imported when they are first used.
+
+    Args:
+        package: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+        fabric: the part below it.
+    """
+
+    def __init__(self, package: str, fabric: str) -> None:
+        self.package = package
+        self.fabric = fabric
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise AttributeError(f"{name!r} is not among the names that are used of Lightning")
+        in_fabric, module, attribute = _NAMES[name]
+        return getattr(importlib.import_module(f"{self.fabric if in_fabric else self.package}.{module}"), attribute)
+
+    def __repr__(self) -> str:
+        return f"Tree({self.package})"
+
+    def __reduce__(self) -> Any:
+        return _tree_named, (self.package,)
+
+    @functools.cache  # noqa: B019 - there are two trees, and both live as long as the process
+    def derive(self, extension: type, base: str) -> Any:
+        """A class that is both ``extension`` and this tree's ``base``; the same one every time.
+
+        Args:
+            extension: a subclass of :data:`Extension`; its methods come first, and ``super()`` leads to ``base``.
+            base: one of the names above.
+
+        Returns:
+            the class. It has this tree as ``tree``, and its objects can be pickled although it has no name of its own.
+        """
+
+        def reduce(self: Any, _: Any = None) -> Any:
+            state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+            return _blank, (tree, extension, base), state
+
+        tree = self
+        body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
+        body |= {"__reduce_ex__": reduce, "tree": tree}
+        return types.new_class(
+            extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
+        )
 
 
-def metrics_of(module: Any) -> list[Any]:
-    """Every torchmetrics ``Metric`` of a module."""
+TREES = (Tree("pytorch_lightning", "lightning_fabric"), Tree("lightning.pytorch", "lightning.fabric"))
+
+
+def tree_of(thing: Any) -> Tree:
+    """The tree that an object of Lightning's belongs to.
+
+    Raises:
+        TypeError: it is not one of Lightning's.
+    """
+    for cls in type(thing).__mro__:
+        for tree in TREES:
+            if f"{cls.__module__}.".startswith(f"{tree.package}."):
+                return tree
+    raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
+
+
+class Unattached:
+    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
+
+    _given: dict[str, Any]
+    """Arguments of Lightning's ``DDPStrategy``."""
+    _accelerator = property(lambda self: self._given["accelerator"])
+    _precision_plugin = property(lambda self: self._given["precision_plugin"])
+    _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
+    cluster_environment = property(lambda self: self._given["cluster_environment"])
+    parallel_devices = property(lambda self: self._given["parallel_devices"])
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator that was given, if any. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
+        return self._given["accelerator"]
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        tree = tree_of(accelerator)
+        strategy: Any = self
+        strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
+        tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
+
+
+@functools.cache
+def unattached(extension: Any) -> Any:
+    """The class of objects of ``extension``, a strategy, that no Trainer has taken yet."""
+
+    def reduce(self: Any, _: Any) -> Any:
+        return _blank_unattached, (extension,), self.__dict__
+
+    body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
+    body |= {"__reduce_ex__": reduce, "extension": extension}
+    return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
+
+
+def when_imported(run: Callable[[Tree], None]) -> None:
+    """Call ``run`` for every tree that is loaded, now, and for the other ones once their strategies are imported."""
+    waiting: dict[str, Callable[[], None]] = {}
+    for tree in TREES:
+        if f"{tree.package}.strategies" in sys.modules:
+            run(tree)
+        else:
+            waiting[f"{tree.package}.strategies"] = functools.partial(run, tree)
+    sys.meta_path.insert(0, _Watch(waiting))
+
+
+class _Watch:
+    """A finder that finds nothing by itself: it only adds a call to what the others load."""
+
+    def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
+        self._waiting = waiting
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        run = self._waiting.pop(name, None)
+        if run is None:
+            return None
+        spec = importlib.util.find_spec(name)  # asks the other finders, since the name was taken out
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_run(module: types.ModuleType) -> None:
+                load(module)
+                run()
+
+            spec.loader.exec_module = load_and_run  # type: ignore[method-assign]
+        return spec
+
+
+def is_environment(environment: Any, kind: str) -> bool:
+    """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
+    return any(cls.__name__ == kind for cls in type(environment).__mro__)
+
+
+def metrics_of(*owners: Any) -> list[Any]:
+    """Every torchmetrics ``Metric`` of modules and callbacks, also those in their plain lists and dictionaries."""
     import torchmetrics
+    from torch.nn import Module
 
-    return [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+    def parts(thing: Any) -> list[Any]:
+        return list(thing.modules()) if isinstance(thing, Module) else [thing]
+
+    found: dict[int, Any] = {}
+    for part in (part for owner in owners for part in parts(owner)):
+        for value in (part, *vars(part).values()):
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            found |= {id(m): m for item in held for m in parts(item) if isinstance(m, torchmetrics.Metric)}
+    return list(found.values())
+
+
+# Attributes of ModelCheckpoint that tell what files there are.
+_CHECKPOINT_STATE = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "kth_best_model_path",
+    "kth_value",
+    "current_score",
+    "last_model_path",
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+)
+
+
+def checkpoint_states(trainer: Any) -> list[Any]:
+    """What the Trainer's checkpoint callbacks know of the files; tensors are on the CPU."""
+    from torch import Tensor
+
+    states = [vars(callback) for callback in trainer.checkpoint_callbacks]
+    kept = [{key: state[key] for key in _CHECKPOINT_STATE if key in state} for state in states]
+    return list(apply_to_collection(kept, Tensor, lambda t: t.detach().cpu()))
+
+
+def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
+    """Let the Trainer's checkpoint callbacks know what those of another worker do: see :func:`checkpoint_states`."""
+    for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):
+        vars(callback).update(state)
+
+
+def rank_zero_warn(message: str) -> None:
+    """Warn on worker 0 only."""
+    from lightning_utilities.core.rank_zero import rank_zero_warn
+
+    rank_zero_warn(message, stacklevel=6)
+
+
+def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> Any:
+    """Apply ``function`` to everything of type ``dtype`` in nested containers."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(data, dtype, function)
+
+
+def _tree_named(package: str) -> Tree:
+    return next(tree for tree in TREES if tree.package == package)
+
+
+def _blank_unattached(extension: type) -> Any:
+    return object.__new__(unattached(extension))
+
+
+def _blank(tree: Tree, extension: type, base: str) -> Any:
+    cls = tree.derive(extension, base)
+    return object.__new__(cls)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asgd._lightning import Callback
+from lightning_asgd._lightning import Extension
 
 __all__ = ["SyncPoints"]
 
 
-class SyncPoints(Callback):  # type: ignore[misc]
-    """Ends the asynchronous phase before other callbacks look at weights or metrics.
+class SyncPoints(Extension):  # type: ignore[misc]
+    """Ends the asynchronous phase before other callbacks look at weights or metrics. Extends Lightning's ``Callback``.
 
     Strategy hooks alone would not do: Lightning has none for the end of an epoch, and calls the one for the start of
     a validation after the callbacks'.

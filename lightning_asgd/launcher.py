@@ -18,12 +18,7 @@ from typing import Any
 import torch
 
 from lightning_asgd import supervisor
-from lightning_asgd._lightning import (
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-    TorchElasticEnvironment,
-    set_num_threads_if_needed,
-)
+from lightning_asgd._lightning import Extension, is_environment
 from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
@@ -125,13 +120,11 @@ class Job:
             _hosted[rendezvous.address] = rendezvous
             os.environ[RENDEZVOUS_ENV] = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
             return rendezvous.address
-        if num_nodes > 1 and not isinstance(environment, TorchElasticEnvironment) and "MASTER_PORT" not in os.environ:
-            port_known = type(environment).__name__ != "LightningEnvironment"
-            if not port_known:
-                raise LaunchError(
-                    f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
-                    "the same on every machine: set MASTER_PORT to a free port of the first one."
-                )
+        if num_nodes > 1 and is_environment(environment, "LightningEnvironment") and "MASTER_PORT" not in os.environ:
+            raise LaunchError(
+                f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
+                "the same on every machine: set MASTER_PORT to a free port of the first one."
+            )
         address = (str(environment.main_address), int(environment.main_port))
         if address[1] == 0:
             raise LaunchError(
@@ -144,8 +137,8 @@ class Job:
         return address
 
 
-class ScriptLauncher(SubprocessScriptLauncher):  # type: ignore[misc]
-    """Starts the servers, then the script once more for every further device.
+class ScriptLauncher(Extension):  # type: ignore[misc]
+    """Starts the servers, then the script once more for every further device. Extends Lightning's script launcher.
 
     Args:
         job: shared with the strategy.
@@ -170,12 +163,14 @@ class ScriptLauncher(SubprocessScriptLauncher):  # type: ignore[misc]
             watch = supervisor.ensure_watch()
             for local_rank, process in enumerate(self.procs, start=1):
                 watch.add_worker(first + local_rank, process)
-        set_num_threads_if_needed(num_processes=self.num_processes)
+        self.tree.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
 
-class MultiProcessLauncher(MultiProcessingLauncher):  # type: ignore[misc]
+class MultiProcessLauncher(Extension):  # type: ignore[misc]
     """Starts the servers, then forks or spawns every worker; this process only waits for them.
+
+    Extends Lightning's multi-processing launcher.
 
     Args:
         job: shared with the strategy.

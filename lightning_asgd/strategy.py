@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 
 from lightning_asgd import supervisor
 from lightning_asgd._lightning import (
-    DDPStrategy,
-    ParallelStrategy,
-    StrategyRegistry,
-    TrainerFn,
+    Extension,
+    Tree,
+    Unattached,
+    adopt_checkpoint_states,
     apply_to_collection,
+    checkpoint_states,
     metrics_of,
-    optimizers_to_device,
     rank_zero_warn,
-    reset_seed,
+    tree_of,
+    unattached,
 )
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
-from lightning_asgd.errors import ASGDError, LayoutMismatchError, ServerLostError
+from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
+from lightning_asgd.finite import is_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
-from lightning_asgd.layout import Layout, build_layout
-from lightning_asgd.server.shard import is_finite
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
 from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.replica import Replica
 
 __all__ = ["ASGDStrategy"]
 
 log = logging.getLogger(__name__)
 
 _CHECKPOINT_KEY = "lightning_asgd"
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
+class ASGDStrategy(Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
     Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
@@ -62,8 +61,16 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         timeouts: how long to wait for processes that hang.
-        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
-            ``precision_plugin`` and ``max_offline_steps`` (steps to train on alone while an exchange is under way).
+        max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
+        accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
+            them.
+        parallel_devices: see above.
+        cluster_environment: see above.
+        checkpoint_io: see above.
+        precision_plugin: see above.
+
+    It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
+    other takes it: attributes such as ``world_size`` are there from then on.
 
     Raises:
         ConfigurationError: an argument is of the wrong type or out of range.
@@ -91,7 +98,12 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
         num_servers: int = 1,
         start_method: str = "popen",
         timeouts: Timeouts | None = None,
-        **kwargs: Any,
+        max_offline_steps: int = 1000,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
     ) -> None:
         self.config = ExchangeConfig.create(
             nsync=nsync,
@@ -99,28 +111,49 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
             npush=npush,
             scale=scale,
             overlap=overlap,
-            max_offline_steps=kwargs.pop("max_offline_steps", 1000),
+            max_offline_steps=max_offline_steps,
             timeouts=timeouts,
         )
-        super().__init__(start_method=start_method, **kwargs)
+        if start_method not in _START_METHODS:
+            raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
+        self._given = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+            "start_method": start_method,
+        }
         self.stats = ExchangeStats()
         self.collectives = Collectives()
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._exchanger: Exchanger | None = None
         self._resume_versions: list[int] | None = None
+        self._layouts = 0  # made in this session
         self._failed = False
 
     # ------------------------------------------------------------------ starting and stopping
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What a program makes waits for a Trainer."""
+        return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
+
     def _configure_launcher(self) -> None:
+        if tree_of(self.accelerator) is not self.tree:
+            raise ConfigurationError(
+                f"This strategy belongs to a Trainer of {self.tree.package}. Expected a Trainer of the same package: "
+                f"make another ASGDStrategy for the one of {tree_of(self.accelerator).package}."
+            )
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
+            launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")
+            self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = MultiProcessLauncher(self._job, self, self._start_method)
+            launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
+            self._launcher = launcher(self._job, self, self._start_method)
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
-        reset_seed()
+        self.tree.reset_seed()
         self.set_world_ranks()
         if dist.is_available() and dist.is_initialized() and self.world_size > 1:
             rank_zero_warn(
@@ -128,45 +161,40 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
                 "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
             )
         self._failed = False
-        transport = self._job.connect()
-        client = Client(
-            transport,
-            self._job.session,
-            self.global_rank,
-            self.world_size,
-            timeout_s=self.config.timeouts.exchange_s,
-        )
-        self.collectives = Collectives(client, self.config.timeouts.collective_s)
-        with self._explained():
-            client.join()
-            overseer = supervisor.current()
-            if overseer is not None:
-                overseer.on_worker_exit(self._report_exit)
-            self.collectives.barrier("join")
-        self._add_sync_points()
+        self._layouts = 0
+        self._join(self._job.session)
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.on_worker_exit(self._report_exit)
+        callbacks = self.lightning_module.trainer.callbacks
+        if not any(isinstance(callback, SyncPoints) for callback in callbacks):
+            callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = trainer.state.fn == self.tree.TrainerFn.FITTING
         if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+            rank_zero_warn(
+                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
+                "is no common batch. Each normalises by its own batches; the running statistics are averaged."
+            )
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         module = self.lightning_module
-        for metric in metrics_of(module):
+        for metric in metrics_of(module, *trainer.callbacks):
             metric.distributed_available_fn = self._metrics_sync
             metric.dist_sync_fn = self._gather_metric
         with self._explained():
             if fitting:
-                self._exchanger = self._enter_servers(module)
+                self._exchanger = self._enter(module)
                 self.stats = self._exchanger.stats
                 self.setup_optimizers(trainer)
             else:
-                self._agree_on(dict(_named_state(module)))
+                agree(self.collectives, named_state(module))
         self.setup_precision_plugin()
         if fitting:
-            optimizers_to_device(self.optimizers, self.root_device)
+            self.tree.optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
@@ -196,13 +224,16 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
         """Between two batches: merge what has come, exchange if it is time."""
         if self._exchanger is None:
             return
-        self.collectives.phase = Phase.ASYNC
         with self._explained():
+            if self.collectives.phase is Phase.SYNC:
+                if newly_trainable(self.lightning_module, self._exchanger.replica.layout):
+                    self._enter_again()  # a callback has unfrozen parameters since the last epoch, on every worker
+                self.collectives.phase = Phase.ASYNC
             self._exchanger.advance()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""
-        output = ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._exchanger is not None:
             self._exchanger.count_step()
         return output
@@ -223,11 +254,16 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
             exchanger.flush()
             self.collectives.phase = Phase.SYNC
             trainer = self.lightning_module.trainer
-            states = self.collectives.gather("sync point", name, (exchanger.moved, trainer.should_stop)).values()
-            trainer.should_stop = any(stop for _, stop in states)
-            if any(moved for moved, _ in states):
+            grown = bool(newly_trainable(self.lightning_module, exchanger.replica.layout))
+            mine = _Meeting(exchanger.moved, trainer.should_stop, grown, checkpoint_states(trainer))
+            met = self.collectives.gather("sync point", name, mine)
+            trainer.should_stop = any(m.should_stop for m in met.values())
+            adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
+            if any(m.moved for m in met.values()):
                 exchanger.fetch()
                 self.collectives.barrier(f"{name}: all have the weights")
+            if any(m.grown for m in met.values()):
+                self._enter_again()
 
     # ------------------------------------------------------------------ collectives
 
@@ -280,7 +316,7 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
         if self._exchanger is not None and self.collectives.phase is Phase.ASYNC and self.is_global_zero:
             with self._explained():
                 fresh = self._exchanger.peek()
-            names = {id(t): name for name, t in _named_state(self.lightning_module)}
+            names = {id(t): name for name, t in named_state(self.lightning_module).items()}
             for key, tensor in self.lightning_module.state_dict(keep_vars=True).items():
                 name = names.get(id(tensor))
                 if name in fresh and key in state:
@@ -316,76 +352,44 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ helpers
 
-    def _add_sync_points(self) -> None:
-        trainer = self.lightning_module.trainer
-        if not any(isinstance(c, SyncPoints) for c in trainer.callbacks):
-            trainer.callbacks.insert(0, SyncPoints())
+    def _join(self, session: str) -> None:
+        """Become a member of a session, and wait until all are."""
+        transport = self._job.connect()
+        timeouts = self.config.timeouts
+        client = Client(transport, session, self.global_rank, self.world_size, timeout_s=timeouts.exchange_s)
+        self.collectives = Collectives(client, timeouts.collective_s)
+        with self._explained():
+            client.join()
+            self.collectives.barrier("join")
 
-    def _enter_servers(self, module: Module) -> Exchanger:
-        """Lay the module out over the servers, fill them with worker 0's weights, and take these."""
+    def _enter(self, module: Any) -> Exchanger:
         client = self.collectives.client
         if client is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
-        state = dict(_named_state(module))
-        trainable = {n: t for n, t in state.items() if getattr(t, "requires_grad", False)}
-        persistent = set(module.state_dict())
-        # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
-        buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
-        layout = build_layout(trainable.items(), buffers.items(), self._job.num_servers)
-        self._check_same(layout)
-        shared = {**trainable, **buffers}
-        self._agree_on({n: t for n, t in state.items() if n not in shared})
-        blocks = [shared_memory.create(layout.shard(s)) for s in range(layout.num_servers)]
-        replica = Replica(layout, [shared[spec.name].data for spec in layout.tensors], blocks)
-        first = self.is_global_zero
-        seen = client.initialise(
-            layout,
-            self.config.scale,
-            [block.ref if block is not None else None for block in blocks],
-            weights=replica.weights() if first else None,
-            versions=self._resume_versions if first else None,
+        versions, self._resume_versions = self._resume_versions, None
+        return enter(
+            client,
+            self.collectives,
+            module,
+            self.config,
+            self._job.num_servers,
+            versions=versions,
+            on_refused=self._heal_optimizers,
         )
-        for server, sees in enumerate(seen):
-            if not sees:
-                replica.drop_block(server)
-        self._resume_versions = None
-        self.collectives.barrier("servers have the weights")
-        exchanger = Exchanger(client, replica, self.config, on_refused=self._heal_optimizers)
-        exchanger.fetch()
-        exchanger.stats = ExchangeStats()
-        return exchanger
 
-    def _check_same(self, layout: Layout) -> None:
-        """Raise on every worker if the module of any differs from worker 0's."""
-        problem = ""
-        try:
-            layout.check_same(
-                self.collectives.broadcast(layout.describe(), name="layout"),
-                f"worker {self.global_rank}",
-                "worker 0",
-            )
-        except LayoutMismatchError as error:
-            problem = str(error)
-        for text in self.collectives.gather("all_gather", "layout", problem).values():
-            if text:
-                raise LayoutMismatchError(text)
-
-    def _agree_on(self, tensors: dict[str, Tensor]) -> None:
-        """Give everybody worker 0's values of tensors that are not exchanged; sent only if somebody's differ."""
-        if not self.collectives.real or not tensors:
+    def _enter_again(self) -> None:
+        """Lay the module out anew, for parameters that were not trained before. All workers call it together."""
+        before = self._exchanger
+        if before is None:
             return
-        digest = hashlib.sha256()
-        for name, tensor in tensors.items():
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        digests = self.collectives.gather("all_gather", "state digest", digest.digest()).values()
-        if len(set(digests)) > 1:
-            mine = {n: t.detach().cpu() for n, t in tensors.items()} if self.is_global_zero else {}
-            theirs = self.collectives.broadcast(mine, name="state")
-            with torch.no_grad():
-                for name, value in theirs.items():
-                    if name in tensors:
-                        tensors[name].copy_(value)
+        agree(self.collectives, newly_trainable(self.lightning_module, before.replica.layout), mean=True)
+        self._resume_versions = list(before.versions)
+        self.collectives.barrier("new layout")
+        before.close()
+        self._layouts += 1
+        self._join(f"{self._job.session}.{self._layouts}")
+        self._exchanger = self._enter(self.lightning_module)
+        self._exchanger.stats = before.stats
 
     def _heal_optimizers(self) -> None:
         """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
@@ -427,15 +431,23 @@ class ASGDStrategy(DDPStrategy):  # type: ignore[misc]
             raise ServerLostError(f"{error}\n{words}") from error
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="asgd")`` work."""
-        strategy_registry.register(cls.strategy_name, cls, description="Asynchronous SGD with parameter servers")
+    def register(cls, tree: Tree) -> None:
+        """Let Trainers of a tree accept the strategy, and know it as ``strategy="asgd"``, ``"asgd_fork"``, ..."""
+        tree.DDPStrategy.register(cls)  # as what an abstract base class calls a virtual subclass
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            tree.StrategyRegistry.register(
+                cls.strategy_name + suffix,
+                cls,
+                description=f"Asynchronous SGD with parameter servers, workers by `{start_method}`",
+                start_method=start_method,
+            )
 
 
-def _named_state(module: Module) -> Any:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+@dataclass(frozen=True)
+class _Meeting:
+    """What a worker says at a sync point."""
 
-
-if ASGDStrategy.strategy_name not in StrategyRegistry:
-    ASGDStrategy.register_strategies(StrategyRegistry)
+    moved: bool
+    should_stop: bool
+    grown: bool  # whether there are trainable parameters that are not exchanged
+    checkpoints: list[Any]  # what this worker's checkpoint callbacks know of the files

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "messages": set(),
     "stats": {"messages"},
     "layout": {"errors", "messages"},
+    "finite": set(),
     # rules
     "algorithms.asgd": {"errors", "messages"},
     "algorithms": {"algorithms.asgd"},
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     # server
     "server": set(),
     "server.coordinator": {"errors", "messages"},
-    "server.shard": {"algorithms", "errors", "layout", "messages"},
+    "server.shard": {"algorithms", "errors", "finite", "layout", "messages"},
     "server.service": {
         "algorithms",
         "errors",
@@ -53,8 +54,20 @@ ALLOWED: dict[str, set[str]] = {
     "worker": set(),
     "worker.client": {"errors", "layout", "messages", "transport.base"},
     "worker.collectives": {"worker.client"},
-    "worker.replica": {"layout", "messages", "transport.shared_memory"},
+    "worker.replica": {"errors", "layout", "messages", "transport.shared_memory"},
     "worker.exchange": {"config", "messages", "stats", "worker.client", "worker.replica"},
+    "worker.entry": {
+        "config",
+        "errors",
+        "finite",
+        "layout",
+        "stats",
+        "transport.shared_memory",
+        "worker.client",
+        "worker.collectives",
+        "worker.exchange",
+        "worker.replica",
+    },
     # processes
     "reaper": set(),
     "supervisor": {"rendezvous", "server.process"},
@@ -67,19 +80,17 @@ ALLOWED: dict[str, set[str]] = {
         "callbacks",
         "config",
         "errors",
+        "finite",
         "launcher",
-        "layout",
-        "server.shard",
         "stats",
         "supervisor",
-        "transport.shared_memory",
         "worker.client",
         "worker.collectives",
+        "worker.entry",
         "worker.exchange",
-        "worker.replica",
     },
     # what users import
-    "__init__": {"config", "errors", "stats", "strategy"},
+    "__init__": {"_lightning", "config", "errors", "stats", "strategy"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")

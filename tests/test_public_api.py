@@ -11,12 +11,6 @@ from tests.test_architecture import FILES, PACKAGE
 MODULES = sorted(name for name in FILES if name != "__init__")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _lightning_is_loaded() -> None:
-    # Before the first test's guard looks at the environment: Lightning's import sets variables.
-    importlib.import_module(f"{PACKAGE}._lightning")
-
-
 @pytest.mark.parametrize("name", lightning_asgd.__all__)
 def test_public_name_can_be_imported_and_is_documented(name: str) -> None:
     value = getattr(lightning_asgd, name)

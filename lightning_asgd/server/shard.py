@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ProtocolError
+from lightning_asgd.finite import is_finite
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import Exchange, Reply, Role, Verdict
 
-__all__ = ["CHUNK", "Shard", "is_finite"]
+__all__ = ["CHUNK", "Shard"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -154,15 +155,3 @@ class Shard:
     def empty(self) -> tuple[Tensor, ...]:
         """Uninitialised tensors of the shard's shape."""
         return tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in self.groups)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite, in one pass over memory unless the sum overflows.
-
-    A sum is NaN or infinite if any element is; the converse fails only for sums beyond the dtype's range, and then
-    the elements are looked at one by one.
-    """
-    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-        return True
-    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
-    return bool(torch.isfinite(tensor.sum(dtype=wide)).item()) or bool(torch.isfinite(tensor).all().item())

@@ -46,6 +46,11 @@ class Collectives:
         """Whether a call reaches other workers now."""
         return self.phase is Phase.SYNC and self.client is not None and self.client.world_size > 1
 
+    @property
+    def rank(self) -> int:
+        """This worker's."""
+        return self.client.worker if self.client is not None else 0
+
     def gather(self, kind: str, name: str, payload: Any, *, target: int | None = None) -> dict[int, Any]:
         """Everybody's payload by rank.
 
@@ -56,7 +61,7 @@ class Collectives:
             target: the only worker that gets it (the others get nothing); None: everybody.
         """
         if not self.real or self.client is None:
-            return {self.client.worker if self.client else 0: payload}
+            return {self.rank: payload}
         return self.client.collective(kind, name, payload, target=target, timeout_s=self.timeout_s)
 
     def barrier(self, name: str = "") -> None:

@@ -14,13 +14,14 @@ In terms of the module's weights *x* (all sums element-wise):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, dtype_from_name
 from lightning_asgd.messages import Role
 from lightning_asgd.transport.shared_memory import SharedBlock
@@ -47,14 +48,17 @@ class Replica:
 
     Args:
         layout: where each scalar lives.
-        tensors: the module's tensors, in the layout's order. They are changed in place and may be strided.
+        source: gives the module's tensors, in the layout's order. It is asked every time, since a program may put other
+            tensors in their place. They are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor], blocks: Sequence[SharedBlock | None]) -> None:
+    def __init__(
+        self, layout: Layout, source: Callable[[], Sequence[Tensor]], blocks: Sequence[SharedBlock | None]
+    ) -> None:
         self.layout = layout
-        self.tensors = list(tensors)
-        self.device = self.tensors[0].device
+        self._source = source
+        self.device = source()[0].device
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         base: list[tuple[Tensor, ...]] = []
@@ -161,7 +165,8 @@ class Replica:
             fresh CPU tensors by name.
         """
         values = [
-            torch.empty(spec.shape, dtype=t.dtype) for spec, t in zip(self.layout.tensors, self.tensors, strict=True)
+            torch.empty(spec.shape, dtype=dtype_from_name(self.layout.groups[spec.group].dtype))
+            for spec in self.layout.tensors
         ]
         for r in self._runs:
             n = r.stop - r.start
@@ -178,9 +183,16 @@ class Replica:
     @contextmanager
     def _flat(self, *, write: bool) -> Iterator[list[Tensor]]:
         """The module's tensors as flat ones; strided tensors are copied, and written back if ``write``."""
-        flat = [t.detach().reshape(-1) for t in self.tensors]
+        tensors = self._source()
+        for tensor, spec in zip(tensors, self.layout.tensors, strict=True):
+            if tensor.shape != spec.shape:
+                raise LayoutMismatchError(
+                    f"{spec.name!r} was replaced by a tensor of shape {tuple(tensor.shape)}. Expected {spec.shape}, as "
+                    "when fit began: change shapes before fit, or in configure_model()."
+                )
+        flat = [t.detach().reshape(-1) for t in tensors]
         yield flat
         if write:
-            for tensor, values in zip(self.tensors, flat, strict=True):
+            for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.detach().copy_(values.view(tensor.shape))

@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
     tensors = [*parameters, *buffers]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
-        return Case(layout, tensors, Replica(layout, tensors, [None] * servers))
+        return Case(layout, tensors, Replica(layout, lambda: tensors, [None] * servers))
 
 
 @given(cases())
@@ -181,7 +181,7 @@ def test_tensors_stay_where_they_are(case: Case) -> None:
 def channels_last_case() -> Case:
     tensor = values((2, 3, 2, 2), torch.float32, 0).contiguous(memory_format=torch.channels_last)
     layout = build_layout([("w", tensor)], [], 2)
-    return Case(layout, [tensor], Replica(layout, [tensor], [None, None]))
+    return Case(layout, [tensor], Replica(layout, lambda: [tensor], [None, None]))
 
 
 def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> None:
@@ -193,7 +193,7 @@ def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> N
 
 def test_parameters_that_require_gradients_can_be_changed() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
-    replica = Replica(build_layout([("w", parameter)], [], 1), [parameter.data], [None])
+    replica = Replica(build_layout([("w", parameter)], [], 1), lambda: [parameter.data], [None])
     replica.adopt([(torch.ones(4),)])
     parameter.sum().backward()
     assert parameter.tolist() == [1.0] * 4
@@ -209,7 +209,7 @@ def test_updates_lie_in_the_block_where_there_is_one() -> None:
     tensor = torch.zeros(6)
     layout = build_layout([("w", tensor)], [], 2)
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
-    replica = Replica(layout, [tensor], blocks)
+    replica = Replica(layout, lambda: [tensor], blocks)
     replica.adopt([(torch.zeros(3),), (torch.zeros(3),)])
     tensor.copy_(torch.arange(6.0))
     replica.drop_block(1)

@@ -64,7 +64,7 @@ class Cluster:
         layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services))
         tensors = {**parameters, **(buffers or {})}
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(layout.num_servers)]
-        replica = Replica(layout, [tensors[spec.name] for spec in layout.tensors], blocks)
+        replica = Replica(layout, lambda: [tensors[spec.name] for spec in layout.tensors], blocks)
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
         assert client.initialise(layout, config.scale, refs, weights) == [ref is not None for ref in refs]

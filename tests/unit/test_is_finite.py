@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.server.shard import is_finite
+from lightning_asgd.finite import is_finite
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]

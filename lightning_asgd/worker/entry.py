@@ -1,0 +1,148 @@
+"""A worker's way into a session: the same layout everywhere, worker 0's weights on the servers and on every worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
+from lightning_asgd.finite import is_finite
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.replica import Replica
+
+__all__ = ["agree", "enter", "named_state", "newly_trainable"]
+
+
+def enter(
+    client: Client,
+    collectives: Collectives,
+    module: Module,
+    config: ExchangeConfig,
+    num_servers: int,
+    *,
+    versions: list[int] | None = None,
+    on_refused: Callable[[], None] = lambda: None,
+) -> Exchanger:
+    """Lay the module out over the servers, fill them with worker 0's weights, and take these.
+
+    Args:
+        client: has joined.
+        collectives: all workers call this together.
+        module: changed in place.
+        config: when to exchange.
+        num_servers: shards to make.
+        versions: per server, to count on from; worker 0's count.
+        on_refused: see :class:`Exchanger`.
+
+    Returns:
+        the exchanger, with fresh statistics.
+
+    Raises:
+        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
+        LayoutMismatchError: the modules differ; the message names the first parameter that does.
+    """
+    state = named_state(module)
+    for name, tensor in state.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
+                "known when fit begins: run a batch through the module in configure_model()."
+            )
+    trainable = {n: t for n, t in state.items() if t.requires_grad}
+    persistent = set(module.state_dict())
+    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
+    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+    layout = build_layout(trainable.items(), buffers.items(), num_servers)
+    _check_same(collectives, layout, client.worker)
+    agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
+    blocks = [shared_memory.create(layout.shard(s)) for s in range(num_servers)]
+    replica = Replica(layout, _source(module, [spec.name for spec in layout.tensors]), blocks)
+    first = client.worker == 0
+    seen = client.initialise(
+        layout,
+        config.scale,
+        [block.ref if block is not None else None for block in blocks],
+        weights=replica.weights() if first else None,
+        versions=versions if first else None,
+    )
+    for server, sees in enumerate(seen):
+        if not sees:
+            replica.drop_block(server)
+    collectives.barrier("servers have the weights")
+    exchanger = Exchanger(client, replica, config, on_refused=on_refused)
+    exchanger.fetch()
+    exchanger.stats = ExchangeStats()
+    return exchanger
+
+
+def named_state(module: Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by name, tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
+    """Trainable parameters that are not exchanged, since they were frozen or not there when the layout was made."""
+    known = {spec.name for spec in layout.tensors}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
+
+
+def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
+    """Give everybody the same values of tensors that are not exchanged; sent only if somebody's differ.
+
+    Args:
+        collectives: all workers call this together.
+        tensors: by name; changed in place.
+        mean: everybody's mean instead of worker 0's value. All workers must give the same names.
+    """
+    if not collectives.real or not tensors:
+        return
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digests = collectives.gather("all_gather", "state digest", digest.digest()).values()
+    if len(set(digests)) == 1:
+        return
+    with torch.no_grad():
+        if mean:
+            for name, tensor in tensors.items():
+                tensor.copy_(collectives.reduce(tensor, "mean", f"state {name}"))
+            return
+        mine = {n: t.detach().cpu() for n, t in tensors.items()} if collectives.rank == 0 else {}
+        for name, value in collectives.broadcast(mine, name="state").items():
+            if name in tensors:
+                tensors[name].copy_(value)
+
+
+def _source(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor]]:
+    """Look tensors up where the module keeps them, since a program may put others in their place."""
+    places: list[tuple[Any, str]] = []
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        places.append((owner._parameters if last in owner._parameters else owner._buffers, last))
+    return lambda: [place[name].data for place, name in places]
+
+
+def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:
+    """Raise on every worker if the module of any differs from worker 0's."""
+    problem = ""
+    try:
+        theirs = collectives.broadcast(layout.describe(), name="layout")
+        layout.check_same(theirs, f"worker {worker}", "worker 0")
+    except LayoutMismatchError as error:
+        problem = str(error)
+    for text in collectives.gather("all_gather", "layout", problem).values():
+        if text:
+            raise LayoutMismatchError(text)
