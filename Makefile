@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench convergence memory soak clean
+.PHONY: help demo test test-all check format bench convergence programs compatibility memory soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -34,6 +34,13 @@ bench: $(VENV)/.installed-examples ## samples per second beside DDP, with fast, 
 
 convergence: $(VENV)/.installed-examples ## accuracy beside DDP
 	@$(RUN) benchmarks/convergence.py
+
+programs: $(VENV)/.installed-examples ## programs of others trained to DDP's loss
+	@$(RUN) benchmarks/programs.py
+
+compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the conformance tests, and run them all
+	@$(RUN) -m tests.conformance.page
+	@$(RUN) -m pytest tests/conformance -m ""
 
 memory: $(VENV)/.installed-examples ## memory of workers and servers
 	@$(RUN) benchmarks/memory.py

@@ -19,10 +19,12 @@ from typing import Any
 __all__ = [
     "TREES",
     "Extension",
+    "StrategyExtension",
     "Tree",
     "Unattached",
     "adopt_checkpoint_states",
     "apply_to_collection",
+    "callback_modules",
     "checkpoint_states",
     "is_environment",
     "metrics_of",
@@ -114,6 +116,15 @@ def tree_of(thing: Any) -> Tree:
     raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
 
 
+class StrategyExtension:
+    """Base of a strategy: an object that a program makes is unattached, see :class:`Unattached`."""
+
+    # Not in the strategy's own class: tools that look for its arguments would find these instead of __init__'s.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object that waits for a Trainer."""
+        return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
+
+
 class Unattached:
     """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
 
@@ -202,6 +213,14 @@ def metrics_of(*owners: Any) -> list[Any]:
             held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
             found |= {id(m): m for item in held for m in parts(item) if isinstance(m, torchmetrics.Metric)}
     return list(found.values())
+
+
+def callback_modules(trainer: Any) -> list[Any]:
+    """Modules that callbacks keep beside the one that is trained: averages of its weights, for instance."""
+    from torch.nn import Module
+
+    held = (value for callback in trainer.callbacks for value in vars(callback).values())
+    return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]
 
 
 # Attributes of ModelCheckpoint that tell what files there are.

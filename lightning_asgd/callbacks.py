@@ -23,3 +23,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody end the epoch with the same weights."""
         trainer.strategy.sync_point("epoch end")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the asynchronous phase also where training was no whole epoch, as in a search for a learning rate."""
+        trainer.strategy.sync_point("train end")

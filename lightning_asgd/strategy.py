@@ -15,15 +15,14 @@ from torch import Tensor
 from lightning_asgd import supervisor
 from lightning_asgd._lightning import (
     Extension,
+    StrategyExtension,
     Tree,
-    Unattached,
     adopt_checkpoint_states,
     apply_to_collection,
+    callback_modules,
     checkpoint_states,
     metrics_of,
     rank_zero_warn,
-    tree_of,
-    unattached,
 )
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
@@ -44,7 +43,7 @@ _CHECKPOINT_KEY = "lightning_asgd"
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class ASGDStrategy(Extension):  # type: ignore[misc]
+class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
     Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
@@ -134,16 +133,7 @@ class ASGDStrategy(Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ starting and stopping
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What a program makes waits for a Trainer."""
-        return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
-
     def _configure_launcher(self) -> None:
-        if tree_of(self.accelerator) is not self.tree:
-            raise ConfigurationError(
-                f"This strategy belongs to a Trainer of {self.tree.package}. Expected a Trainer of the same package: "
-                f"make another ASGDStrategy for the one of {tree_of(self.accelerator).package}."
-            )
         if self._start_method == "popen":
             launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")
             self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
@@ -264,6 +254,14 @@ class ASGDStrategy(Extension):  # type: ignore[misc]
                 self.collectives.barrier(f"{name}: all have the weights")
             if any(m.grown for m in met.values()):
                 self._enter_again()
+            for averaged in callback_modules(trainer):
+                agree(self.collectives, named_state(averaged), mean=True)
+
+    def on_train_end(self) -> None:
+        """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
+        if self._exchanger is not None:
+            with self._explained():
+                agree(self.collectives, named_state(self.lightning_module), mean=True)
 
     # ------------------------------------------------------------------ collectives
 
@@ -323,6 +321,13 @@ class ASGDStrategy(Extension):  # type: ignore[misc]
                     state[key] = fresh[name]
         return state
 
+    def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
+        super().load_model_state_dict(*args, **kwargs)
+        if self._exchanger is not None and self.collectives.phase is Phase.SYNC:
+            with self._explained():
+                self._enter_again()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
 
@@ -378,7 +383,7 @@ class ASGDStrategy(Extension):  # type: ignore[misc]
         )
 
     def _enter_again(self) -> None:
-        """Lay the module out anew, for parameters that were not trained before. All workers call it together."""
+        """Lay the module out anew and fill the servers from worker 0's. All workers call it together."""
         before = self._exchanger
         if before is None:
             return

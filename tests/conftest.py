@@ -28,7 +28,8 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # A Trainer keeps its servers, its connection and its variables for the next call: see tests/lightning/conftest.py.
-    if request.node.path.relative_to(TESTS).parts[0] == "lightning":
+    # The battery looks by itself, after its last case.
+    if request.node.path.relative_to(TESTS).parts[0] in ("lightning", "conformance"):
         yield
     else:
         with leaks.forbidden():

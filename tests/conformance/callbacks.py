@@ -1,0 +1,460 @@
+"""Trainer options and callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.conformance.case import case
+from tests.conformance.lab import SAMPLES, STEPS, WORKERS, Lab, Stream, loss_of
+
+CHECKPOINTS = "Checkpoints"
+CALLBACKS = "Callbacks"
+OPTIONS = "Trainer options"
+CALLS = "Calls"
+
+
+def fit(lab: Lab, **options: Any) -> dict[str, Any]:
+    module = lab.regression()
+    trainer = lab.fit(module, **options)
+    return {"loss": loss_of(module), "stopped": trainer.should_stop}
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@case(CHECKPOINTS, "`ModelCheckpoint` of the best k, and the last")
+def top_k(lab: Lab) -> Any:
+    saver = lab.pl.callbacks.ModelCheckpoint(
+        lab.folder, "{epoch}", monitor="progress", save_top_k=2, save_last=True, mode="max"
+    )
+    module = lab.regression()
+    trainer = lab.fit(module, callbacks=[saver], max_epochs=3)
+    return {"files": lab.files(), "same": trainer.strategy.broadcast(saver.best_model_path) == saver.best_model_path}
+
+
+@case(CHECKPOINTS, "`ModelCheckpoint` every n epochs, all kept")
+def every_n_epochs(lab: Lab) -> Any:
+    saver = lab.pl.callbacks.ModelCheckpoint(lab.folder, save_top_k=-1, every_n_epochs=2)
+    lab.fit(callbacks=[saver], max_epochs=4)
+    return {"files": lab.files()}
+
+
+@case(
+    CHECKPOINTS,
+    "`ModelCheckpoint` every n steps, then `test` of the best one",
+    note="Between two sync points worker 0 alone writes: the servers' weights, and its own optimizer state. At ends of "
+    "epochs and validations a checkpoint holds the optimizer state of every worker.",
+)
+def every_n_steps(lab: Lab) -> Any:
+    saver = lab.pl.callbacks.ModelCheckpoint(
+        lab.folder, "{step}", monitor="train_loss", every_n_train_steps=5, save_top_k=2, save_last=True
+    )
+    module = lab.regression()
+    trainer = lab.fit(module, callbacks=[saver])
+    found = trainer.test(module, lab.loader(64), ckpt_path="best", verbose=False)
+    return {"number": len(lab.files()), "tested": list(found[0])}
+
+
+@case(CHECKPOINTS, "`ModelCheckpoint` by time")
+def by_time(lab: Lab) -> Any:
+    from datetime import timedelta
+
+    saver = lab.pl.callbacks.ModelCheckpoint(
+        lab.folder, "now", train_time_interval=timedelta(seconds=0), enable_version_counter=False
+    )
+    lab.fit(callbacks=[saver])
+    return {"files": lab.files()}
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class Breaking:
+    """Raises in the second epoch, on every rank."""
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1 and batch_idx == 3:
+            raise Broken("in the second epoch")
+
+
+@case(
+    CHECKPOINTS,
+    "checkpoint on an exception (`OnExceptionCheckpoint`)",
+    note="Written by the worker that fails if it is worker 0, with the servers' weights.",
+)
+def on_exception(lab: Lab) -> Any:
+    saver = lab.pl.callbacks.OnExceptionCheckpoint(lab.folder, "failed")
+    try:
+        lab.fit(lab.regression(Breaking), callbacks=[saver])
+    except Broken:
+        return {"files": lab.files()}
+    raise AssertionError("nothing was raised")
+
+
+@case(
+    CHECKPOINTS,
+    "resume from a checkpoint (`ckpt_path`)",
+    note="With the servers' version, and every worker's own optimizer state.",
+)
+def resume(lab: Lab) -> Any:
+    saver = lab.pl.callbacks.ModelCheckpoint(lab.folder, "{epoch}", save_top_k=-1)
+    lab.fit(callbacks=[saver], max_epochs=2)
+    module = lab.regression()
+    trainer = lab.trainer(callbacks=[], max_epochs=3)
+    trainer.fit(module, lab.loader(), lab.loader(64, seed=1), ckpt_path=lab.folder / "epoch=1.ckpt")
+    return {"loss": loss_of(module), "step": trainer.global_step}
+
+
+# ---------------------------------------------------------------------- callbacks
+
+
+@case(CALLBACKS, "`EarlyStopping`", note="Log what it monitors with `sync_dist=True`, as under DDP.")
+def early_stopping(lab: Lab) -> Any:
+    stopping = lab.pl.callbacks.EarlyStopping("progress", mode="max", patience=0)
+    return fit(lab, callbacks=[stopping], max_epochs=5)
+
+
+@case(CALLBACKS, "`StochasticWeightAveraging`")
+def swa(lab: Lab) -> Any:
+    averaging = lab.pl.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
+    return fit(lab, callbacks=[averaging], max_epochs=4)
+
+
+@case(
+    CALLBACKS,
+    "`EMAWeightAveraging`",
+    note="Every worker averages its own steps; at sync points the averages are averaged over the workers.",
+)
+def ema(lab: Lab) -> Any:
+    return fit(lab, callbacks=[lab.pl.callbacks.EMAWeightAveraging(decay=0.5)], max_epochs=3)
+
+
+@case(CALLBACKS, "`LearningRateMonitor`")
+def lr_monitor(lab: Lab) -> Any:
+    logger = lab.pl.loggers.CSVLogger(lab.folder, name="csv", version=0)
+    trainer = lab.fit(callbacks=[lab.pl.callbacks.LearningRateMonitor("step")], logger=logger, log_every_n_steps=4)
+    return {"logged": sorted(trainer.logged_metrics)}
+
+
+@case(CALLBACKS, "`Timer`")
+def timer(lab: Lab) -> Any:
+    clock = lab.pl.callbacks.Timer(duration={"minutes": 5})
+    facts = fit(lab, callbacks=[clock])
+    return {**facts, "clocked": clock.time_elapsed("train") > 0}
+
+
+@case(CALLBACKS, "`GradientAccumulationScheduler`")
+def accumulation_scheduler(lab: Lab) -> Any:
+    return fit(lab, callbacks=[lab.pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})])
+
+
+@case(CALLBACKS, "`ThroughputMonitor`", note="It counts a worker's own samples.")
+def throughput(lab: Lab) -> Any:
+    monitor = lab.pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=4)
+    logger = lab.pl.loggers.CSVLogger(lab.folder, name="csv", version=0)
+    trainer = lab.fit(callbacks=[monitor], logger=logger, log_every_n_steps=4, limit_val_batches=0)
+    return {"step": trainer.global_step}
+
+
+@case(CALLBACKS, "`DeviceStatsMonitor`")
+def device_stats(lab: Lab) -> Any:
+    logger = lab.pl.loggers.CSVLogger(lab.folder, name="csv", version=0)
+    lab.fit(callbacks=[lab.pl.callbacks.DeviceStatsMonitor(cpu_stats=True)], logger=logger)
+
+
+@case(
+    CALLBACKS, "`ModelPruning`", note="Every worker prunes its own weights at the epoch's end, where all have the same."
+)
+def pruning(lab: Lab) -> Any:
+    module = lab.regression()
+    pruner = lab.pl.callbacks.ModelPruning("l1_unstructured", [(module.net[0], "weight")], amount=0.2)
+    lab.fit(module, callbacks=[pruner])
+    return {"zeros": int((module.net[0].weight == 0).sum()) > 0}
+
+
+@case(CALLBACKS, "`SpikeDetection`")
+def spikes(lab: Lab) -> Any:
+    import warnings
+
+    class Lossy:
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        detection = lab.pl.callbacks.SpikeDetection(warmup=1000, exclude_batches_path=str(lab.folder / "skipped.json"))
+        lab.fit(lab.regression(Lossy), callbacks=[detection])
+
+
+@case(CALLBACKS, "`RichProgressBar`, `ModelSummary`")
+def bars(lab: Lab) -> Any:
+    from rich.console import Console  # noqa: F401 - the bar needs it
+
+    return fit(lab, callbacks=[lab.pl.callbacks.RichProgressBar()], enable_progress_bar=True, enable_model_summary=True)
+
+
+@case(CALLBACKS, "`BasePredictionWriter`")
+def prediction_writer(lab: Lab) -> Any:
+    class Writer(lab.pl.callbacks.BasePredictionWriter):
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            torch.save(predictions, lab.folder / f"predictions{trainer.global_rank}.pt")
+
+    module = lab.regression()
+    trainer = lab.trainer(callbacks=[Writer("epoch")])
+    trainer.predict(module, lab.loader(64), return_predictions=False)
+    trainer.strategy.barrier()
+    return {"files": lab.files("*.pt")}
+
+
+@case(CALLBACKS, "`LearningRateFinder`", note="Every worker looks for itself; worker 0's rate is taken.")
+def rate_finder(lab: Lab) -> Any:
+    module = lab.regression()
+    finder = lab.pl.callbacks.LearningRateFinder(num_training_steps=8, attr_name="lr")
+    trainer = lab.fit(module, callbacks=[finder])
+    return {"same": trainer.strategy.broadcast(module.lr) == module.lr}
+
+
+@case(
+    CALLBACKS,
+    "`BatchSizeFinder`",
+    refused="Batch size finder is not supported with distributed strategies",
+    note="As under DDP: Lightning allows it on one device only.",
+    ddp_fails=True,
+)
+def batch_size_finder(lab: Lab) -> Any:
+    class Sized:
+        batch_size = 2
+
+        def train_dataloader(self: Any) -> Any:
+            return lab.loader(batch_size=self.batch_size)
+
+    module = lab.regression(Sized)
+    lab.trainer(callbacks=[lab.pl.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=2)]).fit(module)
+    return {"size": module.batch_size}
+
+
+# ---------------------------------------------------------------------- options
+
+
+@case(OPTIONS, "`limit_train_batches`, `limit_val_batches`")
+def limits(lab: Lab) -> Any:
+    return fit(lab, limit_train_batches=5, limit_val_batches=0.5)
+
+
+@case(OPTIONS, "`val_check_interval` as a fraction")
+def validation_by_fraction(lab: Lab) -> Any:
+    return fit(lab, val_check_interval=0.25)
+
+
+@case(OPTIONS, "`val_check_interval` as a number of batches, across epochs")
+def validation_by_batches(lab: Lab) -> Any:
+    return fit(lab, val_check_interval=6, check_val_every_n_epoch=None)
+
+
+@case(OPTIONS, "`check_val_every_n_epoch`")
+def validation_by_epoch(lab: Lab) -> Any:
+    return fit(lab, check_val_every_n_epoch=2, max_epochs=4)
+
+
+@case(OPTIONS, "`max_steps`")
+def max_steps(lab: Lab) -> Any:
+    return fit(lab, max_steps=STEPS + 5, max_epochs=-1)
+
+
+@case(
+    OPTIONS,
+    "`max_time`",
+    note="Worker 0's clock decides under DDP, each worker's own here; at the next sync point all stop.",
+    differs=("events", "step"),
+)
+def max_time(lab: Lab) -> Any:
+    trainer = lab.fit(max_time={"seconds": 1}, max_epochs=-1)
+    return {"stopped": trainer.should_stop, "step": trainer.global_step}
+
+
+@case(OPTIONS, "`min_epochs`")
+def min_epochs(lab: Lab) -> Any:
+    stopping = lab.pl.callbacks.EarlyStopping("progress", mode="max", patience=0)
+    return fit(lab, callbacks=[stopping], min_epochs=4, max_epochs=6)
+
+
+@case(OPTIONS, "`fast_dev_run`")
+def fast_dev_run(lab: Lab) -> Any:
+    lab.fit(fast_dev_run=2, max_epochs=..., num_sanity_val_steps=..., logger=..., enable_checkpointing=...)
+
+
+@case(OPTIONS, "`overfit_batches`")
+def overfit(lab: Lab) -> Any:
+    lab.fit(overfit_batches=4)
+
+
+@case(OPTIONS, "`num_sanity_val_steps`")
+def sanity(lab: Lab) -> Any:
+    return fit(lab, num_sanity_val_steps=2)
+
+
+@case(OPTIONS, "`inference_mode=False`")
+def no_inference_mode(lab: Lab) -> Any:
+    return fit(lab, inference_mode=False)
+
+
+@case(OPTIONS, "`barebones=True`")
+def barebones(lab: Lab) -> Any:
+    lab.fit(
+        barebones=True,
+        logger=...,
+        enable_checkpointing=...,
+        enable_progress_bar=...,
+        enable_model_summary=...,
+        num_sanity_val_steps=...,
+    )
+
+
+@case(OPTIONS, "`detect_anomaly=True`")
+def detect_anomaly(lab: Lab) -> Any:
+    return fit(lab, detect_anomaly=True)
+
+
+@case(OPTIONS, "`deterministic=True`", note="Operations are deterministic; the order in which pushes arrive is not.")
+def deterministic(lab: Lab) -> Any:
+    try:
+        return fit(lab, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@case(OPTIONS, "profilers")
+def profilers(lab: Lab) -> Any:
+    for name in ("SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler"):
+        profiler = getattr(lab.pl.profilers, name)(dirpath=lab.folder, filename=name)
+        lab.fit(profiler=profiler, max_epochs=1, limit_train_batches=4)
+    return {"written": sorted({name.split("-")[1] for name in lab.files("fit-*")})}
+
+
+@case(OPTIONS, "`reload_dataloaders_every_n_epochs`")
+def reload(lab: Lab) -> Any:
+    return fit(lab, reload_dataloaders_every_n_epochs=1)
+
+
+@case(OPTIONS, "`use_distributed_sampler=False`: every worker sees all data")
+def own_sampler(lab: Lab) -> Any:
+    return fit(lab, use_distributed_sampler=False)
+
+
+@case(
+    OPTIONS,
+    "data of unequal length per worker",
+    note="Under DDP the shorter worker would leave the others waiting for its gradients for ever.",
+    ddp=False,
+)
+def uneven(lab: Lab) -> Any:
+    module = lab.regression()
+    trainer = lab.trainer(use_distributed_sampler=False)
+    trainer.fit(module, lab.loader(128 + 64 * lab.rank), lab.loader(64, seed=1))
+    return {"loss": loss_of(module)}
+
+
+@case(OPTIONS, "loader without a length (`IterableDataset`)")
+def iterable(lab: Lab) -> Any:
+    module = lab.regression()
+    trainer = lab.trainer()
+    trainer.fit(module, DataLoader(Stream(lab.rank), batch_size=8), DataLoader(Stream(lab.rank, 64), batch_size=8))
+    return {"loss": loss_of(module), "step": trainer.global_step}
+
+
+@case(OPTIONS, "`LightningDataModule`, `prepare_data`")
+def data_module(lab: Lab) -> Any:
+    class Data(lab.pl.LightningDataModule):
+        def prepare_data(self) -> None:
+            (lab.folder / f"prepared{lab.rank}.txt").write_text("")
+
+        def train_dataloader(self) -> Any:
+            return lab.loader()
+
+        def val_dataloader(self) -> Any:
+            return [lab.loader(64, seed=1), lab.loader(32, seed=2)]
+
+    class TwoSets:
+        def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    module = lab.regression(TwoSets)
+    lab.trainer().fit(module, datamodule=Data())
+    return {"loss": loss_of(module), "files": lab.files("*.txt")}
+
+
+# ---------------------------------------------------------------------- calls
+
+
+@case(CALLS, "`fit`, `validate`, `test` and `predict` with the same Trainer")
+def all_calls(lab: Lab) -> Any:
+    module = lab.regression()
+    trainer = lab.fit(module)
+    validated = trainer.validate(module, lab.loader(64), verbose=False)
+    tested = trainer.test(module, lab.loader(64), verbose=False)
+    predicted = trainer.predict(module, lab.loader(64))
+    assert abs(validated[0]["val_loss"] - loss_of(module, 64)) < 1e-5
+    assert abs(tested[0]["test_loss"] - loss_of(module, 64)) < 1e-5
+    return {"loss": loss_of(module), "predictions": sum(len(p) for p in predicted), "keys": list(tested[0])}
+
+
+@case(CALLS, "a second `fit` that goes on")
+def second_fit(lab: Lab) -> Any:
+    module = lab.regression()
+    trainer = lab.fit(module)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, lab.loader())
+    return {"loss": loss_of(module), "epoch": trainer.current_epoch, "step": trainer.global_step}
+
+
+@case(CALLS, "two Trainers in one script")
+def two_trainers(lab: Lab) -> Any:
+    first, second = lab.regression(), lab.regression()
+    lab.fit(first)
+    lab.fit(second)
+    return {"loss": max(loss_of(first), loss_of(second))}
+
+
+@case(CALLS, "`predict` without `fit`")
+def predict_alone(lab: Lab) -> Any:
+    module = lab.regression()
+    predicted = lab.trainer().predict(module, lab.loader(64))
+    return {"batches": len(predicted), "samples": sum(len(p) for p in predicted)}
+
+
+@case(CALLS, "collectives in hooks: `all_gather`, `broadcast`, `barrier`, `trainer.strategy.reduce`")
+def collectives(lab: Lab) -> Any:
+    class Talking:
+        def on_train_epoch_end(self: Any) -> None:
+            ranks = self.all_gather(torch.tensor(float(self.global_rank)))
+            total = self.trainer.strategy.reduce(torch.tensor(self.global_rank + 1.0), reduce_op="sum")
+            said = self.trainer.strategy.broadcast({"from": self.global_rank}, src=1)
+            self.trainer.strategy.barrier("mine")
+            self.heard = [ranks.tolist(), float(total), said]
+
+    module = lab.regression(Talking)
+    lab.fit(module)
+    assert module.heard == [[0.0, 1.0], 3.0, {"from": 1}]
+    return {"heard": module.heard}
+
+
+@case(
+    CALLS,
+    "`torch.distributed` called by the module itself",
+    refused="Default process group has not been initialized",
+    note="There is no process group; use `self.all_gather`, `trainer.strategy.reduce` and `broadcast` at epoch ends.",
+)
+def raw_collectives(lab: Lab) -> Any:
+    class Raw:
+        def on_train_epoch_end(self: Any) -> None:
+            torch.distributed.all_reduce(Tensor([1.0]))
+
+    lab.fit(lab.regression(Raw))
+
+
+assert SAMPLES % (STEPS * WORKERS) == 0

@@ -1,0 +1,304 @@
+"""Modules: what parameters and buffers may be like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.conformance.case import case
+from tests.conformance.lab import Lab, dataset, loss_of
+from tests.conformance.optimization import fit
+
+GROUP = "Modules"
+
+
+@case(GROUP, "tied parameters")
+def tied(lab: Lab) -> Any:
+    class Tied:
+        def build(self: Any) -> None:
+            self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+            self.second.weight = self.first.weight
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.head(self.second(torch.relu(self.first(x))))
+
+    module = lab.regression(Tied)
+    lab.fit(module)
+    return {"loss": loss_of(module), "tied": module.second.weight is module.first.weight}
+
+
+@case(GROUP, "frozen parameters", note="They are compared once, and not exchanged.")
+def frozen(lab: Lab) -> Any:
+    class Frozen:
+        def build(self: Any) -> None:
+            self.body, self.head = nn.Linear(8, 16).requires_grad_(False), nn.Linear(16, 1)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    return fit(lab, Frozen)
+
+
+@case(
+    GROUP,
+    "parameters unfrozen later (`BackboneFinetuning`)",
+    note="They are exchanged from the epoch on in which they are unfrozen.",
+)
+def unfrozen(lab: Lab) -> Any:
+    class Backbone:
+        def build(self: Any) -> None:
+            self.backbone, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 1)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.head(self.backbone(x))
+
+        def configure_optimizers(self: Any) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.03)
+
+    module = lab.regression(Backbone)
+    before = module.backbone[0].weight.detach().clone()
+    finetuning = lab.pl.callbacks.BackboneFinetuning(1, backbone_initial_lr=0.05, verbose=False)
+    lab.fit(module, callbacks=[finetuning], max_epochs=3, ddp={"find_unused_parameters": True})
+    return {"loss": loss_of(module), "trained": not torch.equal(module.backbone[0].weight, before)}
+
+
+@case(
+    GROUP,
+    "parameters unfrozen in the middle of an epoch",
+    note="They are trained by each worker alone up to the next sync point, averaged there, and exchanged from then on.",
+)
+def unfrozen_within_an_epoch(lab: Lab) -> Any:
+    class Late:
+        def build(self: Any) -> None:
+            self.body, self.head = nn.Linear(8, 16).requires_grad_(False), nn.Linear(16, 1)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+        def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                self.body.requires_grad_(True)
+
+    return fit(lab, Late, max_epochs=3, ddp={"find_unused_parameters": True})
+
+
+@case(GROUP, "unused parameters", note="Without an option; DDP needs `find_unused_parameters=True`.")
+def unused(lab: Lab) -> Any:
+    class Unused:
+        def build(self: Any) -> None:
+            self.net, self.spare = nn.Linear(8, 1), nn.Linear(3, 3)
+
+    return fit(lab, Unused, ddp={"find_unused_parameters": True})
+
+
+@case(GROUP, "several dtypes in one module")
+def dtypes(lab: Lab) -> Any:
+    class Mixed:
+        def build(self: Any) -> None:
+            self.a = nn.Linear(8, 8)
+            self.b = nn.Linear(8, 8, dtype=torch.float64)
+            self.c = nn.Linear(8, 1, dtype=torch.bfloat16)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            x = self.b(torch.relu(self.a(x.float())).double())
+            return nn.functional.linear(x.float(), self.c.weight.float(), self.c.bias.float())
+
+    module = lab.regression(Mixed)
+    lab.fit(module)
+    return {"dtypes": [str(p.dtype) for p in module.parameters()], "loss": loss_of(module)}
+
+
+@case(GROUP, "complex parameters")
+def complex_numbers(lab: Lab) -> Any:
+    class Complex:
+        def build(self: Any) -> None:
+            self.net = nn.Linear(8, 1, dtype=torch.complex64)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return nn.functional.linear(x.to(torch.complex64), self.net.weight, self.net.bias).real
+
+        def loss(self: Any, batch: Any) -> Tensor:
+            return ((self(batch[0]) - batch[1]) ** 2).mean()
+
+    lab.fit(lab.regression(Complex))
+
+
+@case(GROUP, "`channels_last` and other strided parameters")
+def strided(lab: Lab) -> Any:
+    class Strided:
+        def build(self: Any) -> None:
+            self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+            self.weight = nn.Parameter(torch.randn(8, 4).t())
+            self.head = nn.Linear(8, 1)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            seen = self.conv(x.view(-1, 2, 2, 2)).flatten(1)
+            return self.head(torch.cat([seen, x @ self.weight.t()], 1))
+
+    module = lab.regression(Strided)
+    lab.fit(module)
+    return {
+        "loss": loss_of(module),
+        "strides": [module.conv.weight.stride(), module.weight.stride()],
+    }
+
+
+@case(GROUP, "module built in `configure_model`")
+def configure_model(lab: Lab) -> Any:
+    class Late:
+        def build(self: Any) -> None:
+            self.net = None
+
+        def configure_model(self: Any) -> None:
+            if self.net is None:
+                self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    return fit(lab, Late)
+
+
+@case(GROUP, "lazy module that has seen a batch in `configure_model`")
+def lazy(lab: Lab) -> Any:
+    class Lazy:
+        def build(self: Any) -> None:
+            self.net = nn.LazyLinear(1)
+
+        def configure_model(self: Any) -> None:
+            self.net(torch.zeros(1, 8))
+
+    return fit(lab, Lazy)
+
+
+@case(
+    GROUP,
+    "lazy module that has not seen a batch",
+    refused="Parameter 'net.weight' has no shape yet",
+    note="As under DDP: the servers must know all shapes when fit begins.",
+    ddp_fails=True,
+)
+def lazy_unseen(lab: Lab) -> Any:
+    class Lazy:
+        def build(self: Any) -> None:
+            self.net = nn.LazyLinear(1)
+
+    return fit(lab, Lazy)
+
+
+@case(
+    GROUP,
+    "no trainable parameter",
+    refused="trainable",
+    note="There is nothing to exchange.",
+    ddp_fails=True,
+)
+def nothing_to_train(lab: Lab) -> Any:
+    class Nothing:
+        def build(self: Any) -> None:
+            self.net = nn.Linear(8, 1).requires_grad_(False)
+
+    return fit(lab, Nothing)
+
+
+class Normalised:
+    """With batch norm."""
+
+    def build(self: Any) -> None:
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+@case(
+    GROUP,
+    "batch norm",
+    note="Running statistics are averaged over the workers in every exchange; DDP keeps those of worker 0.",
+)
+def batch_norm(lab: Lab) -> Any:
+    module = lab.regression(Normalised)
+    lab.fit(module)
+    return {"loss": loss_of(module)}
+
+
+@case(
+    GROUP,
+    "`sync_batchnorm=True`",
+    note="It has no effect, and says so: workers take their steps at different times, so there is no common batch. "
+    "Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
+    differs=("layers",),
+    ddp=False,
+)
+def sync_batch_norm(lab: Lab) -> Any:
+    module = lab.regression(Normalised)
+    lab.fit(module, sync_batchnorm=True)
+    return {"loss": loss_of(module), "layers": [type(m).__name__ for m in module.net]}
+
+
+@case(GROUP, "weight norm and other parametrizations")
+def parametrized(lab: Lab) -> Any:
+    class Parametrized:
+        def build(self: Any) -> None:
+            self.net = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 1))
+
+    module = lab.regression(Parametrized)
+    lab.fit(module)
+    x, y = dataset().tensors
+    return {"loss": float(nn.functional.mse_loss(module.eval()(x), y).detach())}
+
+
+@case(GROUP, "parameters replaced between two fits")
+def replaced(lab: Lab) -> Any:
+    module = lab.regression()
+    lab.fit(module)
+    torch.manual_seed(8)
+    module.net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 1))
+    lab.fit(module)
+    return {"loss": loss_of(module)}
+
+
+@case(GROUP, "buffers and parameters replaced during fit by others of the same shape")
+def reassigned(lab: Lab) -> Any:
+    class Reassigning:
+        def build(self: Any) -> None:
+            self.net = nn.Linear(8, 1)
+            self.register_buffer("seen", torch.zeros(8))
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+            self.seen = 0.9 * self.seen + 0.1 * batch[0].mean(0)
+            self.net.weight.data = self.net.weight.data.clone()
+            return self.loss(batch)
+
+    return fit(lab, Reassigning, ddp={"broadcast_buffers": False}) | {"moved": True}
+
+
+@case(GROUP, "constant buffers with infinities (attention masks)")
+def infinite_buffer(lab: Lab) -> Any:
+    class Masked:
+        def build(self: Any) -> None:
+            self.net = nn.Linear(8, 1)
+            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    return fit(lab, Masked)
+
+
+@case(GROUP, "ranks that initialise their weights differently")
+def seeds(lab: Lab) -> Any:
+    module = lab.regression()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(lab.rank)
+    lab.fit(module)
+    return {"loss": loss_of(module)}
+
+
+@case(
+    GROUP,
+    "ranks whose modules differ",
+    refused=r"net\.0\.weight",
+    note="The error names the first parameter that differs. DDP hangs.",
+    ddp=False,
+)
+def different(lab: Lab) -> Any:
+    module = lab.regression()
+    if lab.rank == 1:
+        module.net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 1))
+    lab.fit(module)

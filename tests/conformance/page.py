@@ -1,0 +1,77 @@
+"""Writes docs/compatibility.md from the cases: ``python -m tests.conformance.page``. The battery shows it is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conformance.case import Case
+from tests.conformance.cases import CASES
+
+__all__ = ["PAGE", "page"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+ORDER = (
+    "Optimization",
+    "Modules",
+    "Checkpoints",
+    "Callbacks",
+    "Trainer options",
+    "Calls",
+    "Metrics",
+    "Loggers",
+)
+HEAD = """# What works
+
+Every line is a test that trains with two workers under `strategy="ddp"` and under `ASGDStrategy`, with Trainers of
+`pytorch_lightning` and of `lightning.pytorch`, and compares: the same sync points after the same number of steps, the
+same names of metrics, the same files, a loss as low as DDP's; and the same bits on all workers at every sync point
+(`pytest tests/conformance`). This page is made from these tests by `make compatibility`; do not edit it.
+
+**refused**: by an error that says why. **compared with DDP**: *yes*; *DDP fails* where DDP raises an error; *no* where
+DDP hangs or has nothing of the kind.
+"""
+MORE = {  # what has a test of its own
+    "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | yes | |"],
+    "Optimization": ['| `precision="16-mixed"` | not run yet | | GPUs only; on CPUs Lightning takes `"bf16-mixed"`. |'],
+}
+LAUNCHERS = """## Launchers
+
+Tested in `tests/lightning/`, each with real processes.
+
+| launcher | | note |
+|---|---|---|
+| `start_method="popen"`, `strategy="asgd"` | works | a worker that dies does not stop the others |
+| `start_method="fork"`, `strategy="asgd_fork"` | works | a worker that dies ends the job |
+| `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies ends the job |
+| notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook itself before |
+| `torchrun`, one node and two | works | |
+| several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
+| SLURM (`srun`) | works | tested with the variables that SLURM sets |
+| `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
+| CUDA devices | not run yet | no machine of the tests has had one |
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    groups: dict[str, list[Case]] = {group: [] for group in ORDER}
+    for case in CASES.values():
+        groups[case.group].append(case)
+    parts = [HEAD]
+    for group, cases in groups.items():
+        parts += [f"## {group}", "", "| feature | A-SGD | compared with DDP | note |", "|---|---|---|---|"]
+        parts += [*(_row(case) for case in cases), *MORE.get(group, [])]
+        parts.append("")
+    return "\n".join([*parts, LAUNCHERS])
+
+
+def _row(case: Case) -> str:
+    compared = "no" if not case.ddp else "DDP fails" if case.ddp_fails else "yes"
+    note = case.note
+    if case.refused:
+        note = f"{note} Error: *{case.refused.replace(chr(92), '')}*"
+    return f"| {case.title} | {case.status} | {compared} | {note} |".replace("  |", " |")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,138 @@
+"""Every case under DDP and under A-SGD, on both Lightnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.case import Case
+from tests.conformance.cases import CASES
+from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
+from tests.conformance.page import PAGE, page
+from tests.conformance.pair import ASGD, DDP, Outcome, Pair
+from tests.helpers import leaks
+
+PACKAGES = ("pytorch_lightning", "lightning.pytorch")
+DEADLINE_S = 60.0
+
+
+class Battery:
+    """Keeps the processes, and what DDP did."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, str], Pair] = {}
+        self.ddp: dict[str, list[Outcome]] = {}
+
+    def run(self, case: Case, package: str, strategy: str, folder: Path) -> list[Outcome]:
+        where = folder / strategy
+        where.mkdir()
+        return self.pair(package, strategy).run(case.run, where, DEADLINE_S)
+
+    def pair(self, package: str, strategy: str) -> Pair:
+        if (package, strategy) not in self.pairs:
+            self.pairs[package, strategy] = Pair(package, strategy)
+        return self.pairs[package, strategy]
+
+    def close(self) -> None:
+        for pair in self.pairs.values():
+            pair.close()
+
+
+def test_the_page_says_what_the_battery_shows() -> None:
+    assert PAGE.read_text() == page(), "docs/compatibility.md is old: run make compatibility"
+
+
+@pytest.fixture(scope="module")
+def battery() -> Iterator[Battery]:
+    with leaks.forbidden():
+        battery = Battery()
+        yield battery
+        battery.close()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
+    case = CASES[name]
+    ours = battery.run(case, package, ASGD, tmp_path)
+    if case.refused:
+        for outcome in ours:
+            assert re.search(case.refused, outcome.error), outcome.trace or outcome.error
+    else:
+        for outcome in ours:
+            assert not outcome.error, outcome.trace or outcome.error
+        check_same_bits(ours)
+    if not case.ddp:
+        return
+    if name not in battery.ddp:
+        battery.ddp[name] = battery.run(case, package, DDP, tmp_path)
+    theirs = battery.ddp[name]
+    if case.ddp_fails:
+        assert all(outcome.error for outcome in theirs)
+    else:
+        assert not any(outcome.error for outcome in theirs), theirs[0].trace or theirs[1].trace
+        if not case.refused:
+            compare(case, facts(ours), facts(theirs))
+
+
+def write(lab: Lab) -> None:
+    saver = lab.pl.callbacks.ModelCheckpoint(lab.folder, "written")
+    module = lab.regression()
+    lab.fit(module, callbacks=[saver], max_epochs=1)
+
+
+def resume(lab: Lab) -> dict[str, Any]:
+    module = lab.regression()
+    momentum: list[float] = []
+
+    def look(trainer: Any, *args: Any) -> None:
+        (state, *_) = trainer.optimizers[0].state.values()
+        momentum.append(float(state["momentum_buffer"].abs().sum()))
+
+    watcher = lab.pl.callbacks.LambdaCallback(on_train_start=look)
+    trainer = lab.trainer(callbacks=[watcher], max_epochs=2)
+    trainer.fit(module, lab.loader(), ckpt_path=lab.folder / "written.ckpt")
+    return {"loss": loss_of(module), "step": trainer.global_step, "momentum": momentum}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(DDP, ASGD), (ASGD, DDP)])
+def test_checkpoints_cross_over(writer: str, reader: str, battery: Battery, tmp_path: Path) -> None:
+    package = PACKAGES[0]
+    for outcome in battery.pair(package, writer).run(write, tmp_path, DEADLINE_S):
+        assert not outcome.error, outcome.trace
+    outcomes = battery.pair(package, reader).run(resume, tmp_path, DEADLINE_S)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+        assert outcome.facts["step"] == 2 * STEPS
+        assert outcome.facts["loss"] < 0.1 * VARIANCE
+        assert outcome.facts["momentum"][0] > 0
+    assert outcomes[0].records[0].digest == outcomes[1].records[0].digest
+
+
+def check_same_bits(outcomes: list[Outcome]) -> None:
+    """All ranks passed the same sync points, and held the same bits there."""
+    zero, one = ([(r.event, r.epoch, r.digest) for r in outcome.records] for outcome in outcomes)
+    assert zero == one
+
+
+def facts(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What is compared: worker 0's facts and the sync points it passed."""
+    records = outcomes[0].records
+    events = [(r.event, r.epoch, r.step) for r in records]
+    keys = sorted(records[-1].metrics) if records else []
+    return {"events": events, "metrics": keys, **outcomes[0].facts}
+
+
+def compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        if key == "loss":
+            assert ours["loss"] <= theirs["loss"] + 0.1 * VARIANCE
+        elif key in case.differs:
+            assert ours[key] != theirs[key], f"{key} does not differ: the case says it does"
+        else:
+            assert ours[key] == theirs[key], key

@@ -1,0 +1,159 @@
+"""One rank skips, repeats or reorders a collective: all ranks end with an error that names it, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.worker.collectives import Collectives
+from tests.conformance.lab import Lab
+from tests.conformance.pair import ASGD, Outcome, Pair
+from tests.helpers import leaks
+
+COLLECTIVE_S = 1.5
+DEADLINE_S = 30.0
+NAMED = ("CollectiveMismatchError", "CollectiveTimeoutError")
+CALLS: tuple[Callable[[Any], Any], ...] = (
+    lambda strategy: strategy.barrier("mine"),
+    lambda strategy: strategy.broadcast("word"),
+    lambda strategy: strategy.reduce(torch.ones(2), reduce_op="sum"),
+    lambda strategy: strategy.all_gather(torch.ones(2)),
+)
+
+
+def skip(calls: list[Any], k: int) -> list[Any]:
+    return calls[:k] + calls[k + 1 :]
+
+
+def repeat(calls: list[Any], k: int) -> list[Any]:
+    return calls[: k + 1] + calls[k:]
+
+
+def reorder(calls: list[Any], k: int) -> list[Any]:
+    j = (k + 1) % len(calls)
+    swapped = list(calls)
+    swapped[k], swapped[j] = calls[j], calls[k]
+    return swapped
+
+
+def stall(calls: list[Any], k: int) -> list[Any]:
+    return [*calls[:k], lambda strategy: time.sleep(2 * COLLECTIVE_S), *calls[k:]]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with leaks.forbidden():
+        pair = Pair("pytorch_lightning", ASGD)
+        yield pair
+        pair.close()
+
+
+def strategy() -> ASGDStrategy:
+    return ASGDStrategy(nsync=4, timeouts=Timeouts(collective_s=COLLECTIVE_S))
+
+
+def talk(lab: Lab, mutate: Callable[[list[Any], int], list[Any]], k: int, hook: str) -> None:
+    """Fit with a callback that makes all calls; rank 1's are mutated."""
+    calls = list(CALLS) if lab.rank == 0 else mutate(list(CALLS), k)
+
+    def speak(self: Any, trainer: Any, module: Any) -> None:
+        for call in calls:
+            call(trainer.strategy)
+
+    talker = type("Talker", (lab.pl.Callback,), {hook: speak})()
+    trainer = lab.trainer(strategy=strategy(), callbacks=[talker], max_epochs=1, limit_train_batches=4)
+    trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
+
+
+def ends_with_a_named_error(pair: Pair, case: Any, folder: Path) -> list[Outcome]:
+    begun = time.monotonic()
+    outcomes = pair.run(case, folder, DEADLINE_S)
+    assert time.monotonic() - begun < 15
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    assert any(error.startswith(NAMED) for error in errors), errors
+    assert any("orker 1" in error or "orker 0" in error for error in errors), errors
+    return outcomes
+
+
+@pytest.mark.parametrize("k", range(len(CALLS)))
+@pytest.mark.parametrize("mutate", [skip, repeat, reorder], ids=lambda f: f.__name__)
+def test_a_mutated_callback(mutate: Any, k: int, pair: Pair, tmp_path: Path) -> None:
+    hook = ("on_train_epoch_end", "on_validation_end", "on_fit_start", "on_train_start")[k]
+    ends_with_a_named_error(pair, partial(talk, mutate=mutate, k=k, hook=hook), tmp_path)
+
+
+def test_a_rank_that_does_not_come_is_named(pair: Pair, tmp_path: Path) -> None:
+    outcomes = ends_with_a_named_error(pair, partial(talk, mutate=stall, k=2, hook="on_train_epoch_end"), tmp_path)
+    assert "CollectiveTimeoutError: reduce 'sum'" in outcomes[0].error
+    assert "worker 1 did not call it" in outcomes[0].error
+
+
+def count_calls(lab: Lab) -> dict[str, int]:
+    """How many collectives a fit makes."""
+    seen = 0
+    original = Collectives.gather
+
+    def counted(self: Collectives, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += self.real
+        return original(self, *args, **kwargs)
+
+    Collectives.gather = counted  # type: ignore[method-assign]
+    try:
+        short_fit(lab)
+    finally:
+        Collectives.gather = original  # type: ignore[method-assign]
+    return {"calls": seen}
+
+
+def mutated_fit(lab: Lab, n: int, mutation: str) -> None:
+    """Fit; rank 1 leaves out its n-th collective, makes it twice, or makes another one in its place."""
+    seen = 0
+    original = Collectives.gather
+
+    def mutated(self: Collectives, kind: str, name: str, payload: Any, *, target: int | None = None) -> Any:
+        nonlocal seen
+        mine = self.real and lab.rank == 1 and seen == n
+        seen += self.real
+        if mine and mutation == "skip":
+            return dict.fromkeys(range(2), payload)
+        if mine and mutation == "reorder":
+            return original(self, "barrier", "another", None)
+        answer = original(self, kind, name, payload, target=target)
+        return original(self, kind, name, payload, target=target) if mine and mutation == "repeat" else answer
+
+    Collectives.gather = mutated  # type: ignore[method-assign]
+    try:
+        short_fit(lab)
+    finally:
+        Collectives.gather = original  # type: ignore[method-assign]
+
+
+def short_fit(lab: Lab) -> None:
+    trainer = lab.trainer(strategy=strategy(), max_epochs=1, limit_train_batches=4)
+    trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
+
+
+@pytest.mark.parametrize("mutation", ["skip", "repeat", "reorder"])
+def test_no_mutation_of_any_collective_of_a_fit_hangs(mutation: str, pair: Pair, tmp_path: Path) -> None:
+    """Every collective of ours and Lightning's, one at a time. Only the very last ones can go unnoticed."""
+    calls = pair.run(count_calls, tmp_path, DEADLINE_S)[1].facts["calls"]
+    assert calls >= 10
+    unnoticed = []
+    for n in range(calls):
+        begun = time.monotonic()
+        outcomes = pair.run(partial(mutated_fit, n=n, mutation=mutation), tmp_path, DEADLINE_S)
+        assert time.monotonic() - begun < 15
+        errors = [outcome.error for outcome in outcomes if outcome.error]
+        if errors:
+            assert all(error.startswith(NAMED) for error in errors), errors
+        else:
+            unnoticed.append(n)
+    assert all(n >= calls - 3 for n in unnoticed), (unnoticed, calls)

@@ -1,0 +1,222 @@
+"""Ways to start: both Lightnings in any order, the command line, a notebook, spawned workers, SLURM's variables."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_asgd import ASGDStrategy
+from tests.lightning.models import Recorder, Regression, digest, loader, trainer
+from tests.lightning.test_processes import check_finished, environment, start
+
+# What a program may do before it makes a Trainer; {pl} is the package whose Trainer it makes.
+ORDERS = {
+    "ours first": "from lightning_asgd import ASGDStrategy\nimport {pl} as pl\nstrategy = ASGDStrategy(nsync=5)",
+    "ours last": "import {pl} as pl\nfrom lightning_asgd import ASGDStrategy\nstrategy = ASGDStrategy(nsync=5)",
+    "made before the import": (
+        "from lightning_asgd import ASGDStrategy\nstrategy = ASGDStrategy(nsync=5)\nimport {pl} as pl"
+    ),
+    "the other one first": (
+        "import {other}\nimport lightning_asgd\nimport {pl} as pl\nstrategy = lightning_asgd.ASGDStrategy(nsync=5)"
+    ),
+    "by name": "import lightning_asgd\nimport {pl} as pl\nstrategy = 'asgd_fork'",
+}
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+CHECK = """
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+from lightning_asgd import ASGDStrategy
+assert isinstance(trainer.strategy, ASGDStrategy), trainer.strategy
+assert isinstance(trainer.strategy, pl.strategies.DDPStrategy), trainer.strategy
+assert trainer.world_size == 2
+assert trainer.strategy.launcher.__class__.__mro__[2].__module__.startswith("{pl}.")
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("pl", "other"), [("pytorch_lightning", "lightning.pytorch"), ("lightning.pytorch", "pytorch_lightning")]
+)
+def test_either_lightning_takes_the_strategy_in_any_order_of_imports(pl: str, other: str) -> None:
+    jobs = {}
+    for order, code in ORDERS.items():
+        program = code.format(pl=pl, other=other) + CHECK.format(pl=pl)
+        if order == "ours first":  # with only one of the two installed
+            top = {"pytorch_lightning", "lightning_fabric"} if pl.startswith("lightning.") else {"lightning"}
+            program = BLOCK.format(names=top) + program
+        jobs[order] = program
+    # one process per order would take 5 s each: fork, since nothing is imported before
+    runner = textwrap.dedent("""
+        import os, sys, traceback, torch, torchmetrics, lightning_utilities
+        failed = []
+        for order, program in eval(sys.stdin.read()).items():
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    exec(program, {"__name__": "__main__"})
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            if os.waitpid(pid, 0)[1]:
+                failed.append(order)
+        print("failed:", failed)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", runner],
+        input=repr(jobs),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(),
+        check=False,
+    )
+    assert "failed: []" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+def test_arguments_are_refused_as_those_of_any_function() -> None:
+    with pytest.raises(TypeError, match="find_unused_parameters"):
+        ASGDStrategy(find_unused_parameters=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"start_method='thread'\. Expected one of popen, spawn, fork"):
+        ASGDStrategy(start_method="thread")
+
+
+class Tuned(ASGDStrategy):
+    """A strategy of a user's own."""
+
+    def __init__(self, word: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.word = word
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.word += f" on {self.global_rank}"
+
+
+def test_a_users_subclass(tmp_path: Path) -> None:
+    strategy = Tuned("hello", nsync=2, overlap=False)
+    trainer(tmp_path, strategy, devices=1, max_epochs=1).fit(Regression(), loader(64))
+    assert strategy.word == "hello on 0"
+    assert strategy.stats.pushes == 4
+
+
+@pytest.mark.timeout(120)
+def test_spawned_workers(tmp_path: Path) -> None:
+    module = Regression()
+    run = trainer(tmp_path, ASGDStrategy(nsync=3, start_method="spawn"), callbacks=[Recorder(tmp_path)], max_epochs=1)
+    run.fit(module, loader(64))
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert zero[-1]["digest"] == one[-1]["digest"] == digest(module)
+    assert run.strategy.stats.pushes == zero[-1]["stats"]["pushes"] > 0
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  limit_train_batches: 6
+  logger: false
+  enable_checkpointing: false
+  strategy:
+    class_path: lightning_asgd.ASGDStrategy
+    init_args:
+      nsync: 2
+      scale: mean
+      timeouts: {collective_s: 60}
+"""
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class Model(BoringModel):
+    def on_fit_end(self):
+        strategy = self.trainer.strategy
+        print("ended", self.global_rank, strategy.config.npush, strategy.config.timeouts.collective_s, flush=True)
+
+if __name__ == "__main__":
+    LightningCLI(Model, BoringDataModule, save_config_callback=None)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_command_line_of_lightning(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CLI)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    command = [sys.executable, "program.py", "fit", "--config", "config.yaml"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = set(re.findall(r"ended \d \d [\d.]+", done.stdout))
+    assert seen == {"ended 0 2 60.0", "ended 1 2 60.0"}, done.stdout + done.stderr
+
+
+CELLS = [
+    """
+import pytorch_lightning as pl, lightning_asgd
+from tests.lightning.models import Regression, dataset, loader
+module = Regression()
+options = dict(accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_checkpointing=False)
+trainer = pl.Trainer(strategy="asgd_notebook", **options)
+trainer.fit(module, loader())
+print("loss", float(module.eval().loss(dataset().tensors)), "pushes", trainer.strategy.stats.pushes)
+""",
+    """
+trainer = pl.Trainer(strategy="asgd_notebook", **options)  # the same cell once more
+trainer.fit(module, loader())
+print("again", trainer.strategy.stats.pushes)
+""",
+    """
+try:
+    pl.Trainer(strategy="asgd", **options)
+except Exception as error:
+    print("refused:", error)
+""",
+]
+
+
+@pytest.mark.timeout(150)
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(book, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = ["".join(o.get("text", "") for o in cell.outputs if o.get("name") == "stdout") for cell in book.cells]
+    loss, pushes = re.search(r"loss ([\d.]+) pushes (\d+)", said[0]).groups()  # type: ignore[union-attr]
+    assert float(loss) < 1
+    assert int(pushes) >= 4
+    assert int(re.search(r"again (\d+)", said[1]).group(1)) >= 4  # type: ignore[union-attr]
+    assert "not compatible with an interactive environment" in said[2]
+
+
+@pytest.mark.timeout(120)
+def test_the_variables_of_slurm(tmp_path: Path) -> None:
+    job = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    ranks = [start(tmp_path, **job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), NODE_RANK=str(r)) for r in range(2)]
+    check_finished(tmp_path, ranks)
