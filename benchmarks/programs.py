@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy
 
 MARGIN = 0.05
-WORDS = 24_000
+WORDS = 10_000
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
@@ -118,7 +118,7 @@ def digits_loss(module: Any) -> float:
 def programs() -> list[Program]:
     vocabulary = WikiText2(download=False).vocab_size
     return [
-        Program("LightningTransformer", lambda: LightningTransformer(vocabulary), text_loss, 2),
+        Program("LightningTransformer", lambda: LightningTransformer(vocabulary), text_loss, 4),
         Program(
             "LightningLSTM",
             lambda: LightningLSTM(vocabulary),
