@@ -33,7 +33,8 @@ class Timeouts:
             value = getattr(self, f.name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LONGEST_S:
                 raise ConfigurationError(
-                    f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}."
+                    f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. "
+                    "To wait for as long as possible give the largest."
                 )
 
 
@@ -81,7 +82,7 @@ class ExchangeConfig:
         """
         nsync = positive_int("nsync", nsync)
         if not isinstance(overlap, bool):
-            raise ConfigurationError(f"overlap={overlap!r}. Expected True or False.")
+            raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
         if timeouts is not None and not isinstance(timeouts, Timeouts):
             raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
         return cls(

@@ -196,6 +196,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                     self.collectives.barrier("teardown")
                 client.leave()
             self.collectives = Collectives()
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.on_worker_exit(None)
         if self._exchanger is not None:
             self._exchanger.close()
             self._exchanger = None

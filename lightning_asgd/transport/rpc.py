@@ -135,15 +135,15 @@ def _start_agent(name: str, peers: dict[str, str], interface: str, owner: object
     for index, (peer, address) in enumerate(peers.items(), start=1):
         names.set(str(index), peer)
         addresses.set(peer, address)
+    # mpt_uv shares one message between several links, at the price of 16 listening ports per process.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=_THREADS,
         rpc_timeout=_INFINITE,
         _transports=["uv"],
-        _channels=["cma", "mpt_uv", "basic"] if interface == "lo" else ["mpt_uv", "basic"],
+        _channels=["cma", "basic"] if interface == "lo" else ["mpt_uv", "basic"],
     )
-    importlib.import_module("torch.distributed.autograd")._init(
-        0
-    )  # every process is number 0 of its own group, also when it comes back
+    # Every process is number 0 of its own group, also when it comes back.
+    importlib.import_module("torch.distributed.autograd")._init(0)
     with _environment("TP_SOCKET_IFNAME", interface):
         agent = rpc.TensorPipeAgent(store, name, 0, len(peers) + 1, options, {}, [])
         rpc.api._init_rpc_states(agent)
