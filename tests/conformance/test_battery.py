@@ -55,10 +55,10 @@ def battery() -> Iterator[Battery]:
 
 
 def cases() -> Iterator[Any]:
-    """All on one Lightning, every fourth on the other too; the rest of these are slow tests."""
+    """All on one Lightning, every eighth on the other too; the rest of these are slow tests."""
     for number, name in enumerate(CASES):
         yield pytest.param(name, PACKAGES[0], id=name)
-        marks = [] if number % 4 == 0 else [pytest.mark.slow]
+        marks = [] if number % 8 == 0 else [pytest.mark.slow]
         yield pytest.param(name, PACKAGES[1], id=f"{name}-{PACKAGES[1]}", marks=marks)
 
 
