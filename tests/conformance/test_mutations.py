@@ -153,7 +153,9 @@ def test_no_mutation_of_any_collective_of_a_fit_hangs(mutation: str, pair: Pair,
         assert time.monotonic() - begun < 15
         errors = [outcome.error for outcome in outcomes if outcome.error]
         if errors:
-            assert all(error.startswith(NAMED) for error in errors), errors
+            # The rank that is told first leaves; the other one may hear of that instead.
+            assert any(error.startswith(NAMED) for error in errors), errors
+            assert all(error.startswith((*NAMED, "WorkerLostError")) for error in errors), errors
         else:
             unnoticed.append(n)
     assert all(n >= calls - 3 for n in unnoticed), (unnoticed, calls)
