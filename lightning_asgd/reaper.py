@@ -1,7 +1,7 @@
 """A small process that ends a job's other processes once the main process is gone, whatever ended it.
 
-Started by the supervisor as ``python -m lightning_asgd.reaper PARENT``; reads lines ``add PID CREATED`` from its
-standard input. When the input ends or the parent is another one, it gives the processes time to end by themselves,
+:func:`start` runs ``python -m lightning_asgd.reaper PARENT``, which reads lines ``add PID CREATED`` from its standard
+input. When the input ends or the parent is another one, it gives the processes time to end by themselves,
 then asks them to, then kills them: all within 8 seconds. Imports neither torch nor Lightning.
 """
 
@@ -11,16 +11,37 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import psutil
 
-__all__ = ["main"]
+__all__ = ["main", "start"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or a scheduler sends to a whole job
 
 _POLL_S = 0.25
 _PATIENCE_S = 2.5  # for processes to end by themselves
 _GRACE_S = 3.0  # between SIGTERM and SIGKILL
+
+
+def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the reaper of this process.
+
+    Args:
+        env: its environment; None for this process's own.
+
+    Returns:
+        the reaper, with a pipe to its standard input.
+    """
+    # A child inherits blocked signals: one that comes before main() ignores it would end the reaper otherwise.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        command = [sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main() -> int:
@@ -30,7 +51,7 @@ def main() -> int:
         the process's exit code.
     """
     parent = int(sys.argv[1])
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     watched: dict[int, float] = {}
     buffer = b""

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import psutil
 
+from lightning_asgd import reaper
 from lightning_asgd.rendezvous import Rendezvous
 from lightning_asgd.server.process import ServerArguments
 
@@ -80,11 +81,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            env=_child_environment(),
-        )
+        self._reaper = reaper.start(_child_environment())
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
         self._thread.start()
 

@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # processes
     "reaper": set(),
-    "supervisor": {"rendezvous", "server.process"},
+    "supervisor": {"reaper", "rendezvous", "server.process"},
     # Lightning
     "_lightning": set(),
     "callbacks": {"_lightning"},

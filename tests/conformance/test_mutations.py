@@ -19,7 +19,11 @@ from tests.helpers import leaks
 
 COLLECTIVE_S = 1.5
 DEADLINE_S = 30.0
-NAMED = ("CollectiveMismatchError", "CollectiveTimeoutError")
+NAMED = (
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ProtocolError: Worker 1 exchanged before the shard had weights",  # it skipped the barrier that guards them
+)
 CALLS: tuple[Callable[[Any], Any], ...] = (
     lambda strategy: strategy.barrier("mine"),
     lambda strategy: strategy.broadcast("word"),

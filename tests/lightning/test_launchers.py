@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -207,7 +206,6 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not compatible with an interactive environment" in said[2]
 
 
-@pytest.mark.skipif(shutil.which("slurmctld") is not None, reason="test_slurm.py tests the real one")
 @pytest.mark.timeout(120)
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
     job = {

@@ -15,10 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_asgd.reaper import start
+
 # Starts the reaper and some children, says their numbers, then waits for its end.
 PARENT = """
 import json, os, subprocess, sys, time, psutil
-reaper = subprocess.Popen([sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())], stdin=subprocess.PIPE)
+from lightning_asgd.reaper import start
+reaper = start()
 pids = {"reaper": reaper.pid}
 children = {
     "stubborn": "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]",
@@ -124,12 +127,20 @@ def test_a_process_number_given_to_another_program_is_left_alone(aftermath: dict
     assert "reused" in aftermath["left"]
 
 
-def start_reaper(parent: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "lightning_asgd.reaper", str(parent)], stdin=subprocess.PIPE)
+def test_signals_that_come_before_the_reaper_is_ready_do_not_end_it() -> None:
+    reaper = start()
+    for _ in range(20):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            reaper.send_signal(signum)
+        with pytest.raises(subprocess.TimeoutExpired):
+            reaper.wait(0.02)
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    assert reaper.wait(5) == 0
 
 
 def test_the_reaper_ends_at_once_when_its_input_does_and_nobody_is_left() -> None:
-    reaper = start_reaper(os.getpid())
+    reaper = start()
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     created = psutil.Process(child.pid).create_time()
     child.wait(10)
@@ -145,7 +156,7 @@ def test_children_that_end_by_themselves_get_the_time_to() -> None:
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdout.readline()
-    reaper = start_reaper(os.getpid())
+    reaper = start()
     assert reaper.stdin is not None
     reaper.stdin.write(f"add {child.pid} {psutil.Process(child.pid).create_time()}\n".encode())
     reaper.stdin.close()
@@ -158,7 +169,8 @@ def test_children_that_end_by_themselves_get_the_time_to() -> None:
 
 
 def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
-    reaper = start_reaper(2**22 + 1)
+    command = [sys.executable, "-m", "lightning_asgd.reaper", str(2**22 + 1)]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert reaper.wait(5) == 0
     assert reaper.stdin is not None
     reaper.stdin.close()
