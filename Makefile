@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# The tests that start processes run beside the others: see tests/conftest.py.
+TOGETHER := -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -15,10 +17,10 @@ demo: $(VENV)/.installed-examples ## train digits with one process, DDP and A-SG
 	@$(RUN) examples/quickstart.py
 
 test: check ## check, then run the tests
-	@$(RUN) -m pytest tests
+	@$(RUN) -m pytest tests $(TOGETHER)
 
 test-all: check ## the same with the slow tests
-	@$(RUN) -m pytest tests -m ""
+	@$(RUN) -m pytest tests -m "" $(TOGETHER)
 
 check: $(VENV)/.installed-dev ## lint, formatting and types
 	@$(RUN) -m ruff check .
