@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightning_asgd.algorithms import parse_scale
+from lightning_asgd.algorithms import ASGD, Algorithm, find
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["RENDEZVOUS_ENV", "ExchangeConfig", "Timeouts"]
@@ -46,8 +46,8 @@ class ExchangeConfig:
     """Optimizer steps between two fetches."""
     npush: int
     """Optimizer steps between two pushes."""
-    scale: str | float = "mean"
-    """What an update is multiplied with: ``"mean"`` (1 / live workers), ``"sum"`` (1), or a number."""
+    algorithm: Algorithm = field(default_factory=ASGD)
+    """What workers push and what servers do with it."""
     overlap: bool = True
     """Train on while an exchange is under way."""
     max_offline_steps: int = 1000
@@ -61,8 +61,9 @@ class ExchangeConfig:
         nsync: Any,
         nfetch: Any = None,
         npush: Any = None,
-        scale: Any = "mean",
-        overlap: Any = True,
+        algorithm: Any = None,
+        scale: Any = None,
+        overlap: Any = None,
         max_offline_steps: Any = 1000,
         timeouts: Timeouts | None = None,
     ) -> ExchangeConfig:
@@ -72,8 +73,9 @@ class ExchangeConfig:
             nsync: default of ``nfetch`` and ``npush``.
             nfetch: steps between two fetches; None means ``nsync``.
             npush: steps between two pushes; None means ``nsync``.
-            scale: see the attribute.
-            overlap: see the attribute.
+            algorithm: an algorithm or its name; None means :class:`ASGD`.
+            scale: that of :class:`ASGD`; given only with this algorithm.
+            overlap: see the attribute; None means what the algorithm does by itself.
             max_offline_steps: see the attribute.
             timeouts: None means the defaults.
 
@@ -81,15 +83,16 @@ class ExchangeConfig:
             ConfigurationError: a value is of the wrong type or out of range.
         """
         nsync = positive_int("nsync", nsync)
-        if not isinstance(overlap, bool):
+        rule = find(algorithm, scale)
+        if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
         if timeouts is not None and not isinstance(timeouts, Timeouts):
             raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
-            scale=parse_scale(scale),
-            overlap=overlap,
+            algorithm=rule,
+            overlap=rule.overlap if overlap is None else overlap,
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
             timeouts=timeouts or Timeouts(),
         )

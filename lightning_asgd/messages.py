@@ -27,7 +27,7 @@ __all__ = [
     "Verdict",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -35,7 +35,7 @@ class Role(str, Enum):
     """How a server combines what the workers send for a group of tensors."""
 
     PARAMETER = "parameter"
-    """Updates are added, scaled by the strategy's ``scale``."""
+    """The algorithm says."""
     AVERAGE = "average"
     """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
     LARGEST = "largest"
@@ -48,6 +48,7 @@ class Verdict(str, Enum):
     APPLIED = "applied"
     REPEATED = "repeated"  # applied before: this delivery changed nothing
     REFUSED = "refused"  # it held a NaN or an infinity
+    DROPPED = "dropped"  # a transform did not want it
     NONE = "none"  # nothing was pushed
 
 
@@ -102,7 +103,7 @@ class Initialise:
         session: session the shard belongs to.
         worker: global rank of the sender.
         groups: ``(role, dtype name, number of scalars in this shard)`` per group.
-        scale: ``"mean"``, ``"sum"`` or a factor.
+        algorithm: what the server does with updates (:class:`lightning_asgd.algorithms.Algorithm`).
         weights: initial values, from one worker only; None from the others.
         version: version to start from, more than 0 when resumed from a checkpoint.
         shared: block through which this worker will exchange, None for by-value messages.
@@ -111,7 +112,7 @@ class Initialise:
     session: str
     worker: int
     groups: tuple[tuple[Role, str, int], ...]
-    scale: str | float
+    algorithm: Any
     weights: tuple[Tensor, ...] | None = None
     version: int = 0
     shared: SharedRef | None = None
@@ -129,6 +130,13 @@ class Exchange:
         push: whether an update is sent.
         fetch: whether the weights are wanted back.
         update: the update by value; None if nothing is pushed or if it lies in the shared block.
+        steps: optimizer steps in the update.
+        lr: the worker's learning rate.
+        speed: the worker's optimizer steps per second; 0 if it does not know yet.
+        nsync: steps between two exchanges, as the worker was told by the user.
+        may_wait: whether the answer may be held back until others have come so far.
+        rest: whether the worker stops at a sync point now, so that nobody waits for it.
+        shared: whether update and answer go through the shared block.
     """
 
     session: str
@@ -138,6 +146,13 @@ class Exchange:
     push: bool
     fetch: bool
     update: tuple[Tensor, ...] | None = None
+    steps: int = 0
+    lr: float = 0.0
+    speed: float = 0.0
+    nsync: int = 0
+    may_wait: bool = False
+    rest: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,12 +164,14 @@ class Reply:
         staleness: updates applied between the fetch the push was based on and the push; 0 without a push.
         verdict: what became of the push.
         weights: the shard by value; None if not asked for or if it lies in the shared block.
+        nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
     """
 
     version: int
     staleness: int
     verdict: Verdict
     weights: tuple[Tensor, ...] | None = None
+    nsync: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from lightning_asgd._lightning import (
     metrics_of,
     rank_zero_warn,
 )
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.algorithms.base import Run
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
@@ -53,10 +55,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
         nfetch: steps between two fetches of the weights, if not ``nsync``.
         npush: steps between two pushes of what was learnt, if not ``nsync``.
-        scale: what a push is multiplied with on the servers: ``"mean"`` (1 / live workers) converges like DDP with the
-            same hyper-parameters; ``"sum"`` is the founding paper's rule, which needs a warm start and a smaller
-            learning rate; a number is taken as it is.
-        overlap: train on while an exchange is under way. False waits for it, which is slower and never stale.
+        algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
+            name. None means :class:`~lightning_asgd.algorithms.ASGD`.
+        scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers) converges like
+            DDP with the same hyper-parameters; ``"sum"`` is the founding paper's rule, which needs a warm start and a
+            smaller learning rate; a number is taken as it is.
+        overlap: train on while an exchange is under way. False waits for it, which is slower and never stale. None
+            means what the algorithm does by itself.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         timeouts: how long to wait for processes that hang.
@@ -92,8 +97,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         *,
         nfetch: int | None = None,
         npush: int | None = None,
-        scale: str | float = "mean",
-        overlap: bool = True,
+        algorithm: Algorithm | str | None = None,
+        scale: str | float | None = None,
+        overlap: bool | None = None,
         num_servers: int = 1,
         start_method: str = "popen",
         timeouts: Timeouts | None = None,
@@ -108,6 +114,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             nsync=nsync,
             nfetch=nfetch,
             npush=npush,
+            algorithm=algorithm,
             scale=scale,
             overlap=overlap,
             max_offline_steps=max_offline_steps,
@@ -180,6 +187,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._exchanger = self._enter(module)
                 self.stats = self._exchanger.stats
                 self.setup_optimizers(trainer)
+                run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers))
+                self.config.algorithm.check(run)
             else:
                 agree(self.collectives, named_state(module))
         self.setup_precision_plugin()
@@ -221,6 +230,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if self.collectives.phase is Phase.SYNC:
                 if newly_trainable(self.lightning_module, self._exchanger.replica.layout):
                     self._enter_again()  # a callback has unfrozen parameters since the last epoch, on every worker
+                self._exchanger.begin()
                 self.collectives.phase = Phase.ASYNC
             self._exchanger.advance()
 
@@ -253,7 +263,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
             if any(m.moved for m in met.values()):
-                exchanger.fetch()
+                exchanger.fetch(park=True)
                 self.collectives.barrier(f"{name}: all have the weights")
             if any(m.grown for m in met.values()):
                 self._enter_again()
@@ -364,7 +374,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Become a member of a session, and wait until all are."""
         transport = self._job.connect()
         timeouts = self.config.timeouts
-        client = Client(transport, session, self.global_rank, self.world_size, timeout_s=timeouts.exchange_s)
+        # Where answers are held back for other workers, those may take as long as to a sync point.
+        patience = timeouts.collective_s if self.config.algorithm.waits else timeouts.exchange_s
+        client = Client(transport, session, self.global_rank, self.world_size, timeout_s=patience)
         self.collectives = Collectives(client, timeouts.collective_s)
         with self._explained():
             client.join()
@@ -383,7 +395,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._job.num_servers,
             versions=versions,
             on_refused=self._heal_optimizers,
+            lr=self._lr,
         )
+
+    def _lr(self) -> float:
+        """Learning rate of the first parameter group; 0 if there is no optimizer."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else 0.0
 
     def _enter_again(self) -> None:
         """Lay the module out anew and fill the servers from worker 0's. All workers call it together."""

@@ -1,5 +1,89 @@
 """The update rules: pure tensor functions without network, threads, clock or Lightning."""
 
-from lightning_asgd.algorithms.asgd import ASGD, parse_scale
+from __future__ import annotations
 
-__all__ = ["ASGD", "parse_scale"]
+from typing import Any
+
+from lightning_asgd.algorithms.asgd import ASGD
+from lightning_asgd.algorithms.averaging import LocalSGD
+from lightning_asgd.algorithms.base import Algorithm, Transform
+from lightning_asgd.algorithms.dana import DANASlim
+from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo
+from lightning_asgd.algorithms.downpour import Downpour
+from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
+from lightning_asgd.algorithms.rounds import Barrier, WarmStart
+from lightning_asgd.algorithms.staleness import (
+    DelayCompensation,
+    DropStale,
+    DynamicSteps,
+    GapAware,
+    Rennala,
+    ScaleByStaleness,
+    SoftSync,
+    StalenessAware,
+    StaleSynchronous,
+)
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = [
+    "ASGD",
+    "EAMSGD",
+    "EASGD",
+    "Algorithm",
+    "Barrier",
+    "DANASlim",
+    "DelayCompensation",
+    "DelayedNesterov",
+    "DiLoCo",
+    "Downpour",
+    "DropStale",
+    "DynamicSteps",
+    "GapAware",
+    "LocalSGD",
+    "Rennala",
+    "ScaleByStaleness",
+    "SoftSync",
+    "StaleSynchronous",
+    "StalenessAware",
+    "Transform",
+    "WarmStart",
+    "find",
+]
+
+_NAMED: dict[str, type[Algorithm]] = {
+    "asgd": ASGD,
+    "dana_slim": DANASlim,
+    "delayed_nesterov": DelayedNesterov,
+    "diloco": DiLoCo,
+    "downpour": Downpour,
+    "eamsgd": EAMSGD,
+    "easgd": EASGD,
+    "local_sgd": LocalSGD,
+}
+
+
+def find(algorithm: Any = None, scale: Any = None) -> Algorithm:
+    """The algorithm that a user means.
+
+    Args:
+        algorithm: an algorithm, the name of one with its defaults, or None for :class:`ASGD`.
+        scale: that of :class:`ASGD`, where no other algorithm is given.
+
+    Raises:
+        ConfigurationError: there is no such algorithm, or it takes no scale.
+    """
+    if isinstance(algorithm, str) and algorithm in _NAMED:
+        algorithm = None if _NAMED[algorithm] is ASGD else _NAMED[algorithm]()
+    if algorithm is None:
+        return ASGD("mean" if scale is None else scale)
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigurationError(
+            f"algorithm={algorithm!r} is unknown. Expected an object such as ASGD(), or one of the names "
+            f"{', '.join(sorted(_NAMED))}."
+        )
+    if scale is not None:
+        raise ConfigurationError(
+            f"scale={scale!r} was given beside algorithm={algorithm!r}. Expected one of them: "
+            "give the scale to the algorithm."
+        )
+    return algorithm

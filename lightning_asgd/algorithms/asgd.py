@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.messages import Role
 
-__all__ = ["ASGD", "parse_scale"]
+__all__ = ["ASGD", "factor", "parse_scale"]
 
 
 @dataclass(frozen=True)
-class ASGD:
+class ASGD(Algorithm):
     """Add each update, scaled.
 
     Args:
@@ -41,39 +41,32 @@ class ASGD:
         none beside the weights.
 
     Staleness:
-        ignored: an update is added whole however old its base is.
+        ignored, unless a transform looks at it: an update is added whole however old its base is.
 
     Example:
         >>> import torch
         >>> w = torch.zeros(2)
-        >>> ASGD("mean").apply(Role.PARAMETER, w, torch.tensor([1.0, 3.0]), live=2, out=w)
+        >>> ASGD("mean").apply(w, torch.tensor([1.0, 3.0]), {}, Push(live=2))
         >>> w.tolist()
         [0.5, 1.5]
     """
 
     scale: str | float = "mean"
 
-    def factor(self, role: Role, live: int) -> float:
-        """What an update of ``role`` is multiplied with while ``live`` workers take part."""
-        if role is Role.AVERAGE or self.scale == "mean":
-            return 1.0 / max(live, 1)
-        return 1.0 if self.scale == "sum" else float(self.scale)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "scale", parse_scale(self.scale))
 
-    def apply(self, role: Role, weights: Tensor, update: Tensor, *, live: int, out: Tensor) -> None:
-        """Write the new weights to ``out``.
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`."""
+        weights.add_(update, alpha=factor(self.scale, push))
 
-        Args:
-            role: how the scalars combine.
-            weights: current weights, shape ``(n,)``.
-            update: what the worker pushed, shape ``(n,)``: a difference of weights, or for
-                :attr:`Role.LARGEST` the worker's values.
-            live: number of workers that take part.
-            out: where the result goes; may be ``weights`` or ``update`` itself.
-        """
-        if role is Role.LARGEST:
-            torch.maximum(weights, update, out=out)
-        else:
-            torch.add(weights, update, alpha=self.factor(role, live), out=out)
+
+def factor(scale: str | float, push: Push) -> float:
+    """What an update is multiplied with: one of N workers' pushes, or the mean of several of them."""
+    if scale == "mean":
+        return min(push.count / max(push.live, 1), 1.0)
+    return 1.0 if scale == "sum" else float(scale)
 
 
 def parse_scale(scale: object) -> str | float:

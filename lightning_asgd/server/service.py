@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.futures import Future
 
-from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, ProtocolError
 from lightning_asgd.messages import (
     PROTOCOL,
@@ -25,10 +24,9 @@ from lightning_asgd.messages import (
     Join,
     Joined,
     Leave,
-    Reply,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
-from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
 __all__ = ["Service"]
@@ -50,6 +48,7 @@ class Service:
         self._shard: Shard | None = None
         self._blocks: dict[int, SharedBlock] = {}
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
+        self._held: dict[int, tuple[Exchange, Future[Any]]] = {}  # exchanges that have no answer yet, by identity
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Join: self._join,
             Initialise: self._initialise,
@@ -110,13 +109,16 @@ class Service:
         if current is None or current.session != message.session:
             self._end_session(f"session {message.session!r} began")
             self._coordinator = Coordinator(message.session, message.world_size)
-        self._session(message.session).join(message.worker)
+        coordinator = self._session(message.session)
+        coordinator.join(message.worker)
+        self._meet(coordinator)
         return Joined(os.getpid())
 
     def _initialise(self, message: Initialise) -> bool:
-        self._session(message.session)
+        coordinator = self._session(message.session)
         if self._shard is None:
-            self._shard = Shard(message.groups, ASGD(message.scale))
+            self._shard = Shard(message.groups, message.algorithm)
+            self._meet(coordinator)
         if self._shard.groups != message.groups:
             raise ProtocolError(
                 f"Worker {message.worker} expects a shard of {message.groups}, others one of {self._shard.groups}."
@@ -134,17 +136,21 @@ class Service:
         self._blocks[message.worker] = block
         return True
 
-    def _exchange(self, message: Exchange) -> Reply:
-        coordinator = self._session(message.session)
+    def _exchange(self, message: Exchange) -> Any:
+        self._session(message.session)
         if self._shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         block = self._blocks.get(message.worker)
-        living = len(coordinator.living)
-        if block is None:
-            return self._shard.exchange(message, message.update, living, None)
-        reply = self._shard.exchange(message, message.update, living, block.tensors)
-        block.unmap()
-        return reply
+        shared = message.shared and block is not None
+        future: Future[Any] = Future()
+        self._held[id(message)] = (message, future)
+        try:
+            due = self._shard.exchange(message, block.tensors if shared and block is not None else message.update)
+        except Exception:
+            del self._held[id(message)]
+            raise
+        self._answer(due)
+        return future.value() if future.done() else future
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         coordinator = self._session(message.session)
@@ -158,6 +164,7 @@ class Service:
         if coordinator is None or coordinator.session != message.session:
             return False  # that session is over: nothing to leave
         self._deliver(coordinator.leave(message.worker, message.reason))
+        self._meet(coordinator)
         block = self._blocks.pop(message.worker, None)
         if block is not None:
             block.close()
@@ -171,10 +178,26 @@ class Service:
             raise ProtocolError(f"Session {session!r} is not the current one ({current!r}). Expected a join first.")
         return self._coordinator
 
+    def _meet(self, coordinator: Coordinator) -> None:
+        """Tell the shard who takes part."""
+        if self._shard is not None:
+            self._answer(self._shard.meet(coordinator.living))
+
+    def _answer(self, due: list[Due]) -> None:
+        for each in due:
+            _, future = self._held.pop(id(each.message))
+            block = self._blocks.get(each.message.worker)
+            if block is not None:
+                block.unmap()
+            future.set_result(each.reply)
+
     def _end_session(self, why: str) -> None:
-        for (worker, _), future in self._waiting.items():
-            future.set_result(Failure("ProtocolError", f"Worker {worker}'s session ended: {why}."))
+        waiting = [(worker, future) for (worker, _), future in self._waiting.items()]
+        waiting += [(message.worker, future) for message, future in self._held.values()]
         self._waiting.clear()
+        self._held.clear()
+        for worker, future in waiting:
+            future.set_result(Failure("ProtocolError", f"Worker {worker}'s session ended: {why}."))
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()

@@ -1,29 +1,34 @@
 """One shard: its weights, its version, and what it does with a push. No network, no clock, no threads.
 
-Weights travel two ways. *By value* a push arrives as fresh tensors: the result is written into them and they become
-the weights, so an earlier answer that is still being sent keeps the old ones untouched. *Shared*, the update lies in
-memory that the worker can read: weights change in place, chunk by chunk, and each chunk is copied back while it is in
-the cache. The worker is told the version right after its own update either way.
+A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
+worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
+own update.
+
+A transform may gather pushes, to apply them together, and may hold answers back. So a call returns the answers that
+have become due, which may be none, and may be other workers'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.finite import is_finite
-from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import Exchange, Reply, Role, Verdict
 
-__all__ = ["CHUNK", "Shard"]
+__all__ = ["CHUNK", "Due", "Shard"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
+
+Buffer = Sequence[Tensor]
 
 
 @dataclass
@@ -31,7 +36,27 @@ class _Counts:
     applied: int = 0
     repeated: int = 0
     refused: int = 0
+    dropped: int = 0
     fetched: int = 0
+
+
+@dataclass(frozen=True)
+class Due:
+    """An answer that can be given now."""
+
+    message: Exchange
+    reply: Reply
+
+
+@dataclass
+class _Asked:
+    """An exchange that has not been answered."""
+
+    message: Exchange
+    buffer: Buffer | None
+    staleness: int
+    verdict: Verdict
+    filled: bool = False  # whether the buffer holds the answer already
 
 
 @dataclass
@@ -40,16 +65,24 @@ class Shard:
 
     Args:
         groups: ``(role, dtype name, number of scalars)`` per group.
-        rule: how an update changes the weights.
+        algorithm: how an update changes the weights.
     """
 
     groups: tuple[tuple[Role, str, int], ...]
-    rule: ASGD
+    algorithm: Algorithm
     version: int = 0
     weights: tuple[Tensor, ...] | None = None
     counts: _Counts = field(default_factory=_Counts)
+    table: Table = field(default_factory=Table)
     _last_seq: dict[int, int] = field(default_factory=dict)
-    _lent: bool = False  # an answer by value may still be reading the weights
+    _asked: list[_Asked] = field(default_factory=list)
+    # Per group; empty for groups that are not parameters.
+    _slots: list[dict[str, Any]] = field(default_factory=list)
+    _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
+    _pending: list[Tensor | None] = field(default_factory=list)
+    _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
+    _lr: float = 0.0  # sums over the gathered pushes
+    _steps: int = 0
 
     @property
     def initialised(self) -> bool:
@@ -60,7 +93,7 @@ class Shard:
         """Take first weights.
 
         Args:
-            weights: one tensor per group; copied if the caller may still change them is the caller's business.
+            weights: one tensor per group, given away by the caller.
             version: version to count on from.
 
         Raises:
@@ -69,22 +102,38 @@ class Shard:
         self._check(weights)
         self.weights = tuple(weights)
         self.version = version
-        self._lent = False
+        parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
+        transforms = self.algorithm.transforms
+        self._slots = [self.algorithm.start(w) if p else {} for w, p in zip(weights, parameters, strict=True)]
+        self._kept = [
+            [{name: torch.zeros_like(w) for name in t.slots} for t in transforms] if p else []
+            for w, p in zip(weights, parameters, strict=True)
+        ]
+        gathers = any(t.gathers for t in transforms)
+        self._pending = [
+            torch.zeros_like(w) if p and gathers else None for w, p in zip(weights, parameters, strict=True)
+        ]
+        self._backups = {}
 
-    def exchange(
-        self,
-        message: Exchange,
-        update: Sequence[Tensor] | None,
-        live: int,
-        shared: Sequence[Tensor] | None = None,
-    ) -> Reply:
+    def meet(self, living: Collection[int]) -> list[Due]:
+        """Take notice of who takes part now.
+
+        Returns:
+            answers that have become due, since nobody waits for a worker that is gone.
+        """
+        self.table.living = set(living)
+        return self._due() if self.weights is not None else []
+
+    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Due]:
         """Apply a push once, and answer with the weights if they are wanted.
 
         Args:
             message: what the worker asks for.
-            update: one tensor per group, given away by the caller; None if nothing is pushed or ``shared`` is given.
-            live: number of workers that take part.
-            shared: the worker's block, one tensor per group: holds the update on entry and the weights on return.
+            buffer: one tensor per group; holds the update on entry and the answer on return. None if the message
+                brings nothing, and there is no shared block.
+
+        Returns:
+            the answers that have become due, this one not always among them.
 
         Raises:
             ProtocolError: the shard has no weights yet, or the tensors do not fit its groups.
@@ -93,57 +142,202 @@ class Shard:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
-        pushed = shared if shared is not None else update
-        verdict = Verdict.NONE
-        staleness = 0
+        asked = _Asked(message, buffer, 0, Verdict.NONE)
         if message.push:
-            if pushed is None:
+            if buffer is None:
                 raise ProtocolError(f"Worker {message.worker} pushed nothing: expected an update of {self.groups}.")
-            self._check(pushed)
-            verdict = self._judge(message, pushed)
-        if verdict is Verdict.APPLIED:
-            staleness = max(0, self.version - message.base_version)
-            self._apply(pushed if pushed is not None else (), live, shared is not None, copy_back=message.fetch)
-            self._last_seq[message.worker] = message.seq
-            self.version += 1
-        elif shared is not None and message.fetch:
-            for block, values in zip(shared, self.weights, strict=True):
-                block.copy_(values)
-        answer: tuple[Tensor, ...] | None = None
-        if message.fetch:
-            self.counts.fetched += 1
-            if shared is None:
-                answer = self.weights
-                self._lent = True
-        return Reply(self.version, staleness, verdict, answer)
+            self._check(buffer)
+            asked.verdict = self._judge(message, buffer)
+            if asked.verdict is Verdict.APPLIED:
+                asked.staleness = max(0, self.version - message.base_version)
+                self._take(asked, buffer)
+        self._note(message)
+        self._asked.append(asked)
+        return self._due()
 
-    def _judge(self, message: Exchange, update: Sequence[Tensor]) -> Verdict:
+    # ------------------------------------------------------------------ who
+
+    def _note(self, message: Exchange) -> None:
+        table = self.table
+        if message.rest:
+            table.resting.add(message.worker)
+            table.clocks.pop(message.worker, None)
+        else:
+            table.resting.discard(message.worker)
+        if message.push and not message.rest:
+            table.clocks[message.worker] += 1
+        table.steps[message.worker] += message.steps
+        if message.speed > 0:
+            table.speeds[message.worker] = message.speed
+
+    def _judge(self, message: Exchange, update: Buffer) -> Verdict:
         if message.seq <= self._last_seq.get(message.worker, 0):
             self.counts.repeated += 1
             return Verdict.REPEATED
+        self._last_seq[message.worker] = message.seq
         if not all(is_finite(t) for t in update):
-            self._last_seq[message.worker] = message.seq
             self.counts.refused += 1
             return Verdict.REFUSED
-        self.counts.applied += 1
         return Verdict.APPLIED
 
-    def _apply(self, update: Sequence[Tensor], live: int, in_place: bool, copy_back: bool) -> None:
-        weights = self.weights or ()
-        if in_place and self._lent:
-            weights = self.weights = tuple(t.clone() for t in weights)
-            self._lent = False
-        for (role, _, _), w, u in zip(self.groups, weights, update, strict=True):
-            out = w if in_place else u
-            for a, b, c in zip(*(torch.split(t, CHUNK) for t in (w, u, out)), strict=True):
-                self.rule.apply(role, a, b, live=live, out=c)
-                if in_place and copy_back:
-                    b.copy_(a)
-        if not in_place:
-            self.weights = tuple(update)
-            self._lent = False
+    # ------------------------------------------------------------------ a push
 
-    def _check(self, tensors: Sequence[Tensor]) -> None:
+    def _take(self, asked: _Asked, update: Buffer) -> None:
+        """Weigh a push, and apply it or put it to the gathered ones."""
+        message, algorithm = asked.message, self.algorithm
+        push = Push(
+            worker=message.worker,
+            seq=message.seq,
+            payload=algorithm.payload,
+            staleness=asked.staleness,
+            steps=max(message.steps, 1),
+            lr=message.lr,
+            live=max(len(self.table.living), 1),
+            version=self.version,
+        )
+        scale = 1.0
+        for transform in algorithm.transforms:
+            weight = transform.weigh(push)
+            if weight is None:
+                self.counts.dropped += 1
+                asked.verdict = Verdict.DROPPED
+                return
+            scale *= weight
+        self.counts.applied += 1
+        gathers = any(t.gathers for t in algorithm.transforms)
+        copy_back = message.fetch and not gathers and not algorithm.waits
+        for index, (role, _, _) in enumerate(self.groups):
+            if role is Role.PARAMETER:
+                answers = copy_back and algorithm.answer is Answer.WEIGHTS
+                self._change(index, update[index], push, scale, answers)
+            else:
+                self._combine(role, index, update[index], push.live, copy_back)
+        if gathers:
+            self.table.gathered.add(message.worker)
+            self.table.count += 1
+            self._lr += message.lr
+            self._steps += message.steps
+        else:
+            self.version += 1
+        asked.filled = copy_back
+
+    def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
+        """A push's way through the transforms, and into the weights or to the gathered pushes."""
+        algorithm, weights, pending = self.algorithm, self._weights[index], self._pending[index]
+        slots, kept = self._slots[index], self._kept[index]
+        backup = self._backups[push.worker][index] if push.worker in self._backups else weights
+        for part in self._parts(weights.numel()):
+            w, u = weights[part], update[part]
+            for transform, own in zip(algorithm.transforms, kept, strict=True):
+                mine = {**_slice(own, part), "backup": backup[part]} if transform.backup else _slice(own, part)
+                transform.change(u, w, mine, push)
+            if scale != 1.0:
+                u.mul_(scale)
+            if pending is not None:
+                pending[part].add_(u)
+                continue
+            algorithm.apply(w, u, _slice(slots, part) if algorithm.chunked else slots, push)
+            if copy_back:
+                u.copy_(w)
+
+    def _combine(self, role: Role, index: int, update: Tensor, live: int, copy_back: bool) -> None:
+        """Groups that are not parameters: no algorithm changes how they combine."""
+        for part in self._parts(update.numel()):
+            w, u = self._weights[index][part], update[part]
+            if role is Role.LARGEST:
+                torch.maximum(w, u, out=w)
+            else:
+                w.add_(u, alpha=1.0 / live)
+            if copy_back:
+                u.copy_(w)
+
+    def _apply_gathered(self) -> None:
+        """Apply the mean of the gathered pushes as one update."""
+        table, algorithm = self.table, self.algorithm
+        live, count = max(len(table.living), 1), table.count
+        push = Push(
+            worker=-1,
+            payload=algorithm.payload,
+            steps=max(1, round(self._steps / count)),
+            lr=self._lr / count,
+            live=live,
+            count=count,
+            version=self.version,
+        )
+        for weights, slots, pending in zip(self._weights, self._slots, self._pending, strict=True):
+            if pending is None:
+                continue
+            for part in self._parts(weights.numel()):
+                mean = pending[part].div_(count)
+                algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
+                mean.zero_()
+        table.gathered.clear()
+        table.count = 0
+        self._lr, self._steps = 0.0, 0
+        self.version += 1
+
+    # ------------------------------------------------------------------ answers
+
+    def _due(self) -> list[Due]:
+        """Apply what has been gathered if it is time, and answer everybody who need not wait."""
+        table, transforms = self.table, self.algorithm.transforms
+        if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
+            self._apply_gathered()
+        due, held = [], []
+        for asked in self._asked:
+            worker = asked.message.worker
+            waits = asked.message.may_wait and worker in table.living and worker not in table.resting
+            if waits and any(t.holds(worker, table) for t in transforms):
+                held.append(asked)
+            else:
+                due.append(Due(asked.message, self._answer(asked)))
+        self._asked = held
+        return due
+
+    def _answer(self, asked: _Asked) -> Reply:
+        message, buffer = asked.message, asked.buffer
+        if message.fetch:
+            self.counts.fetched += 1
+            if buffer is None:
+                buffer = tuple(t.clone() for t in self._weights)
+            elif not asked.filled:
+                self._fill(asked, buffer)
+            self._back_up(message.worker)
+        period = message.nsync
+        for transform in self.algorithm.transforms:
+            period = transform.period(message.worker, self.table, period)
+        weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
+        return Reply(self.version, asked.staleness, asked.verdict, weights, period)
+
+    def _fill(self, asked: _Asked, buffer: Buffer) -> None:
+        force = asked.message.push and self.algorithm.answer is Answer.FORCE
+        for (role, _, _), weights, out in zip(self.groups, self._weights, buffer, strict=True):
+            if not force or role is not Role.PARAMETER:
+                out.copy_(weights)
+            elif asked.verdict is not Verdict.APPLIED:
+                out.zero_()
+
+    def _back_up(self, worker: int) -> None:
+        """Note what a worker starts from, if a transform wants to know."""
+        if not any(t.backup for t in self.algorithm.transforms):
+            return
+        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self._weights])
+        for backup, weights in zip(kept, self._weights, strict=True):
+            backup.copy_(weights)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.weights or ()
+
+    def _parts(self, n: int) -> list[slice]:
+        """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""
+        if not self.algorithm.chunked or n <= CHUNK:
+            return [slice(0, n)]
+        return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+
+    def _check(self, tensors: Buffer) -> None:
         got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
         expected = tuple((dtype, n) for _, dtype, n in self.groups)
         if got != expected:
@@ -152,6 +346,6 @@ class Shard:
                 "All workers and servers of a run must use the same module and version of this package."
             )
 
-    def empty(self) -> tuple[Tensor, ...]:
-        """Uninitialised tensors of the shard's shape."""
-        return tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in self.groups)
+
+def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:
+    return {name: tensor[part] for name, tensor in slots.items()}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, error_from
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
@@ -67,7 +68,7 @@ class Client:
     def initialise(
         self,
         layout: Layout,
-        scale: str | float,
+        algorithm: Algorithm,
         shared: Sequence[SharedRef | None],
         weights: Sequence[tuple[Tensor, ...]] | None = None,
         versions: Sequence[int] | None = None,
@@ -76,7 +77,7 @@ class Client:
 
         Args:
             layout: what lives where.
-            scale: the strategy's ``scale``.
+            algorithm: what the servers do with updates.
             shared: a block per server, or None.
             weights: per server, one tensor per group.
             versions: per server, the version to count on from.
@@ -91,7 +92,7 @@ class Client:
                     self.session,
                     self.worker,
                     layout.shard(s),
-                    scale,
+                    algorithm,
                     None if weights is None else weights[s],
                     0 if versions is None else versions[s],
                     shared[s],
@@ -109,6 +110,7 @@ class Client:
         push: bool,
         fetch: bool,
         updates: Sequence[tuple[Tensor, ...] | None],
+        **about: Any,
     ) -> list[Future[Any]]:
         """Start an exchange with every server: one message each.
 
@@ -117,7 +119,8 @@ class Client:
             base_versions: per server, the version the update is based on.
             push: send an update.
             fetch: ask for the weights.
-            updates: per server, the update by value, or None if nothing is pushed or it lies in the shared block.
+            updates: per server, the update by value, or None if it lies in the shared block.
+            **about: the other fields of :class:`Exchange`.
 
         Returns:
             futures for :meth:`replies`.
@@ -133,6 +136,8 @@ class Client:
                     push,
                     fetch,
                     updates[s] if push else None,
+                    shared=updates[s] is None,
+                    **about,
                 ),
             )
             for s in self._servers()

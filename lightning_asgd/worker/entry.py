@@ -19,7 +19,7 @@ from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica import replica_for
 
 __all__ = ["agree", "enter", "named_state", "newly_trainable"]
 
@@ -33,6 +33,7 @@ def enter(
     *,
     versions: list[int] | None = None,
     on_refused: Callable[[], None] = lambda: None,
+    lr: Callable[[], float] = lambda: 0.0,
 ) -> Exchanger:
     """Lay the module out over the servers, fill them with worker 0's weights, and take these.
 
@@ -44,6 +45,7 @@ def enter(
         num_servers: shards to make.
         versions: per server, to count on from; worker 0's count.
         on_refused: see :class:`Exchanger`.
+        lr: see :class:`Exchanger`.
 
     Returns:
         the exchanger, with fresh statistics.
@@ -67,11 +69,13 @@ def enter(
     _check_same(collectives, layout, client.worker)
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
     blocks = [shared_memory.create(layout.shard(s)) for s in range(num_servers)]
-    replica = Replica(layout, _source(module, [spec.name for spec in layout.tensors]), blocks)
+    names = [spec.name for spec in layout.tensors]
+    source, gradients = _source(module, names), _gradients(module, names)
+    replica = replica_for(config.algorithm.payload, layout, source, blocks, gradients)
     first = client.worker == 0
     seen = client.initialise(
         layout,
-        config.scale,
+        config.algorithm,
         [block.ref if block is not None else None for block in blocks],
         weights=replica.weights() if first else None,
         versions=versions if first else None,
@@ -80,7 +84,7 @@ def enter(
         if not sees:
             replica.drop_block(server)
     collectives.barrier("servers have the weights")
-    exchanger = Exchanger(client, replica, config, on_refused=on_refused)
+    exchanger = Exchanger(client, replica, config, on_refused=on_refused, lr=lr)
     exchanger.fetch()
     exchanger.stats = ExchangeStats()
     return exchanger
@@ -127,12 +131,19 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
 
 def _source(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor]]:
     """Look tensors up where the module keeps them, since a program may put others in their place."""
-    places: list[tuple[Any, str]] = []
-    for name in names:
-        path, _, last = name.rpartition(".")
-        owner = module.get_submodule(path)
-        places.append((owner._parameters if last in owner._parameters else owner._buffers, last))
+    places = [_place(module, name) for name in names]
     return lambda: [place[name].data for place, name in places]
+
+
+def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:
+    places = [_place(module, name) for name in names]
+    return lambda: [place[name].grad for place, name in places]
+
+
+def _place(module: Module, name: str) -> tuple[Any, str]:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:

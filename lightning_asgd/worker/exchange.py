@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord, ExchangeStats
@@ -43,6 +44,7 @@ class Exchanger:
         replica: the worker's weights.
         config: when to exchange.
         on_refused: called after a server refused an update; the weights are the servers' again by then.
+        lr: the worker's present learning rate.
         clock: seconds; given by tests.
     """
 
@@ -53,6 +55,7 @@ class Exchanger:
         config: ExchangeConfig,
         *,
         on_refused: Callable[[], None] = lambda: None,
+        lr: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.client = client
@@ -61,8 +64,14 @@ class Exchanger:
         self.stats = ExchangeStats()
         self.versions = [0] * client.num_servers
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
+        self._algorithm = config.algorithm
+        # Where answers are held back a worker must not run away meanwhile.
+        self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         self._on_refused = on_refused
+        self._lr = lr
         self._clock = clock
+        self._wished: int | None = None  # steps between two exchanges that the servers want
+        self._pace: tuple[int, float] | None = None  # steps taken and the time at the last exchange's beginning
         self._seq = 0
         self._since_push = 0
         self._since_fetch = 0
@@ -70,12 +79,36 @@ class Exchanger:
 
     # ------------------------------------------------------------------ the asynchronous phase
 
+    def begin(self) -> None:
+        """Leave a sync point: to be called before the first batch after it."""
+        self.replica.resume()
+        self._pace = None
+        if any(t.holds_at_start for t in self._algorithm.transforms):
+            self._start(push=False, fetch=True)
+            self._finish(adopt=True)
+
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
         self.moved = True
+        self.replica.accrue()
         self.stats.steps += 1
         self._since_push += 1
         self._since_fetch += 1
+
+    @property
+    def due(self) -> tuple[bool, bool]:
+        """Whether a push, and whether a fetch is due."""
+        config, steps = self.config, self.stats.steps
+        npush, nfetch = self._wished or config.npush, self._wished or config.nfetch
+        return (
+            self._since_push >= self._algorithm.period(npush, steps),
+            self._since_fetch >= self._algorithm.period(nfetch, steps),
+        )
+
+    @property
+    def answered(self) -> bool:
+        """Whether an exchange is under way and its answer has come."""
+        return self._pending is not None and all(f.done() for f in self._pending.futures)
 
     def advance(self) -> None:
         """Merge what has come, and start an exchange if one is due. To be called between two batches.
@@ -84,16 +117,14 @@ class Exchanger:
             ServerLostError: a server is gone.
             ASGDError: what a server reported.
         """
-        pending = self._pending
-        if pending is not None and all(f.done() for f in pending.futures):
+        if self.answered:
             self._finish()
-        push = self._since_push >= self.config.npush
-        fetch = self._since_fetch >= self.config.nfetch
+        push, fetch = self.due
         if not (push or fetch):
             return
         if self._pending is not None:
             self.stats.deferred += 1
-            if self._since_push < self.config.max_offline_steps:
+            if self._since_push < self._max_offline_steps:
                 return
             self._finish()
         self._start(push=push, fetch=fetch)
@@ -103,17 +134,21 @@ class Exchanger:
     # ------------------------------------------------------------------ sync points
 
     def flush(self) -> None:
-        """Wait for the exchange under way, and push what was trained since."""
+        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
         self._finish(sync=True)
-        if self._since_push:
-            self._start(push=True, fetch=False)
+        if self._since_push or self._algorithm.waits:
+            self._start(push=self._since_push > 0, fetch=False, rest=True)
             self._finish(sync=True)
 
-    def fetch(self) -> None:
-        """Take the servers' weights as they are. What was not flushed is lost."""
+    def fetch(self, *, park: bool = False) -> None:
+        """Take the servers' weights as they are. What was not flushed is lost.
+
+        Args:
+            park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
+        """
         self._finish(sync=True)
-        self._start(push=False, fetch=True)
-        self._finish(adopt=True, sync=True)
+        self._start(push=False, fetch=True, may_wait=False)
+        self._finish(adopt=True, park=park, sync=True)
         self.moved = False
 
     def peek(self) -> dict[str, Tensor]:
@@ -131,19 +166,35 @@ class Exchanger:
 
     # ------------------------------------------------------------------ one exchange
 
-    def _start(self, *, push: bool, fetch: bool) -> None:
+    def _start(self, *, push: bool, fetch: bool, may_wait: bool = True, rest: bool = False) -> None:
         local_steps = self._since_push if push else 0
         begun = self._clock()
+        speed = 0.0
         if push:
             self._seq += 1
             self.replica.pack()
             self._since_push = 0
+            if self._pace is not None and begun > self._pace[1]:
+                speed = (self.stats.steps - self._pace[0]) / (begun - self._pace[1])
+            self._pace = (self.stats.steps, begun)
         if fetch:
             self._since_fetch = 0
-        futures = self.client.exchange(self._seq, self.versions, push=push, fetch=fetch, updates=self.replica.updates())
+        futures = self.client.exchange(
+            self._seq,
+            self.versions,
+            push=push,
+            fetch=fetch,
+            updates=self.replica.updates(),
+            steps=local_steps,
+            lr=self._lr(),
+            speed=speed,
+            nsync=self.config.npush,
+            may_wait=may_wait and not rest,
+            rest=rest,
+        )
         self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps)
 
-    def _finish(self, *, adopt: bool = False, sync: bool = False) -> None:
+    def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -155,14 +206,17 @@ class Exchanger:
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
             self.versions = [r.version for r in replies]
-            if adopt or refused or self._since_push == 0:
-                self.replica.adopt(self._answers(replies))
+            answers = self._answers(replies)
+            if adopt:
+                self.replica.adopt(answers, park=park)
             else:
-                self.replica.merge(self._answers(replies))
+                self.replica.merge(answers, pushed=pending.push, fresh=refused or self._since_push == 0)
+        wishes = [r.nsync for r in replies if r.nsync]
+        self._wished = max(wishes) if wishes and max(wishes) != self.config.npush else None
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0
-            if not pending.fetch:
+            if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 self.fetch()
             self._on_refused()
 

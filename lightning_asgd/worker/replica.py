@@ -10,6 +10,9 @@ In terms of the module's weights *x* (all sums element-wise):
 * :meth:`Replica.merge` of an answer *r*: ``x += r - base; base = r``: steps taken since the push stay in *x* and are
   part of the next push (the *rebase* of asynchronous updates).
 * :meth:`Replica.adopt`: ``x = base = r``.
+
+:class:`GradientReplica` puts accrued gradients on the wire instead of ``x - base``; :class:`ElasticReplica` puts *x*
+itself there, and subtracts the force that comes back. Buffers that are not parameters go the first way in all three.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, dtype_from_name
 from lightning_asgd.messages import Role
 from lightning_asgd.transport.shared_memory import SharedBlock
 
-__all__ = ["Replica"]
+__all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 
 _CHUNK = 1 << 18  # scalars per pass on a CPU: 1 MiB of float32, so that a temporary stays in the cache
 
@@ -117,29 +121,60 @@ class Replica:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
                 wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
-                if r.role is Role.LARGEST:
+                if r.role is Role.PARAMETER:
+                    self._pack(r, x, wire)
+                elif r.role is Role.LARGEST:
                     wire.copy_(x)
-                elif x.device == wire.device:
-                    torch.sub(x, r.base, out=wire)
                 else:
-                    wire.copy_(x - r.base)
-                r.base.copy_(x)
+                    self._pack_difference(r, x, wire)
 
-    def merge(self, answers: Sequence[tuple[Tensor, ...]]) -> None:
+    def merge(self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False) -> None:
         """Take the servers' weights and keep what was trained since the push.
 
         Args:
             answers: per server, one tensor per group; :attr:`wire` itself where it is shared.
+            pushed: whether they answer a push.
+            fresh: whether nothing was trained since, so that the answer can be taken as it is.
         """
         with torch.no_grad(), self._flat(write=True) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
-                answer = answers[r.server][r.group][r.offset : r.offset + x.numel()].to(x.device)
-                if r.role is Role.LARGEST:
-                    torch.maximum(x, answer, out=x)
+                answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
+                if r.role is Role.PARAMETER:
+                    self._merge(r, x, answer, pushed, fresh)
+                elif r.role is Role.LARGEST and not fresh:
+                    torch.maximum(x, answer.to(x.device), out=x)
+                    r.base.copy_(answer)
                 else:
-                    x.add_(torch.sub(answer, r.base, out=self._scratch_for(x)))
-                r.base.copy_(answer)
+                    self._rebase(r, x, answer, fresh)
+
+    def accrue(self) -> None:
+        """Note that an optimizer step was taken."""
+
+    def resume(self) -> None:
+        """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
+
+    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+        self._pack_difference(r, x, wire)
+
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+        self._rebase(r, x, answer, fresh)
+
+    def _pack_difference(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+        if x.device == wire.device:
+            torch.sub(x, r.base, out=wire)
+        else:
+            wire.copy_(x - r.base)
+        r.base.copy_(x)
+
+    def _rebase(self, r: _Run, x: Tensor, answer: Tensor, fresh: bool) -> None:
+        if fresh:
+            x.copy_(answer)
+            r.base.copy_(x)
+            return
+        answer = answer.to(x.device)
+        x.add_(torch.sub(answer, r.base, out=self._scratch_for(x)))
+        r.base.copy_(answer)
 
     def _scratch_for(self, x: Tensor) -> Tensor:
         scratch = self._scratch.get(x.dtype)
@@ -147,13 +182,24 @@ class Replica:
             scratch = self._scratch[x.dtype] = torch.empty_like(x)
         return scratch[: x.numel()]
 
-    def adopt(self, answers: Sequence[tuple[Tensor, ...]]) -> None:
-        """Take the servers' weights as they are; see :meth:`merge` for the argument."""
+    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
+        """Take the servers' weights as they are.
+
+        Args:
+            answers: see :meth:`merge`.
+            park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
+        """
         with torch.no_grad(), self._flat(write=True) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
-                x.copy_(answers[r.server][r.group][r.offset : r.offset + x.numel()])
-                r.base.copy_(x)
+                answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
+                if r.role is Role.PARAMETER:
+                    self._adopt(r, x, answer, park)
+                else:
+                    self._rebase(r, x, answer, True)
+
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
+        self._rebase(r, x, answer, True)
 
     def read(self, answers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
         """The servers' weights as named tensors, without touching the module.
@@ -196,3 +242,103 @@ class Replica:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.detach().copy_(values.view(tensor.shape))
+
+
+class GradientReplica(Replica):
+    """Pushes the sum of its gradients since the last push.
+
+    Takes one vector more on the worker.
+
+    Args:
+        layout: see :class:`Replica`.
+        source: see :class:`Replica`.
+        blocks: see :class:`Replica`.
+        gradients: gives the gradients of the module's tensors in the layout's order, None where there is none.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        source: Callable[[], Sequence[Tensor]],
+        blocks: Sequence[SharedBlock | None],
+        gradients: Callable[[], Sequence[Tensor | None]],
+    ) -> None:
+        super().__init__(layout, source, blocks)
+        self._gradients = gradients
+        self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._runs) if r.role is Role.PARAMETER}
+        self._index = {id(r): i for i, r in enumerate(self._runs)}
+
+    def accrue(self) -> None:
+        """Add this step's gradients."""
+        with torch.no_grad():
+            gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
+            for i, accrued in self._accrued.items():
+                r = self._runs[i]
+                gradient = gradients[r.tensor]
+                if gradient is not None:
+                    accrued.add_(gradient[r.start : r.stop])
+
+    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+        accrued = self._accrued[self._index[id(r)]]
+        wire.copy_(accrued)
+        accrued.zero_()
+        r.base.copy_(x)
+
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
+        self._accrued[self._index[id(r)]].zero_()
+        super()._adopt(r, x, answer, park)
+
+
+class ElasticReplica(Replica):
+    """Keeps weights of its own, which a force pulls towards the servers'. ``base`` holds them during a sync point."""
+
+    _parked = False
+
+    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+        wire.copy_(x)
+
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+        if pushed:
+            x.sub_(answer.to(x.device))
+
+    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
+        """See :class:`Replica`."""
+        super().adopt(answers, park=park and not self._parked)
+        self._parked = self._parked or park
+
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
+        wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+        if park:
+            r.base.copy_(x)
+        x.copy_(answer)
+        if wire.data_ptr() != answer.data_ptr():
+            wire.copy_(answer)
+
+    def resume(self) -> None:
+        """See :class:`Replica`. What a program has changed meanwhile is kept."""
+        if not self._parked:
+            return
+        self._parked = False
+        with torch.no_grad(), self._flat(write=True) as flat:
+            for r in self._runs:
+                if r.role is Role.PARAMETER:
+                    x = flat[r.tensor][r.start : r.stop]
+                    wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+                    x.sub_(wire.to(x.device)).add_(r.base)
+
+
+def replica_for(
+    payload: Payload,
+    layout: Layout,
+    source: Callable[[], Sequence[Tensor]],
+    blocks: Sequence[SharedBlock | None],
+    gradients: Callable[[], Sequence[Tensor | None]],
+) -> Replica:
+    """The replica that pushes what an algorithm wants; see the classes for the arguments."""
+    if payload is Payload.GRADIENT:
+        return GradientReplica(layout, source, blocks, gradients)
+    return (ElasticReplica if payload is Payload.WEIGHTS else Replica)(layout, source, blocks)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -8,6 +8,7 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd import errors
+from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
 from lightning_asgd.layout import build_layout
 from lightning_asgd.messages import Contribution, Exchange, Failure, Initialise, Join, Joined, Leave, Reply, Verdict
@@ -64,7 +65,7 @@ def exchange(c: Client) -> list[Reply]:
 
 CALLS: dict[str, Any] = {
     "join": lambda c: c.join(),
-    "initialise": lambda c: c.initialise(LAYOUT, "mean", [None, None]),
+    "initialise": lambda c: c.initialise(LAYOUT, ASGD(), [None, None]),
     "exchange": exchange,
     "collective": lambda c: c.collective("barrier", "x", timeout_s=1.0),
 }
@@ -95,7 +96,9 @@ def test_joining_tells_every_server() -> None:
 
 def test_initialise_brings_each_server_its_part() -> None:
     transport = Answers(True, False)
-    seen = client(transport).initialise(LAYOUT, "sum", [None, None], [(torch.zeros(2),), (torch.ones(2),)], [8, 9])
+    seen = client(transport).initialise(
+        LAYOUT, ASGD("sum"), [None, None], [(torch.zeros(2),), (torch.ones(2),)], [8, 9]
+    )
     assert seen == [True, False]
     messages = [m for _, m, _ in transport.sent]
     assert all(isinstance(m, Initialise) for m in messages)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd.algorithms import ASGD
 from lightning_asgd.messages import (
     PROTOCOL,
     Contribution,
@@ -42,7 +44,7 @@ def service(
     result = Service(clock)
     for rank in range(workers):
         assert isinstance(result.handle(Join(session, rank, workers)), Joined)
-    assert result.handle(Initialise(session, 0, GROUPS, scale, (torch.zeros(3),))) is False
+    assert result.handle(Initialise(session, 0, GROUPS, ASGD(scale), (torch.zeros(3),))) is False
     return result
 
 
@@ -104,7 +106,7 @@ def test_another_session_ends_the_one_before() -> None:
     "message",
     [
         push(1, 1.0),
-        Initialise("s", 0, GROUPS, "mean", (torch.zeros(3),)),
+        Initialise("s", 0, GROUPS, ASGD(), (torch.zeros(3),)),
         Contribution("s", 0, 1, "barrier", "x"),
     ],
 )
@@ -124,14 +126,14 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
     s = Service()
     s.handle(Join("s", 1, 2))
-    s.handle(Initialise("s", 1, GROUPS, "mean"))
+    s.handle(Initialise("s", 1, GROUPS, ASGD()))
     error, text = failure(s.handle(push(1, 1.0, worker=1)))
     assert error == "ProtocolError"
     assert "before the shard had weights" in text
 
 
 def test_workers_must_expect_the_same_shard() -> None:
-    error, text = failure(service().handle(Initialise("s", 1, ((Role.PARAMETER, "float32", 4),), "mean")))
+    error, text = failure(service().handle(Initialise("s", 1, ((Role.PARAMETER, "float32", 4),), ASGD())))
     assert error == "ProtocolError"
     assert "Worker 1 expects a shard of" in text
 
@@ -156,7 +158,7 @@ def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFix
 def test_weights_are_filled_once_and_versions_count_on() -> None:
     s = Service()
     s.handle(Join("s", 0, 1))
-    s.handle(Initialise("s", 0, GROUPS, "sum", (torch.ones(3),), version=7))
+    s.handle(Initialise("s", 0, GROUPS, ASGD("sum"), (torch.ones(3),), version=7))
     reply = s.handle(push(1, 2.0))
     assert (reply.version, reply.staleness, reply.verdict) == (8, 7, Verdict.APPLIED)
     assert reply.weights[0].tolist() == [3.0] * 3
@@ -248,7 +250,7 @@ def test_status_counts() -> None:
     s.handle(push(2, float("nan")))
     s.handle(fetch())
     assert s.status()["version"] == 1
-    assert s.status()["counts"] == {"applied": 1, "repeated": 1, "refused": 1, "fetched": 4}
+    assert s.status()["counts"] == {"applied": 1, "repeated": 1, "refused": 1, "dropped": 0, "fetched": 4}
 
 
 needs_shared_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -265,13 +267,13 @@ def test_an_exchange_through_a_block() -> None:
     s = service(scale="sum")
     block = shared_memory.create(GROUPS)
     assert block is not None
-    assert s.handle(Initialise("s", 1, GROUPS, "sum", shared=block.ref)) is True
+    assert s.handle(Initialise("s", 1, GROUPS, ASGD("sum"), shared=block.ref)) is True
     block.tensors[0].fill_(5.0)
-    reply = s.handle(Exchange("s", 1, 1, 0, True, True))
+    reply = s.handle(Exchange("s", 1, 1, 0, True, True, shared=True))
     assert (reply.version, reply.verdict, reply.weights) == (1, Verdict.APPLIED, None)
     assert block.tensors[0].tolist() == [5.0] * 3
     assert s.handle(push(1, 1.0)).weights[0].tolist() == [6.0] * 3
-    s.handle(fetch(worker=1))
+    s.handle(replace(fetch(worker=1), shared=True))
     assert block.tensors[0].tolist() == [6.0] * 3
     s.close()
     block.close()
@@ -284,7 +286,7 @@ def test_a_worker_takes_its_block_along(end: Any) -> None:
     block = shared_memory.create(GROUPS)
     assert block is not None
     before = mappings()
-    s.handle(Initialise("s", 1, GROUPS, "mean", shared=block.ref))
+    s.handle(Initialise("s", 1, GROUPS, ASGD(), shared=block.ref))
     assert mappings() > before
     if end is None:
         s.close()
@@ -301,7 +303,7 @@ def test_a_worker_that_comes_with_another_block_leaves_none_behind() -> None:
     before = mappings()
     for block in blocks:
         assert block is not None
-        s.handle(Initialise("s", 1, GROUPS, "mean", shared=block.ref))
+        s.handle(Initialise("s", 1, GROUPS, ASGD(), shared=block.ref))
     s.close()
     assert mappings() == before
     for block in blocks:

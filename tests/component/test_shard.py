@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,17 +41,26 @@ def message(worker: int = 0, seq: int = 1, base_version: int = 0, push: bool = T
     return Exchange("s", worker, seq, base_version, push, fetch)
 
 
+def exchange(shard: Shard, asked: Exchange, buffer: Tensors | None, live: int) -> Reply:
+    """An exchange whose answer is due at once."""
+    assert shard.meet(range(live)) == []
+    (due,) = shard.exchange(asked, buffer)
+    assert due.message is asked
+    return due.reply
+
+
 def by_value(shard: Shard, update: Tensors | None, live: int = 2, **fields: Any) -> tuple[Reply, Tensors | None]:
     """Push as a wire would: the shard gets tensors of its own."""
     update = None if update is None else tuple(t.clone() for t in update)
-    reply = shard.exchange(message(push=update is not None, **fields), update, live)
+    reply = exchange(shard, message(push=update is not None, **fields), update, live)
     return reply, reply.weights
 
 
 def shared(shard: Shard, update: Tensors | None, live: int = 2, **fields: Any) -> tuple[Reply, Tensors]:
     """Push through a block that holds the update on entry and the weights on return."""
     block = tuple(torch.zeros_like(t) for t in tensors(0)) if update is None else tuple(t.clone() for t in update)
-    return shard.exchange(message(push=update is not None, **fields), None, live, block), block
+    asked = replace(message(push=update is not None, **fields), shared=True)
+    return exchange(shard, asked, block, live), block
 
 
 def same(a: Tensors | None, b: Tensors | None) -> bool:
@@ -246,7 +256,7 @@ def test_weights_of_the_wrong_shape_are_refused() -> None:
 
 def test_a_push_without_an_update_is_refused() -> None:
     with pytest.raises(ProtocolError, match="Worker 0 pushed nothing"):
-        new_shard().exchange(message(), None, 1)
+        new_shard().exchange(message(), None)
 
 
 def test_a_shard_without_weights_says_so() -> None:
@@ -267,7 +277,3 @@ def test_a_shard_may_hold_nothing_of_a_group() -> None:
     _, answer = by_value(shard, (torch.ones(2), torch.zeros(0, dtype=torch.int64)))
     assert answer is not None
     assert [t.tolist() for t in answer] == [[1.0, 1.0], []]
-
-
-def test_empty_gives_tensors_of_the_shards_shape() -> None:
-    assert [(t.dtype, t.numel()) for t in new_shard().empty()] == [(t.dtype, t.numel()) for t in tensors(0)]

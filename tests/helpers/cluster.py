@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.messages import Initialise, Join
@@ -19,7 +20,7 @@ from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.inprocess import InProcessTransport
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica import replica_for
 
 T = TypeVar("T")
 SESSION = "test"
@@ -64,10 +65,16 @@ class Cluster:
         layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services))
         tensors = {**parameters, **(buffers or {})}
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(layout.num_servers)]
-        replica = Replica(layout, lambda: [tensors[spec.name] for spec in layout.tensors], blocks)
+        replica = replica_for(
+            config.algorithm.payload,
+            layout,
+            lambda: [tensors[spec.name] for spec in layout.tensors],
+            blocks,
+            lambda: [tensors[spec.name].grad for spec in layout.tensors],
+        )
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
-        assert client.initialise(layout, config.scale, refs, weights) == [ref is not None for ref in refs]
+        assert client.initialise(layout, config.algorithm, refs, weights) == [ref is not None for ref in refs]
         exchanger = Exchanger(client, replica, config, clock=clock, on_refused=on_refused)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
@@ -97,7 +104,7 @@ def prepare(
         for s in range(transport.num_servers):
             transport.call(s, Join(session, rank, workers), 10.0).wait()
             first = (weights[s],) if rank == 0 else None
-            transport.call(s, Initialise(session, rank, layout.shard(s), scale, first), 10.0).wait()
+            transport.call(s, Initialise(session, rank, layout.shard(s), ASGD(scale), first), 10.0).wait()
 
 
 def run_workers(count: int, function: Callable[[int], T], deadline_s: float = 20.0) -> list[T]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.messages import Contribution, Joined
 from lightning_asgd.transport import rpc
@@ -27,7 +28,7 @@ def exchange_once(client: Client) -> list[list[float]]:
     """Join, fill the servers with zeros, push ones; what the servers answer."""
     n = client.num_servers
     client.join()
-    client.initialise(layout_of_floats(2 * n, n), "sum", [None] * n, [(torch.zeros(2),)] * n)
+    client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
     replies = client.replies(
         client.exchange(1, [0] * n, push=True, fetch=True, updates=[(torch.ones(2),) for _ in range(n)])
     )

@@ -1,0 +1,237 @@
+"""What an algorithm is: a rule for one shard, seen as flat vectors. No network, no threads, no clock, no Lightning.
+
+A worker's *payload* arrives at the server, the transforms weigh and change it, the algorithm applies it to the weights,
+and the *answer* goes back. Everything is in place on tensors of shape ``(n,)``; servers call it chunk by chunk, so a
+rule must work element by element unless it says that it is not :attr:`Algorithm.chunked`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "Table", "Transform"]
+
+
+class Payload(str, Enum):
+    """What a worker pushes for its parameters."""
+
+    DELTA = "delta"
+    """Its weights minus what it has agreed with the servers so far: works with any optimizer."""
+    GRADIENT = "gradient"
+    """The gradients of its steps since the last push, added up: for optimizers on the server."""
+    WEIGHTS = "weights"
+    """The weights themselves."""
+
+
+class Answer(str, Enum):
+    """What a worker gets back for its parameters when it pushes and fetches at once."""
+
+    WEIGHTS = "weights"
+    """The server's weights right after its push; the worker goes on from them."""
+    FORCE = "force"
+    """What the rule left in the update; the worker subtracts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """What a rule may know of a push beside its tensors.
+
+    Attributes:
+        worker: global rank of the sender.
+        seq: number of its push in the session, from 1.
+        payload: what kind of update it is.
+        staleness: versions applied between the fetch it is based on and now.
+        steps: optimizer steps in it.
+        lr: learning rate of the worker's first parameter group.
+        live: number of workers that take part.
+        count: number of pushes combined into the update; their mean is given.
+        version: of the shard, before this update.
+    """
+
+    worker: int = 0
+    seq: int = 1
+    payload: Payload = Payload.DELTA
+    staleness: int = 0
+    steps: int = 1
+    lr: float = 0.0
+    live: int = 1
+    count: int = 1
+    version: int = 0
+
+
+@dataclass
+class Table:
+    """What a shard knows of the workers.
+
+    Attributes:
+        living: workers that take part.
+        resting: those of them that wait at a sync point: nobody waits for them.
+        clocks: pushes of each since the last sync point.
+        steps: optimizer steps of each in the session.
+        speeds: optimizer steps per second of each, as it says.
+        gathered: workers whose pushes wait to be applied together.
+        count: number of these pushes.
+    """
+
+    living: set[int] = field(default_factory=set)
+    resting: set[int] = field(default_factory=set)
+    clocks: Counter[int] = field(default_factory=Counter)
+    steps: Counter[int] = field(default_factory=Counter)
+    speeds: dict[int, float] = field(default_factory=dict)
+    gathered: set[int] = field(default_factory=set)
+    count: int = 0
+
+    @property
+    def active(self) -> set[int]:
+        """The workers that train now."""
+        return self.living - self.resting
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an algorithm may want to check before it starts.
+
+    Attributes:
+        workers: number of workers.
+        nodes: number of machines.
+        nsync: optimizer steps between two exchanges.
+        optimizers: the worker's optimizers.
+    """
+
+    workers: int
+    nodes: int = 1
+    nsync: int = 1
+    optimizers: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Changes, delays or drops pushes on the server before the algorithm applies them. Does nothing by itself."""
+
+    slots: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors it keeps per shard, zero at first."""
+    backup: ClassVar[bool] = False
+    """Whether it wants ``slots["backup"]``: the weights that the push's worker was answered last."""
+    gathers: ClassVar[bool] = False
+    """Whether pushes are collected until it says :meth:`ready`."""
+    waits: ClassVar[bool] = False
+    """Whether it may hold answers back."""
+    holds_at_start: ClassVar[bool] = False
+    """Whether workers are to ask before their first step after a sync point."""
+    payloads: ClassVar[tuple[Payload, ...]] = (Payload.DELTA, Payload.GRADIENT)
+    """What it makes sense for."""
+
+    def weigh(self, push: Push) -> float | None:
+        """What the update is multiplied with; None to drop it."""
+        return 1.0
+
+    def change(self, update: Tensor, weights: Tensor, slots: dict[str, Tensor], push: Push) -> None:
+        """Change the update in place."""
+
+    def ready(self, table: Table) -> bool:
+        """Whether the gathered pushes are to be applied now."""
+        return True
+
+    def holds(self, worker: int, table: Table) -> bool:
+        """Whether the worker's answer is to be held back for now."""
+        return False
+
+    def period(self, worker: int, table: Table, nsync: int) -> int:
+        """Optimizer steps until the worker's next exchange."""
+        return nsync
+
+    def check(self, run: Run) -> None:
+        """Raise a :class:`ConfigurationError` if the run is not what the transform is for."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A rule: what workers push, how a shard changes, what they get back.
+
+    Args:
+        transforms: what happens to a push before it is applied, in this order.
+
+    Raises:
+        ConfigurationError: the transforms do not fit the algorithm, or each other.
+    """
+
+    transforms: Sequence[Transform] = field(default=(), kw_only=True)
+
+    payload: ClassVar[Payload] = Payload.DELTA
+    answer: ClassVar[Answer] = Answer.WEIGHTS
+    chunked: ClassVar[bool] = True
+    """Whether :meth:`apply` may be called with pieces of the vectors."""
+    overlap: ClassVar[bool] = True
+    """Whether workers train on while an exchange is under way, if the user does not say."""
+    always: ClassVar[tuple[Transform, ...]] = ()
+    """Transforms that belong to the algorithm; they come last."""
+
+    def __post_init__(self) -> None:
+        given = tuple(self.transforms)
+        name = type(self).__name__
+        for transform in given:
+            if not isinstance(transform, Transform):
+                raise ConfigurationError(
+                    f"{name} was given the transform {transform!r}. Expected objects of lightning_asgd.algorithms, "
+                    "such as ScaleByStaleness()."
+                )
+            if self.payload not in transform.payloads:
+                raise ConfigurationError(
+                    f"{type(transform).__name__} cannot be used with {name}: workers push "
+                    f"{_PLURAL[self.payload]} there. Expected {' or '.join(_PLURAL[p] for p in transform.payloads)}."
+                )
+        if sum(t.gathers for t in (*given, *self.always)) > 1:
+            names = ", ".join(type(t).__name__ for t in (*given, *self.always) if t.gathers)
+            raise ConfigurationError(f"{name} was given several transforms that gather pushes: {names}. Expected one.")
+        object.__setattr__(self, "transforms", (*(t for t in given if t not in self.always), *self.always))
+
+    @property
+    def waits(self) -> bool:
+        """Whether answers may be held back for other workers."""
+        return any(t.waits for t in self.transforms)
+
+    def start(self, weights: Tensor) -> dict[str, Any]:
+        """What is kept per vector beside the weights.
+
+        Args:
+            weights: first values, shape ``(n,)``; the same tensor that :meth:`apply` will be given.
+
+        Returns:
+            tensors like ``weights`` by name; anything if not :attr:`chunked`.
+        """
+        return {}
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """Change the weights in place.
+
+        Args:
+            weights: shape ``(n,)``.
+            update: what was pushed, shape ``(n,)``; may be overwritten.
+            slots: what :meth:`start` returned.
+            push: what else is known.
+        """
+        raise NotImplementedError
+
+    def period(self, nsync: int, step: int) -> int:
+        """Optimizer steps between two exchanges for a worker that has taken ``step`` of them."""
+        return nsync
+
+    def check(self, run: Run) -> None:
+        """Raise a :class:`ConfigurationError` if the run is not what the algorithm is for."""
+        for transform in self.transforms:
+            transform.check(run)
+
+
+_PLURAL = {
+    Payload.DELTA: "differences of weights",
+    Payload.GRADIENT: "gradients",
+    Payload.WEIGHTS: "weights",
+}

@@ -1,0 +1,118 @@
+r"""DiLoCo: many local steps, and an outer optimizer with Nesterov momentum on the servers.
+
+With :math:`D = w - x_i`, the *pseudo-gradient* of a worker, or the mean of all workers':
+
+.. math::  m \leftarrow B m + D, \qquad w \leftarrow w - \epsilon\,(D + B m)
+
+References:
+    A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105,
+    algorithm 1: outer learning rate 0.7, momentum 0.9, 500 steps.
+    B. Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, algorithm 3 (Delayed
+    Nesterov); its DyLU is :class:`DynamicSteps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.algorithms.asgd import factor
+from lightning_asgd.algorithms.base import Algorithm, Push, Transform
+from lightning_asgd.algorithms.rounds import Barrier
+from lightning_asgd.algorithms.settings import at_least, between
+
+__all__ = ["DelayedNesterov", "DiLoCo"]
+
+
+@dataclass(frozen=True)
+class DiLoCo(Algorithm):
+    """All workers push after ``nsync`` steps; the servers take one Nesterov step along the mean.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: the outer momentum. 0 with ``lr=1`` is :class:`LocalSGD`.
+
+    State:
+        ``momentum``, one vector per shard. The workers' own optimizers keep theirs.
+
+    Staleness:
+        always 0: workers wait for each other.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    overlap: ClassVar[bool] = False
+    always: ClassVar[tuple[Transform, ...]] = (Barrier(),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("DiLoCo(lr)", self.lr, 0, above=True)
+        between("DiLoCo(momentum)", self.momentum, 0, 1)
+
+    def start(self, weights: Tensor) -> dict[str, Any]:
+        """See :class:`Algorithm`."""
+        return {"momentum": torch.zeros_like(weights)}
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`; ``update`` is -D."""
+        update.mul_(factor("mean", push))
+        momentum = slots["momentum"].mul_(self.momentum).add_(update)
+        weights.add_(update.add_(momentum, alpha=self.momentum), alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class DelayedNesterov(Algorithm):
+    r"""Asynchronous DiLoCo: every push moves the weights at once, the momentum only after every ``buffer`` pushes.
+
+    .. math::
+
+        S &\leftarrow S + D\\
+        \text{every } K\text{-th push: } m &\leftarrow B m + S/K, \quad
+        w \leftarrow w - \epsilon\,((1 - cK + c) B m + D/K), \quad S \leftarrow 0\\
+        \text{else: } w &\leftarrow w - \epsilon\,(c B m + D/K)
+
+    Args:
+        lr: the outer learning rate :math:`\epsilon`.
+        momentum: the outer momentum *B*.
+        buffer: *K*; None for the number of workers.
+        spread: *c* in [0, 1/K]: how much of the momentum is given to the pushes in between.
+
+    State:
+        ``momentum`` and ``sum``, two vectors per shard.
+
+    Staleness:
+        of a push is ignored; the momentum is the mean of K pushes, which a stale one cannot turn.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffer: int | None = None
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("DelayedNesterov(lr)", self.lr, 0, above=True)
+        between("DelayedNesterov(momentum)", self.momentum, 0, 1)
+        if self.buffer is not None:
+            at_least("DelayedNesterov(buffer)", self.buffer, 1)
+        between("DelayedNesterov(spread)", self.spread, 0, 1 if self.buffer is None else 1 / self.buffer)
+
+    def start(self, weights: Tensor) -> dict[str, Any]:
+        """See :class:`Algorithm`."""
+        return {"momentum": torch.zeros_like(weights), "sum": torch.zeros_like(weights)}
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`; ``update`` is -D."""
+        size = self.buffer or push.live
+        spread = min(self.spread, 1 / size)
+        momentum, total = slots["momentum"], slots["sum"]
+        total.add_(update)
+        if (push.version + 1) % size == 0:
+            momentum.mul_(self.momentum).add_(total, alpha=1 / size)
+            total.zero_()
+            spread = 1 - spread * size + spread
+        weights.add_(update.div_(size).add_(momentum, alpha=spread * self.momentum), alpha=self.lr)

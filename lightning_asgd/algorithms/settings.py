@@ -1,0 +1,36 @@
+"""Checks of algorithms' settings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["at_least", "between"]
+
+
+def at_least(name: str, value: Any, least: float, *, above: bool = False) -> None:
+    """Check that a setting is a number of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not _is_number(value) or value < least or (above and value == least):
+        relation = "above" if above else "of at least"
+        raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least}.")
+
+
+def between(name: str, value: Any, least: float, most: float, *, above: bool = False) -> None:
+    """Check that a setting lies in ``[least, most]``, or in ``(least, most]`` if ``above``.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if not _is_number(value) or not least <= value <= most or (above and value == least):
+        relation = "above" if above else "from"
+        raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least} to {most}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

@@ -1,0 +1,22 @@
+"""What algorithms ask of the workers' own optimizers."""
+
+from __future__ import annotations
+
+from lightning_asgd.algorithms.base import Run
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["needs_nesterov"]
+
+
+def needs_nesterov(algorithm: str, run: Run) -> None:
+    """Check that all optimizers are SGD with Nesterov momentum.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    for optimizer in run.optimizers:
+        if not all(group.get("nesterov") and group.get("momentum", 0) > 0 for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"{algorithm} was given the optimizer {type(optimizer).__name__}. Expected "
+                "torch.optim.SGD(..., momentum=0.9, nesterov=True): its momentum is part of the method."
+            )
