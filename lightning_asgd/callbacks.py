@@ -25,5 +25,5 @@ class SyncPoints(Extension):  # type: ignore[misc]
         trainer.strategy.sync_point("epoch end")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the asynchronous phase also where training was no whole epoch, as in a search for a learning rate."""
+        """End the asynchronous phase also where training was no whole epoch."""
         trainer.strategy.sync_point("train end")

@@ -273,6 +273,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
         if self._exchanger is not None:
+            if self.collectives.phase is Phase.ASYNC:
+                self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
             with self._explained():
                 agree(self.collectives, named_state(self.lightning_module), mean=True)
 

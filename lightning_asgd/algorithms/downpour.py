@@ -145,6 +145,6 @@ class Downpour(Algorithm):
 
     def _not_element_wise(self, why: str) -> ConfigurationError:
         return ConfigurationError(
-            f"Downpour(optimizer={self.optimizer!r}) does not work element by element: {why}. Expected an optimizer that "
-            "does, such as 'adam': servers hold slices of flat vectors. Use it on the workers, with algorithm=ASGD()."
+            f"Downpour(optimizer={self.optimizer!r}) does not work element by element: {why}. Expected an optimizer "
+            "that does, such as 'adam': servers hold slices of flat vectors. Use it on the workers, with algorithm=ASGD()."
         )

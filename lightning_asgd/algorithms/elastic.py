@@ -32,8 +32,8 @@ class EASGD(Algorithm):
     r"""Elastic averaging SGD.
 
     Args:
-        beta: :math:`\beta = N\alpha`, how far the centre moves per round of N exchanges; the paper's 0.9. :math:`\alpha`
-            follows the number of workers.
+        beta: :math:`\beta = N\alpha`, how far the centre moves per round of N exchanges; the paper's 0.9.
+            :math:`\alpha` follows the number of workers.
         alpha: a fixed :math:`\alpha` instead; times the number of workers it must not exceed 1.
 
     State:

@@ -9,9 +9,10 @@ References:
     [Barkai 2019] S. Barkai, I. Hakimi, A. Schuster, "Gap Aware Mitigation of Gradient Staleness", arXiv 1909.10802.
     [Zheng 2017] S. Zheng et al., "Asynchronous SGD with Delay Compensation", ICML 2017 (arXiv 1609.08326).
     [Maranjyan 2025] A. Maranjyan, A. Tyurin, P. Richtarik, "Ringmaster ASGD", arXiv 2501.16168.
-    [Tyurin 2023] A. Tyurin, P. Richtarik, "Optimal Time Complexities of Parallel Stochastic Optimization Methods Under a
-    Fixed Computation Model" (Rennala SGD), arXiv 2305.12387.
-    [Ho 2013] Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+    [Tyurin 2023] A. Tyurin, P. Richtarik, "Optimal Time Complexities of Parallel Stochastic Optimization Methods Under
+    a Fixed Computation Model" (Rennala SGD), arXiv 2305.12387.
+    [Ho 2013] Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+    NIPS 2013.
     [Liu 2024] B. Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (DyLU), arXiv 2401.09135.
 """
 
@@ -223,7 +224,7 @@ class Rennala(Transform):
 class StaleSynchronous(Transform):
     """Let a worker wait that is more than ``bound`` exchanges ahead of the slowest one that trains: SSP [Ho 2013].
 
-    A worker's clock is the number of its pushes since the last sync point; nobody gets further than ``bound + 1`` ahead.
+    A worker's clock is the number of its pushes since the last sync point; nobody gets more than ``bound + 1`` ahead.
     ``bound=0`` is bulk synchronous.
 
     Args:

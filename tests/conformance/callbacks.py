@@ -214,9 +214,20 @@ def prediction_writer(lab: Lab) -> Any:
 @case(CALLBACKS, "`LearningRateFinder`", note="Every worker looks for itself; worker 0's rate is taken.")
 def rate_finder(lab: Lab) -> Any:
     module = lab.regression()
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    restored = []
+
+    def compare(self: Any, trainer: Any, module: Any) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        exchanger = getattr(trainer.strategy, "_exchanger", None)
+        if exchanger is not None:
+            state = {**state, **exchanger.peek()}  # what the servers hold
+        restored.append(all(torch.equal(state[name], value) for name, value in first.items()))
+
     finder = lab.pl.callbacks.LearningRateFinder(num_training_steps=8, attr_name="lr")
-    trainer = lab.fit(module, callbacks=[finder])
-    return {"same": trainer.strategy.broadcast(module.lr) == module.lr}
+    looker = type("Looker", (lab.pl.Callback,), {"on_train_start": compare})()
+    trainer = lab.fit(module, callbacks=[finder, looker])
+    return {"same": trainer.strategy.broadcast(module.lr) == module.lr, "restored": restored}
 
 
 @case(

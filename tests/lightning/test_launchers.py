@@ -169,7 +169,7 @@ CELLS = [
 import pytorch_lightning as pl, lightning_asgd
 from tests.lightning.models import Regression, dataset, loader
 module = Regression()
-options = dict(accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_checkpointing=False)
+options = dict(accelerator="cpu", devices=2, max_epochs=12, logger=False, enable_checkpointing=False)
 trainer = pl.Trainer(strategy="asgd_notebook", **options)
 trainer.fit(module, loader())
 print("loss", float(module.eval().loss(dataset().tensors)), "pushes", trainer.strategy.stats.pushes)
