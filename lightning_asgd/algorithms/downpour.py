@@ -146,5 +146,5 @@ class Downpour(Algorithm):
     def _not_element_wise(self, why: str) -> ConfigurationError:
         return ConfigurationError(
             f"Downpour(optimizer={self.optimizer!r}) does not work element by element: {why}. Expected an optimizer "
-            "that does, such as 'adam': servers hold slices of flat vectors. Use it on the workers, with algorithm=ASGD()."
+            "that does, such as 'adam': servers hold slices of flat vectors. Use this one on the workers, with ASGD()."
         )

@@ -167,6 +167,7 @@ class Exchanger:
     # ------------------------------------------------------------------ one exchange
 
     def _start(self, *, push: bool, fetch: bool, may_wait: bool = True, rest: bool = False) -> None:
+        fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
         local_steps = self._since_push if push else 0
         begun = self._clock()
         speed = 0.0
