@@ -4,12 +4,15 @@ The training thread drives everything: at the start of a batch it merges an answ
 were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
 exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
 push), so a slow network never stops the training, up to ``max_offline_steps``.
+
+What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
+the futures that it would wait for, so that one thread can go on with another worker meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,10 @@ from lightning_asgd.stats import ExchangeRecord, ExchangeStats
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.replica import Replica
 
-__all__ = ["Exchanger"]
+__all__ = ["Exchanger", "Waits"]
+
+Waits = Iterator[list[Future[Any]]]
+"""What a worker does, which stops wherever it has to wait until all of these futures are done."""
 
 
 @dataclass
@@ -81,11 +87,15 @@ class Exchanger:
 
     def begin(self) -> None:
         """Leave a sync point: to be called before the first batch after it."""
+        _go_through(self.beginning())
+
+    def beginning(self) -> Waits:
+        """:meth:`begin`, stopping where it has to wait."""
         self.replica.resume()
         self._pace = None
         if any(t.holds_at_start for t in self._algorithm.transforms):
             self._start(push=False, fetch=True)
-            self._finish(adopt=True)
+            yield from self._finish(adopt=True)
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
@@ -117,8 +127,12 @@ class Exchanger:
             ServerLostError: a server is gone.
             ASGDError: what a server reported.
         """
+        _go_through(self.advancing())
+
+    def advancing(self) -> Waits:
+        """:meth:`advance`, stopping where it has to wait."""
         if self.answered:
-            self._finish()
+            yield from self._finish()
         push, fetch = self.due
         if not (push or fetch):
             return
@@ -126,19 +140,23 @@ class Exchanger:
             self.stats.deferred += 1
             if self._since_push < self._max_offline_steps:
                 return
-            self._finish()
+            yield from self._finish()
         self._start(push=push, fetch=fetch)
         if not self.config.overlap:
-            self._finish()
+            yield from self._finish()
 
     # ------------------------------------------------------------------ sync points
 
     def flush(self) -> None:
         """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
-        self._finish(sync=True)
+        _go_through(self.flushing())
+
+    def flushing(self) -> Waits:
+        """:meth:`flush`, stopping where it has to wait."""
+        yield from self._finish(sync=True)
         if self._since_push or self._algorithm.waits:
             self._start(push=self._since_push > 0, fetch=False, rest=True)
-            self._finish(sync=True)
+            yield from self._finish(sync=True)
 
     def fetch(self, *, park: bool = False) -> None:
         """Take the servers' weights as they are. What was not flushed is lost.
@@ -146,14 +164,18 @@ class Exchanger:
         Args:
             park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
         """
-        self._finish(sync=True)
+        _go_through(self.fetching(park=park))
+
+    def fetching(self, *, park: bool = False) -> Waits:
+        """:meth:`fetch`, stopping where it has to wait."""
+        yield from self._finish(sync=True)
         self._start(push=False, fetch=True, may_wait=False)
-        self._finish(adopt=True, park=park, sync=True)
+        yield from self._finish(adopt=True, park=park, sync=True)
         self.moved = False
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
-        self._finish()
+        _go_through(self._finish())
         replies = self.client.replies(
             self.client.exchange(self._seq, self.versions, push=False, fetch=True, updates=self.replica.updates())
         )
@@ -195,11 +217,13 @@ class Exchanger:
         )
         self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps)
 
-    def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> None:
+    def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
         pending = self._pending
         if pending is None:
             return
         waiting_since = self._clock()
+        if not self.answered:
+            yield pending.futures
         self._pending = None
         replies = self.client.replies(pending.futures)
         wait_s = self._clock() - waiting_since
@@ -218,7 +242,7 @@ class Exchanger:
         if refused:
             self._since_push = 0
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
-                self.fetch()
+                yield from self.fetching()
             self._on_refused()
 
     def _answers(self, replies: list[Reply]) -> list[tuple[Tensor, ...]]:
@@ -243,3 +267,9 @@ class Exchanger:
         )
         self.stats.sync_wait_s += wait_s if sync else 0.0
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+
+
+def _go_through(waits: Waits) -> None:
+    """Do without a break what may have to wait: whoever needs an answer that is not there waits for it by itself."""
+    for _ in waits:
+        pass
