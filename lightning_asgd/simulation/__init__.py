@@ -1,0 +1,33 @@
+"""Whole runs in virtual time, in one thread: the same servers, workers and algorithms, without processes.
+
+Example:
+    >>> from lightning_asgd.simulation import LogNormal, Quadratic, Simulation
+    >>> report = Simulation(problem=Quadratic(), workers=8, steps=50, speed=LogNormal(0.1, 0.3)).run()
+    >>> report.loss < report.losses[0].loss
+    True
+"""
+
+from __future__ import annotations
+
+from lightning_asgd.simulation.network import Link, Network
+from lightning_asgd.simulation.problems import ModuleProblem, Problem, Quadratic
+from lightning_asgd.simulation.report import Point, Report, WorkerReport
+from lightning_asgd.simulation.run import Crash, Simulation
+from lightning_asgd.simulation.speeds import Constant, LogNormal, Speed, Trace
+
+__all__ = [
+    "Constant",
+    "Crash",
+    "Link",
+    "LogNormal",
+    "ModuleProblem",
+    "Network",
+    "Point",
+    "Problem",
+    "Quadratic",
+    "Report",
+    "Simulation",
+    "Speed",
+    "Trace",
+    "WorkerReport",
+]

@@ -1,0 +1,39 @@
+"""Virtual time: what is to happen when, in an order that is always the same."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+__all__ = ["VirtualClock"]
+
+
+class VirtualClock:
+    """A list of what is to happen; time jumps from one entry to the next. Calling it gives the present time in seconds.
+
+    What happens at the same time happens in the order in which it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._count = 0
+        self._coming: list[tuple[float, int, Callable[[], object]]] = []
+
+    def __call__(self) -> float:
+        """Seconds since the beginning."""
+        return self.now
+
+    def at(self, time_s: float, action: Callable[[], object]) -> None:
+        """Let something happen at a time; one that is past means now."""
+        self._count += 1
+        heapq.heappush(self._coming, (max(time_s, self.now), self._count, action))
+
+    def after(self, delay_s: float, action: Callable[[], object]) -> None:
+        """Let something happen after so many seconds; 0 means after all that is to happen now already."""
+        self.at(self.now + delay_s, action)
+
+    def run(self) -> None:
+        """Let time pass until there is nothing more to happen."""
+        while self._coming:
+            self.now, _, action = heapq.heappop(self._coming)
+            action()

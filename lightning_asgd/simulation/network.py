@@ -1,0 +1,215 @@
+"""Links of limited speed between workers and servers, and the transport that sends over them in virtual time.
+
+Every worker and every server has a link of its own, whose two directions do not disturb each other. A message goes out
+over its sender's link and comes in over its receiver's. A link sends one message after the other, in the order in which
+they come to it; the two links of a message work at the same time, so that the slower one sets its pace. Only tensors
+have bytes: what a small message costs is latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.futures import Future
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.messages import Exchange, Initialise, Join, Reply
+from lightning_asgd.simulation.checks import number
+from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.transport.base import Transport
+
+__all__ = ["Link", "Network", "Wires"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a worker or a server to the network.
+
+    Args:
+        bandwidth: bytes per second, in each direction.
+        latency_s: seconds from one end to the other.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    bandwidth: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("Link(bandwidth)", self.bandwidth, above=True, infinite=True)
+        number("Link(latency_s)", self.latency_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """All links. By default messages take no time.
+
+    Args:
+        workers: the link of every worker, or one per worker.
+        servers: the link of every server, or one per server.
+        service_s: seconds that a server works on a message; it works on one at a time.
+
+    Raises:
+        ConfigurationError: a value is of the wrong type or out of range.
+    """
+
+    workers: Link | Sequence[Link] = field(default_factory=Link)
+    servers: Link | Sequence[Link] = field(default_factory=Link)
+    service_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("Network(service_s)", self.service_s)
+        for name in ("workers", "servers"):
+            links = getattr(self, name)
+            if not all(isinstance(link, Link) for link in ([links] if isinstance(links, Link) else links)):
+                raise ConfigurationError(f"Network({name})={links!r}. Expected a Link(...), or a list of them.")
+
+    def links(self, which: str, count: int) -> list[Link]:
+        """One link per worker or server.
+
+        Args:
+            which: ``"workers"`` or ``"servers"``.
+            count: how many there are.
+
+        Raises:
+            ConfigurationError: as many links were not given.
+        """
+        links = getattr(self, which)
+        if isinstance(links, Link):
+            return [links] * count
+        if len(links) != count:
+            raise ConfigurationError(
+                f"Network({which}) has {len(links)} links for {count} {which}. Expected one per {which[:-1]}, or a "
+                "single Link(...) for all."
+            )
+        return list(links)
+
+
+class _Direction:
+    """One direction of a link."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.nbytes = 0
+        self._free_at = 0.0
+
+    def send(self, nbytes: int, first: float, last: float) -> tuple[float, float]:
+        """Send a message whose first and last byte are there at these times.
+
+        Returns:
+            when the first and the last byte have come to the other end.
+        """
+        begun = max(first, self._free_at)
+        self._free_at = begun + nbytes / self.link.bandwidth
+        self.nbytes += nbytes
+        return begun + self.link.latency_s, max(self._free_at, last) + self.link.latency_s
+
+
+class Wires:
+    """A network at work.
+
+    Until :meth:`begin` is called messages take no time and count no bytes: the start of a session is not simulated.
+
+    Args:
+        clock: virtual time.
+        network: the links.
+        workers: number of workers.
+        handlers: what answers a message, one per server.
+
+    Raises:
+        ConfigurationError: the network has another number of links.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, network: Network, workers: int, handlers: Sequence[Callable[[Any], Any]]
+    ) -> None:
+        self.clock = clock
+        self.handlers = list(handlers)
+        self.begun = False
+        ends, hubs = network.links("workers", workers), network.links("servers", len(self.handlers))
+        self.to_network, self.to_worker = [_Direction(e) for e in ends], [_Direction(e) for e in ends]
+        self.to_server, self.from_server = [_Direction(h) for h in hubs], [_Direction(h) for h in hubs]
+        self._service_s = network.service_s
+        self._idle_at = [0.0] * len(self.handlers)
+
+    def begin(self) -> None:
+        """From now on messages take time."""
+        self.begun = True
+
+    def transport(self, worker: int) -> Transport:
+        """A worker's connection to the servers."""
+        return _VirtualTransport(self, worker)
+
+    def send(self, worker: int, server: int, message: Any) -> Future[Any]:
+        """Send a message to a server. Its tensors are copied now, as a wire would."""
+        future: Future[Any] = Future()
+        nbytes = 0
+        if isinstance(message, Exchange) and message.update is not None:
+            message = replace(message, update=tuple(t.clone() for t in message.update))
+            nbytes = sum(t.nbytes for t in message.update)
+        if not self.begun or isinstance(message, (Join, Initialise)):
+            self._when_answered(self.handlers[server](message), future.set_result)
+            return future
+        now = self.clock.now
+        first, last = self.to_network[worker].send(nbytes, now, now)
+        self.clock.at(first, lambda: self._come_in(worker, server, message, nbytes, last, future))
+        return future
+
+    def _come_in(self, worker: int, server: int, message: Any, nbytes: int, last: float, future: Future[Any]) -> None:
+        """The first byte has come to the server's link."""
+        _, there = self.to_server[server].send(nbytes, self.clock.now, last)
+        self.clock.at(there, lambda: self._arrive(worker, server, message, future))
+
+    def _arrive(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
+        """The message is there: the server takes it up when it has done what came before."""
+        done = max(self.clock.now, self._idle_at[server]) + self._service_s
+        self._idle_at[server] = done
+        if done > self.clock.now:
+            self.clock.at(done, lambda: self._handle(worker, server, message, future))
+        else:
+            self._handle(worker, server, message, future)
+
+    def _handle(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
+        # A held answer comes while the server handles another message: so it leaves in an event of its own.
+        self._when_answered(
+            self.handlers[server](message),
+            lambda value: self.clock.after(0.0, lambda: self._leave(worker, server, value, future)),
+        )
+
+    def _leave(self, worker: int, server: int, value: Any, future: Future[Any]) -> None:
+        """An answer leaves the server."""
+        weights = value.weights if isinstance(value, Reply) else None
+        nbytes = sum(t.nbytes for t in weights) if weights is not None else 0
+        now = self.clock.now
+        first, last = self.from_server[server].send(nbytes, now, now)
+        self.clock.at(first, lambda: self._come_back(worker, nbytes, last, value, future))
+
+    def _come_back(self, worker: int, nbytes: int, last: float, value: Any, future: Future[Any]) -> None:
+        _, there = self.to_worker[worker].send(nbytes, self.clock.now, last)
+        self.clock.at(there, lambda: future.set_result(value))
+
+    def _when_answered(self, answer: Any, use: Callable[[Any], None]) -> None:
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda done: use(done.value()))
+        else:
+            use(answer)
+
+
+class _VirtualTransport(Transport):
+    def __init__(self, wires: Wires, worker: int) -> None:
+        self._wires = wires
+        self._worker = worker
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._wires.handlers)
+
+    def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        return self._wires.send(self._worker, server, message)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,150 @@
+"""What simulated workers train: a loss of one flat vector of weights, with its gradient."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.simulation.checks import number, whole
+
+__all__ = ["ModuleProblem", "Problem", "Quadratic"]
+
+
+class Problem(ABC):
+    """A loss to make small."""
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """First weights of worker 0, which all take: a fresh tensor of shape ``(n,)``."""
+
+    @abstractmethod
+    def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
+        """What a worker computes in one step.
+
+        Args:
+            weights: the worker's, shape ``(n,)``; not to be changed.
+            worker: its rank, for data that differ between workers.
+            generator: its own source of random numbers, for noise and batches.
+
+        Returns:
+            the loss of its batch, and the gradient, a fresh tensor of shape ``(n,)``.
+        """
+
+    @abstractmethod
+    def loss(self, weights: Tensor) -> float:
+        """The loss that is reported, without noise.
+
+        Args:
+            weights: the servers', shape ``(n,)``; not to be changed.
+        """
+
+
+class Quadratic(Problem):
+    r"""A bowl: :math:`\frac12 \sum_i h_i w_i^2`, from all ones; gradients have Gaussian noise.
+
+    Args:
+        dimension: number of weights.
+        condition: the largest curvature, which is 1, divided by the smallest; those between are spaced evenly in their
+            logarithm.
+        noise: standard deviation of each element of a gradient.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    def __init__(self, dimension: int = 10, condition: float = 10.0, noise: float = 0.1) -> None:
+        whole("Quadratic(dimension)", dimension)
+        number("Quadratic(condition)", condition)
+        number("Quadratic(noise)", noise)
+        if condition < 1:
+            raise ConfigurationError(
+                f"Quadratic(condition)={condition!r}. Expected a number of at least 1: it is the largest curvature "
+                "divided by the smallest."
+            )
+        self.dimension = dimension
+        self.noise = noise
+        self.curvature = torch.logspace(-math.log10(condition), 0.0, dimension)
+
+    def start(self) -> Tensor:
+        """See :class:`Problem`."""
+        return torch.ones(self.dimension)
+
+    def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
+        """See :class:`Problem`."""
+        slope = self.curvature * weights
+        loss = 0.5 * float(weights.dot(slope))
+        if self.noise:
+            slope.add_(torch.randn(self.dimension, generator=generator), alpha=self.noise)
+        return loss, slope
+
+    def loss(self, weights: Tensor) -> float:
+        """See :class:`Problem`."""
+        return 0.5 * float(weights.dot(self.curvature * weights))
+
+
+class ModuleProblem(Problem):
+    """Any module, whose parameters are one flat vector here. Its buffers, and what is frozen, stay as they are.
+
+    Args:
+        module: on the CPU; its trainable parameters are of one dtype. It is not changed.
+        loss: from the module's output and the target to a scalar tensor.
+        batches: from a worker's rank and its generator to a batch: input and target.
+        whole_batch: input and target whose loss is reported.
+
+    Raises:
+        ConfigurationError: there is no trainable parameter, or they have several dtypes.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        loss: Callable[[Any, Any], Tensor],
+        batches: Callable[[int, torch.Generator], tuple[Any, Any]],
+        whole_batch: tuple[Any, Any],
+    ) -> None:
+        self._module = module
+        self._loss = loss
+        self._batches = batches
+        self._whole = whole_batch
+        parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        dtypes = {p.dtype for p in parameters.values()}
+        if len(dtypes) != 1:
+            names = ", ".join(sorted(str(d) for d in dtypes)) or "none"
+            raise ConfigurationError(
+                f"ModuleProblem was given a module whose trainable parameters have the dtypes {names}. Expected one "
+                "dtype: unfreeze some parameters, or convert the module with .float()."
+            )
+        self._names = list(parameters)
+        self._shapes = [p.shape for p in parameters.values()]
+        self._sizes = [p.numel() for p in parameters.values()]
+
+    def start(self) -> Tensor:
+        """See :class:`Problem`."""
+        named = dict(self._module.named_parameters())
+        return torch.cat([named[name].detach().reshape(-1) for name in self._names])
+
+    def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
+        """See :class:`Problem`."""
+        with torch.enable_grad():
+            leaf = weights.detach().requires_grad_()
+            loss = self._loss_of(leaf, *self._batches(worker, generator))
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return float(loss.detach()), gradient
+
+    def loss(self, weights: Tensor) -> float:
+        """See :class:`Problem`."""
+        with torch.no_grad():
+            return float(self._loss_of(weights.detach(), *self._whole))
+
+    def _loss_of(self, weights: Tensor, inputs: Any, target: Any) -> Tensor:
+        pieces = torch.split(weights, self._sizes)
+        state = {n: p.view(shape) for n, p, shape in zip(self._names, pieces, self._shapes, strict=True)}
+        return self._loss(functional_call(self._module, state, (inputs,)), target)

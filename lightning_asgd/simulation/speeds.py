@@ -1,0 +1,103 @@
+"""How long a worker's optimizer steps take, all in seconds: what a simulation is told of the machines."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.simulation.checks import number
+
+__all__ = ["Constant", "LogNormal", "Speed", "Trace"]
+
+
+class Speed(ABC):
+    """A distribution of step times."""
+
+    @abstractmethod
+    def seconds(self, step: int, chance: random.Random) -> float:
+        """How long a step takes.
+
+        Args:
+            step: steps that the worker has taken before.
+            chance: the worker's own source of random numbers.
+
+        Returns:
+            seconds, at least 0.
+        """
+
+
+@dataclass(frozen=True)
+class Constant(Speed):
+    """Every step takes the same time.
+
+    Args:
+        step_s: seconds per step.
+
+    Raises:
+        ConfigurationError: this is no number of at least 0.
+    """
+
+    step_s: float
+
+    def __post_init__(self) -> None:
+        number("Constant(step_s)", self.step_s)
+
+    def seconds(self, step: int, chance: random.Random) -> float:
+        """See :class:`Speed`."""
+        return self.step_s
+
+
+@dataclass(frozen=True)
+class LogNormal(Speed):
+    """Most steps take about the median, some much longer.
+
+    Args:
+        median_s: seconds that half of the steps stay below.
+        sigma: standard deviation of the seconds' logarithm; 0.1 is a quiet machine, 1 a busy one.
+
+    Raises:
+        ConfigurationError: one of them is no number of at least 0.
+    """
+
+    median_s: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        number("LogNormal(median_s)", self.median_s)
+        number("LogNormal(sigma)", self.sigma)
+
+    def seconds(self, step: int, chance: random.Random) -> float:
+        """See :class:`Speed`."""
+        return self.median_s * chance.lognormvariate(0.0, self.sigma)
+
+
+@dataclass(frozen=True)
+class Trace(Speed):
+    """Step times that were measured.
+
+    Args:
+        steps_s: seconds of one step after the other, again from the first when they are used up.
+        shuffled: draw one of them at random for each step instead.
+
+    Raises:
+        ConfigurationError: there are none, or one is no number of at least 0.
+    """
+
+    steps_s: Sequence[float]
+    shuffled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps_s", tuple(self.steps_s))
+        if not self.steps_s:
+            raise ConfigurationError(
+                "Trace(steps_s) is empty. Expected the seconds of at least one step: measure some."
+            )
+        for value in self.steps_s:
+            number("Trace(steps_s)", value)
+
+    def seconds(self, step: int, chance: random.Random) -> float:
+        """See :class:`Speed`."""
+        return self.steps_s[chance.randrange(len(self.steps_s)) if self.shuffled else step % len(self.steps_s)]
