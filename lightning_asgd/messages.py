@@ -20,6 +20,7 @@ __all__ = [
     "Initialise",
     "Join",
     "Joined",
+    "LayerGradient",
     "Leave",
     "Reply",
     "Role",
@@ -172,6 +173,27 @@ class Reply:
     verdict: Verdict
     weights: tuple[Tensor, ...] | None = None
     nsync: int = 0
+
+
+@dataclass(frozen=True)
+class LayerGradient:
+    """One layer's gradient, to be answered with the mean of all workers'.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        phase: number of sync points that the worker has passed.
+        step: number of the step since the last one.
+        layer: number of the layer.
+        gradient: shape ``(n,)``, the layer's parameters one after the other; None: the worker ends the phase.
+    """
+
+    session: str
+    worker: int
+    phase: int
+    step: int
+    layer: int
+    gradient: Tensor | None
 
 
 @dataclass(frozen=True)

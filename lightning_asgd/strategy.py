@@ -35,7 +35,7 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
-from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["ASGDStrategy"]
 
@@ -133,7 +133,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.stats = ExchangeStats()
         self.collectives = Collectives()
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
-        self._exchanger: Exchanger | None = None
+        self._sharing: Sharing | None = None
         self._resume_versions: list[int] | None = None
         self._layouts = 0  # made in this session
         self._failed = False
@@ -184,10 +184,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             metric.dist_sync_fn = self._gather_metric
         with self._explained():
             if fitting:
-                self._exchanger = self._enter(module)
-                self.stats = self._exchanger.stats
+                self._sharing = self._enter(module)
+                self.stats = self._sharing.stats
                 self.setup_optimizers(trainer)
-                run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers))
+                precision = str(self.precision_plugin.precision)
+                run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers), precision)
                 self.config.algorithm.check(run)
             else:
                 agree(self.collectives, named_state(module))
@@ -208,9 +209,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
-        if self._exchanger is not None:
-            self._exchanger.close()
-            self._exchanger = None
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -224,21 +225,23 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
-        if self._exchanger is None:
+        if self._sharing is None:
             return
         with self._explained():
             if self.collectives.phase is Phase.SYNC:
-                if newly_trainable(self.lightning_module, self._exchanger.replica.layout):
+                if newly_trainable(self.lightning_module, self._sharing.layout):
                     self._enter_again()  # a callback has unfrozen parameters since the last epoch, on every worker
-                self._exchanger.begin()
+                self._sharing.begin()
                 self.collectives.phase = Phase.ASYNC
-            self._exchanger.advance()
+            self._sharing.advance()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""
+        if self._sharing is not None:
+            closure = self._sharing.wrap(optimizer, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._exchanger is not None:
-            self._exchanger.count_step()
+        if self._sharing is not None:
+            self._sharing.count_step()
         return output
 
     def sync_point(self, name: str) -> None:
@@ -250,20 +253,20 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         Raises:
             CollectiveTimeoutError: a worker did not come; the message names it.
         """
-        exchanger = self._exchanger
-        if exchanger is None:
+        sharing = self._sharing
+        if sharing is None:
             return
         with self._explained():
-            exchanger.flush()
+            sharing.flush()
             self.collectives.phase = Phase.SYNC
             trainer = self.lightning_module.trainer
-            grown = bool(newly_trainable(self.lightning_module, exchanger.replica.layout))
-            mine = _Meeting(exchanger.moved, trainer.should_stop, grown, checkpoint_states(trainer))
+            grown = bool(newly_trainable(self.lightning_module, sharing.layout))
+            mine = _Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer))
             met = self.collectives.gather("sync point", name, mine)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
             if any(m.moved for m in met.values()):
-                exchanger.fetch(park=True)
+                sharing.fetch(park=True)
                 self.collectives.barrier(f"{name}: all have the weights")
             if any(m.grown for m in met.values()):
                 self._enter_again()
@@ -272,7 +275,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
-        if self._exchanger is not None:
+        if self._sharing is not None:
             if self.collectives.phase is Phase.ASYNC:
                 self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
             with self._explained():
@@ -326,9 +329,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with the servers' weights."""
         state: dict[str, Any] = super().lightning_module_state_dict()
-        if self._exchanger is not None and self.collectives.phase is Phase.ASYNC and self.is_global_zero:
+        if self._sharing is not None and self.collectives.phase is Phase.ASYNC and self.is_global_zero:
             with self._explained():
-                fresh = self._exchanger.peek()
+                fresh = self._sharing.peek()
             names = {id(t): name for name, t in named_state(self.lightning_module).items()}
             for key, tensor in self.lightning_module.state_dict(keep_vars=True).items():
                 name = names.get(id(tensor))
@@ -339,7 +342,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
         super().load_model_state_dict(*args, **kwargs)
-        if self._exchanger is not None and self.collectives.phase is Phase.SYNC:
+        if self._sharing is not None and self.collectives.phase is Phase.SYNC:
             with self._explained():
                 self._enter_again()
 
@@ -348,13 +351,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
         In the asynchronous phase the others are not asked: they resume with worker 0's.
         """
-        if self._exchanger is not None and "optimizer_states" in checkpoint:
+        if self._sharing is not None and "optimizer_states" in checkpoint:
             mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
             mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
             with self._explained():
                 workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
             checkpoint[_CHECKPOINT_KEY] = {
-                "versions": list(self._exchanger.versions),
+                "versions": list(self._sharing.versions),
                 "workers": {rank: state for rank, state in workers.items() if rank != 0},
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -384,7 +387,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             client.join()
             self.collectives.barrier("join")
 
-    def _enter(self, module: Any) -> Exchanger:
+    def _enter(self, module: Any) -> Sharing:
         client = self.collectives.client
         if client is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
@@ -407,17 +410,17 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def _enter_again(self) -> None:
         """Lay the module out anew and fill the servers from worker 0's. All workers call it together."""
-        before = self._exchanger
+        before = self._sharing
         if before is None:
             return
-        agree(self.collectives, newly_trainable(self.lightning_module, before.replica.layout), mean=True)
+        agree(self.collectives, newly_trainable(self.lightning_module, before.layout), mean=True)
         self._resume_versions = list(before.versions)
         self.collectives.barrier("new layout")
         before.close()
         self._layouts += 1
         self._join(f"{self._job.session}.{self._layouts}")
-        self._exchanger = self._enter(self.lightning_module)
-        self._exchanger.stats = before.stats
+        self._sharing = self._enter(self.lightning_module)
+        self._sharing.stats = before.stats
 
     def _heal_optimizers(self) -> None:
         """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""

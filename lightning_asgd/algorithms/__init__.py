@@ -11,6 +11,8 @@ from lightning_asgd.algorithms.dana import DANASlim
 from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo
 from lightning_asgd.algorithms.downpour import Downpour
 from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
+from lightning_asgd.algorithms.hogwild import Hogwild
+from lightning_asgd.algorithms.layerwise import LayerWise
 from lightning_asgd.algorithms.rounds import Barrier, WarmStart
 from lightning_asgd.algorithms.staleness import (
     DelayCompensation,
@@ -39,6 +41,8 @@ __all__ = [
     "DropStale",
     "DynamicSteps",
     "GapAware",
+    "Hogwild",
+    "LayerWise",
     "LocalSGD",
     "Rennala",
     "ScaleByStaleness",
@@ -58,6 +62,8 @@ _NAMED: dict[str, type[Algorithm]] = {
     "downpour": Downpour,
     "eamsgd": EAMSGD,
     "easgd": EASGD,
+    "hogwild": Hogwild,
+    "layerwise": LayerWise,
     "local_sgd": LocalSGD,
 }
 

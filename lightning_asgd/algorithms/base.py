@@ -29,6 +29,10 @@ class Payload(str, Enum):
     """The gradients of its steps since the last push, added up: for optimizers on the server."""
     WEIGHTS = "weights"
     """The weights themselves."""
+    LAYERS = "layers"
+    """Each layer's gradient as soon as it exists."""
+    NONE = "none"
+    """Nothing: the weights are shared already."""
 
 
 class Answer(str, Enum):
@@ -104,12 +108,14 @@ class Run:
         nodes: number of machines.
         nsync: optimizer steps between two exchanges.
         optimizers: the worker's optimizers.
+        precision: Lightning's name of it.
     """
 
     workers: int
     nodes: int = 1
     nsync: int = 1
     optimizers: Sequence[Any] = ()
+    precision: str = "32-true"
 
 
 @dataclass(frozen=True)
@@ -234,4 +240,6 @@ _PLURAL = {
     Payload.DELTA: "differences of weights",
     Payload.GRADIENT: "gradients",
     Payload.WEIGHTS: "weights",
+    Payload.LAYERS: "each layer's gradient at once",
+    Payload.NONE: "nothing",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["at_least", "between"]
+__all__ = ["at_least", "between", "whole"]
 
 
 def at_least(name: str, value: Any, least: float, *, above: bool = False) -> None:
@@ -30,6 +30,16 @@ def between(name: str, value: Any, least: float, most: float, *, above: bool = F
     if not _is_number(value) or not least <= value <= most or (above and value == least):
         relation = "above" if above else "from"
         raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least} to {most}.")
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Check that a setting is a whole number of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}.")
 
 
 def _is_number(value: Any) -> bool:

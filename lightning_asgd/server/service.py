@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError
@@ -23,9 +24,11 @@ from lightning_asgd.messages import (
     Initialise,
     Join,
     Joined,
+    LayerGradient,
     Leave,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.gradients import Means
 from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
@@ -46,13 +49,16 @@ class Service:
         self._lock = threading.Lock()
         self._coordinator: Coordinator | None = None
         self._shard: Shard | None = None
+        self._means = Means()
         self._blocks: dict[int, SharedBlock] = {}
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
-        self._held: dict[int, tuple[Exchange, Future[Any]]] = {}  # exchanges that have no answer yet, by identity
+        # Messages that have no answer yet, by identity.
+        self._held: dict[int, tuple[Exchange | LayerGradient, Future[Any]]] = {}
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Join: self._join,
             Initialise: self._initialise,
             Exchange: self._exchange,
+            LayerGradient: self._average,
             Contribution: self._contribute,
             Leave: self._leave,
         }
@@ -152,6 +158,13 @@ class Service:
         self._answer(due)
         return future.value() if future.done() else future
 
+    def _average(self, message: LayerGradient) -> Any:
+        self._session(message.session)
+        future: Future[Any] = Future()
+        self._held[id(message)] = (message, future)
+        self._give(self._means.add(message))
+        return future.value() if future.done() else future
+
     def _contribute(self, message: Contribution) -> Future[Any]:
         coordinator = self._session(message.session)
         future: Future[Any] = Future()
@@ -179,9 +192,14 @@ class Service:
         return self._coordinator
 
     def _meet(self, coordinator: Coordinator) -> None:
-        """Tell the shard who takes part."""
+        """Tell those who wait for workers who takes part."""
+        self._give(self._means.meet(coordinator.living))
         if self._shard is not None:
             self._answer(self._shard.meet(coordinator.living))
+
+    def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
+        for message, mean in due:
+            self._held.pop(id(message))[1].set_result(mean)
 
     def _answer(self, due: list[Due]) -> None:
         for each in due:
@@ -202,6 +220,7 @@ class Service:
             block.close()
         self._blocks.clear()
         self._shard = None
+        self._means = Means()
         self._coordinator = None
 
     def _deliver(self, due: list[Delivery]) -> None:

@@ -18,6 +18,7 @@ from lightning_asgd.messages import (
     Failure,
     Initialise,
     Join,
+    LayerGradient,
     Leave,
     Reply,
     SharedRef,
@@ -143,6 +144,28 @@ class Client:
             for s in self._servers()
         ]
 
+    def gradient(self, server: int, phase: int, step: int, layer: int, gradient: Tensor | None) -> Future[Any]:
+        """Send one layer's gradient; see :class:`LayerGradient`.
+
+        Returns:
+            a future for :meth:`answer`.
+        """
+        return self._send(server, LayerGradient(self.session, self.worker, phase, step, layer, gradient))
+
+    def answer(self, server: int, future: Future[Any]) -> Any:
+        """Wait for a server's answer.
+
+        Raises:
+            ServerLostError: the server is gone or does not answer.
+            ASGDError: what it reported.
+        """
+        if not done_within(future, self.timeout_s + _GRACE_S):
+            raise ServerLostError(
+                f"Server {server} did not answer worker {self.worker} within {self.timeout_s:g} s. "
+                "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
+            )
+        return self._value(server, future)
+
     def replies(self, futures: Sequence[Future[Any]]) -> list[Reply]:
         """Wait for an exchange's answers.
 
@@ -215,15 +238,7 @@ class Client:
             raise self._lost(server, error) from error
 
     def _wait_all(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        values = []
-        for server, future in enumerate(futures):
-            if not done_within(future, self.timeout_s + _GRACE_S):
-                raise ServerLostError(
-                    f"Server {server} did not answer worker {self.worker} within {self.timeout_s:g} s. "
-                    "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
-                )
-            values.append(self._value(server, future))
-        return values
+        return [self.answer(server, future) for server, future in enumerate(futures)]
 
     def _value(self, server: int, future: Future[Any]) -> Any:
         try:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_asgd.algorithms import Hogwild, LayerWise
+from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.finite import is_finite
@@ -19,7 +21,10 @@ from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.hogwild import SharedWeights
+from lightning_asgd.worker.layerwise import LayerGradients, layers_of
 from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["agree", "enter", "named_state", "newly_trainable"]
 
@@ -34,7 +39,7 @@ def enter(
     versions: list[int] | None = None,
     on_refused: Callable[[], None] = lambda: None,
     lr: Callable[[], float] = lambda: 0.0,
-) -> Exchanger:
+) -> Sharing:
     """Lay the module out over the servers, fill them with worker 0's weights, and take these.
 
     Args:
@@ -48,7 +53,7 @@ def enter(
         lr: see :class:`Exchanger`.
 
     Returns:
-        the exchanger, with fresh statistics.
+        what the worker shares through, with fresh statistics.
 
     Raises:
         ConfigurationError: the module has no trainable parameter, or one without a shape yet.
@@ -65,17 +70,29 @@ def enter(
     persistent = set(module.state_dict())
     # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
     buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
-    layout = build_layout(trainable.items(), buffers.items(), num_servers)
+    algorithm = config.algorithm
+    alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
+    layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
     _check_same(collectives, layout, client.worker)
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
-    blocks = [shared_memory.create(layout.shard(s)) for s in range(num_servers)]
     names = [spec.name for spec in layout.tensors]
-    source, gradients = _source(module, names), _gradients(module, names)
-    replica = replica_for(config.algorithm.payload, layout, source, blocks, gradients)
+    if isinstance(algorithm, Hogwild):
+        return SharedWeights(collectives, layout, _source(module, names, data=False), algorithm, num_servers)
+    if isinstance(algorithm, LayerWise):
+        agree(collectives, state)
+        return LayerGradients(
+            client,
+            layout,
+            layers_of(module, set(trainable)),
+            algorithm.delay,
+            lambda: agree(collectives, named_state(module), mean=True),
+        )
+    blocks = [shared_memory.create(layout.shard(s)) for s in range(num_servers)]
+    replica = replica_for(algorithm.payload, layout, _source(module, names), blocks, _gradients(module, names))
     first = client.worker == 0
     seen = client.initialise(
         layout,
-        config.algorithm,
+        algorithm,
         [block.ref if block is not None else None for block in blocks],
         weights=replica.weights() if first else None,
         versions=versions if first else None,
@@ -129,10 +146,10 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
                 tensors[name].copy_(value)
 
 
-def _source(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor]]:
+def _source(module: Module, names: Sequence[str], *, data: bool = True) -> Callable[[], list[Tensor]]:
     """Look tensors up where the module keeps them, since a program may put others in their place."""
     places = [_place(module, name) for name in names]
-    return lambda: [place[name].data for place, name in places]
+    return lambda: [place[name].data if data else place[name] for place, name in places]
 
 
 def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:

@@ -22,9 +22,10 @@ from torch.futures import Future
 from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Reply, Verdict
-from lightning_asgd.stats import ExchangeRecord, ExchangeStats
+from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["Exchanger", "Waits"]
 
@@ -42,7 +43,7 @@ class _Pending:
     local_steps: int
 
 
-class Exchanger:
+class Exchanger(Sharing):
     """Drives the exchange of one worker.
 
     Args:
@@ -64,12 +65,10 @@ class Exchanger:
         lr: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(replica.layout, client.num_servers)
         self.client = client
         self.replica = replica
         self.config = config
-        self.stats = ExchangeStats()
-        self.versions = [0] * client.num_servers
-        self.moved = False  # whether steps were taken since the last :meth:`fetch`
         self._algorithm = config.algorithm
         # Where answers are held back a worker must not run away meanwhile.
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
@@ -99,9 +98,8 @@ class Exchanger:
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
-        self.moved = True
+        super().count_step()
         self.replica.accrue()
-        self.stats.steps += 1
         self._since_push += 1
         self._since_fetch += 1
 

@@ -32,7 +32,6 @@ from lightning_asgd.algorithms import (
     Rennala,
     ScaleByStaleness,
     SoftSync,
-    StalenessAware,
     StaleSynchronous,
     Transform,
     WarmStart,
@@ -42,28 +41,12 @@ from lightning_asgd.algorithms.base import Run
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.messages import Exchange, Reply, Role, Verdict
 from lightning_asgd.server.shard import Due, Shard
+from tests.helpers.algorithms import EVERY, ON_SERVERS
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 
 N = 6
 GROUPS = ((Role.PARAMETER, "float32", N), (Role.AVERAGE, "float32", 2))
-EVERY: dict[str, Algorithm] = {
-    **{name: cls() for name, cls in algorithms._NAMED.items()},
-    "downpour_adagrad": Downpour("adagrad", lr=0.1),
-    "downpour_adadelta": Downpour("adadelta", accrued="mean"),
-    "downpour_adam": Downpour("adam", lr=0.01),
-    "downpour_dc": Downpour("sgd", lr=0.1, transforms=[DelayCompensation()]),
-    "downpour_dc_adaptive": Downpour("sgd", lr=0.1, transforms=[DelayCompensation(2.0, adaptive=True)]),
-    "scaled": ASGD(transforms=[ScaleByStaleness()]),
-    "staleness_aware": ASGD(transforms=[StalenessAware()]),
-    "gap_aware": ASGD("sum", transforms=[GapAware()]),
-    "ringmaster": ASGD(transforms=[DropStale(3)]),
-    "softsync": ASGD(transforms=[SoftSync(2), StalenessAware()]),
-    "rennala": ASGD("sum", transforms=[Rennala(2)]),
-    "ssp": ASGD(transforms=[StaleSynchronous(1)]),
-    "warm": ASGD("sum", transforms=[WarmStart(3)]),
-    "dylu": DelayedNesterov(transforms=[DynamicSteps()]),
-}
 
 
 def values(seed: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +83,7 @@ def state(of: Shard) -> list[bytes]:
 # ---------------------------------------------------------------------- the battery
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_the_same_messages_in_the_same_order_give_the_same_bits(algorithm: Algorithm) -> None:
     results = []
     for shared in (False, True, False):
@@ -118,7 +101,7 @@ def test_the_same_messages_in_the_same_order_give_the_same_bits(algorithm: Algor
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_a_repeated_message_changes_nothing(algorithm: Algorithm) -> None:
     one = shard(algorithm, 1)
     for seq in (1, 2, 3):
@@ -130,7 +113,7 @@ def test_a_repeated_message_changes_nothing(algorithm: Algorithm) -> None:
     assert (state(one), one.version, one.table.count) == (before, version, table)
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_chunks_make_no_difference(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (1 << 18, 4, 1):
@@ -142,7 +125,7 @@ def test_chunks_make_no_difference(algorithm: Algorithm, monkeypatch: pytest.Mon
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_a_push_that_is_not_finite_is_refused_and_the_worker_gets_the_old_weights(algorithm: Algorithm) -> None:
     one = shard(algorithm, 1)
     before = state(one)
@@ -152,7 +135,7 @@ def test_a_push_that_is_not_finite_is_refused_and_the_worker_gets_the_old_weight
     assert only(send(one, replace(push(0, 1), push=False))).version == 0
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_buffers_are_averaged_whatever_the_algorithm_does_with_parameters(algorithm: Algorithm) -> None:
     one = shard(algorithm, 4)
     send(one, push(0, 1), (torch.zeros(N), torch.tensor([4.0, 8.0])))
@@ -160,7 +143,7 @@ def test_buffers_are_averaged_whatever_the_algorithm_does_with_parameters(algori
     assert torch.equal(one.weights[1], values(0)[1] + torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
 def test_nobody_is_held_at_a_sync_point_or_after_the_others_are_gone(algorithm: Algorithm) -> None:
     one = shard(algorithm, 3)
     waiting = {0, 1}
@@ -174,10 +157,10 @@ def test_nobody_is_held_at_a_sync_point_or_after_the_others_are_gone(algorithm: 
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("name", sorted(ON_SERVERS))
 def test_a_worker_alone_trains(name: str, shared: bool) -> None:
     w = torch.zeros(4, requires_grad=True)
-    exchanger = Cluster(2).enter(0, {"w": w}, nsync=1, algorithm=EVERY[name], shared=shared, overlap=False)
+    exchanger = Cluster(2).enter(0, {"w": w}, nsync=1, algorithm=ON_SERVERS[name], shared=shared, overlap=False)
     exchanger._lr = lambda: 0.2
     optimizer = torch.optim.SGD([w], lr=0.2)
     exchanger.begin()

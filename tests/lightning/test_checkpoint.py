@@ -30,7 +30,7 @@ class States(pl.Callback):
         state = {
             "momentum": momentum,
             "lr": optimizer.param_groups[0]["lr"],
-            "versions": trainer.strategy._exchanger.versions,
+            "versions": trainer.strategy._sharing.versions,
         }
         (self.folder / f"{when}{trainer.global_rank}.json").write_text(json.dumps(state))
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_between_two_sync_points_holds_the_servers_weights(tmp_path
                 path = tmp_path / "middle.ckpt"
                 trainer.save_checkpoint(path)
                 saved = torch.load(path, weights_only=True)["state_dict"]
-                servers = trainer.strategy._exchanger.peek()
+                servers = trainer.strategy._sharing.peek()
                 fresh = {n: bool(torch.equal(saved[n], servers[n])) for n in servers}
                 local = torch.equal(saved["net.0.weight"], pl_module.net[0].weight.detach())
                 (tmp_path / "compared.json").write_text(json.dumps([fresh, local]))

@@ -1,0 +1,61 @@
+"""How a worker shares what it learns: what the strategy asks of it, whatever the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.layout import Layout
+from lightning_asgd.stats import ExchangeStats
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """Everything between a worker's training steps and the other workers. Shares nothing by itself.
+
+    Args:
+        layout: the module's shared tensors.
+        num_servers: number of servers.
+    """
+
+    def __init__(self, layout: Layout, num_servers: int) -> None:
+        self.layout = layout
+        self.stats = ExchangeStats()
+        self.versions = [0] * num_servers
+        self.moved = False  # whether steps were taken since the last :meth:`fetch`
+
+    def begin(self) -> None:
+        """Leave a sync point: to be called before the first batch after it."""
+
+    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What an optimizer is to call for gradients, instead of ``closure``."""
+        return closure
+
+    def count_step(self) -> None:
+        """Note that an optimizer step was taken."""
+        self.moved = True
+        self.stats.steps += 1
+
+    def advance(self) -> None:
+        """Do what is due between two batches."""
+
+    def flush(self) -> None:
+        """Let nothing be under way, at a sync point's beginning, and let nobody wait for this worker."""
+
+    def fetch(self, *, park: bool = False) -> None:
+        """Take the weights that all workers are to have at a sync point.
+
+        Args:
+            park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
+        """
+        self.moved = False
+
+    def peek(self) -> dict[str, Tensor]:
+        """The common weights by name, without touching the module."""
+        return {}
+
+    def close(self) -> None:
+        """Give buffers and connections back. The module keeps its weights."""

@@ -1,0 +1,119 @@
+"""Every algorithm in real processes: two ranks, a server, Lightning; the same bits everywhere at sync points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.algorithms import Hogwild, LayerWise
+from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
+from tests.conformance.pair import ASGD, DDP, Outcome, Pair
+from tests.conformance.test_battery import check_same_bits
+from tests.helpers import leaks
+from tests.helpers.algorithms import EVERY
+
+DEADLINE_S = 60.0
+SLOW_LEARNERS = {"downpour_adadelta": 1.01, "diloco": 1.0, "delayed_nesterov": 1.0, "dylu": 1.0}  # in so few steps
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with leaks.forbidden():
+        pair = Pair("pytorch_lightning", ASGD)
+        yield pair
+        pair.close()
+
+
+def nesterov(self: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5, nesterov=True)
+
+
+def fit(lab: Lab, name: str, servers: int = 1) -> dict[str, Any]:
+    algorithm = EVERY[name]
+    nsync = 1 if name == "dana_slim" else 2
+    strategy = ASGDStrategy(nsync=nsync, algorithm=algorithm, num_servers=servers)
+    module = lab.regression(type("Nesterov", (), {"configure_optimizers": nesterov}))
+    trainer = lab.fit(module, strategy=strategy, max_epochs=4)
+    return {"loss": loss_of(module), "step": trainer.global_step, "pushes": strategy.stats.pushes}
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_every_algorithm_trains(name: str, pair: Pair, tmp_path: Path) -> None:
+    outcomes = pair.run(
+        partial(fit, name=name, servers=2 if name in ("easgd", "layerwise") else 1), tmp_path, DEADLINE_S
+    )
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+        assert outcome.facts["step"] == 4 * STEPS
+        assert outcome.facts["loss"] < SLOW_LEARNERS.get(name, 0.2) * VARIANCE
+    check_same_bits(outcomes)
+    alone = isinstance(EVERY[name], (Hogwild, LayerWise))
+    assert all((outcome.facts["pushes"] == 0) == alone for outcome in outcomes)
+
+
+def fit_plain(lab: Lab, delay: int | None, clip: float | None = None, batches: int = 1) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if delay is not None:
+        options["strategy"] = ASGDStrategy(algorithm=LayerWise(delay))
+    module = lab.regression()
+    lab.fit(module, gradient_clip_val=clip, accumulate_grad_batches=batches, **options)
+    return {"weights": [p.detach().clone() for p in module.parameters()]}
+
+
+@pytest.mark.parametrize(("clip", "batches"), [(None, 1), (0.5, 1), (None, 3)])
+def test_layerwise_without_delay_has_the_bits_of_ddp(clip: Any, batches: int, pair: Pair, tmp_path: Path) -> None:
+    ddp = Pair("pytorch_lightning", DDP)
+    try:
+        theirs = ddp.run(partial(fit_plain, delay=None, clip=clip, batches=batches), tmp_path, DEADLINE_S)
+    finally:
+        ddp.close()
+    ours = pair.run(partial(fit_plain, delay=0, clip=clip, batches=batches), tmp_path, DEADLINE_S)
+    for mine, other in zip(weights(ours), weights(theirs), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def weights(outcomes: list[Outcome]) -> list[list[torch.Tensor]]:
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+    return [outcome.facts["weights"] for outcome in outcomes]
+
+
+def delayed(lab: Lab, delay: int) -> dict[str, Any]:
+    """Plain SGD on one weight, f = w^2 / 2: w <- w - lr w of ``delay`` steps ago."""
+
+    class Scalar(lab.pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+            self.path: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.path.append(float(self.w))
+            return (self.w**2).sum() / 2
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    module = Scalar()
+    trainer = lab.trainer(strategy=ASGDStrategy(algorithm=LayerWise(delay)), max_epochs=1, limit_train_batches=10)
+    trainer.fit(module, lab.loader())
+    return {"path": module.path, "end": float(module.w)}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_a_delayed_gradient_is_used_so_many_steps_later(delay: int, pair: Pair, tmp_path: Path) -> None:
+    outcomes = pair.run(partial(delayed, delay=delay), tmp_path, DEADLINE_S)
+    path = [1.0]
+    for t in range(10):
+        path.append(path[-1] - (0.3 * path[t - delay] if t >= delay else 0.0))
+    end = path[-1] - sum(0.3 * path[t] for t in range(10 - delay, 10))  # nothing is lost at the end
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+        assert outcome.facts["path"] == pytest.approx(path[:10], rel=1e-12)
+        assert outcome.facts["end"] == pytest.approx(end, rel=1e-12)
