@@ -77,7 +77,8 @@ class Simulation:
         optimizer: makes a worker's own optimizer; None for ``SGD(lr=0.1)``.
         speed: how long steps take: of every worker, or one per worker.
         network: the links.
-        exchange_s: seconds that each exchange takes from the training, to pack the update and to merge the answer.
+        exchange_s: seconds that the training stands still when an answer is merged, in which the packing of the update
+            is to be counted.
         epoch_s: seconds between an epoch's sync point and the next epoch's first batch, such as a validation's.
         crashes: workers that end before their time.
         evaluate_every: steps of all workers together between two looks at the servers' loss; None for 100 looks.
@@ -130,8 +131,8 @@ class Simulation:
         algorithm = self._config().algorithm
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
             raise ConfigurationError(
-                f"algorithm={algorithm!r} sends nothing to a server, so there is no exchange to simulate. Expected an "
-                "algorithm with servers, such as ASGD()."
+                f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "
+                "ASGD(): the simulator knows no other."
             )
         self.network.links("workers", self.workers)
         self.network.links("servers", self.servers)
@@ -214,8 +215,7 @@ class _Running:
             self.clock.at(crash.time_s, partial(self.crash, crash))
         self.clock.run()
         self.check_that_all_have_ended()
-        if self.losses[-1].steps < self.steps or self.losses[-1].time_s < self.clock.now:
-            self.evaluate()
+        self.evaluate()
         return self.report()
 
     # ------------------------------------------------------------------ what happens
@@ -269,7 +269,10 @@ class _Running:
 
     def evaluate(self) -> None:
         """Note the loss at the servers' weights."""
-        self.losses.append(Point(self.clock.now, self.steps, self.plan.problem.loss(self.weights()[0])))
+        now = self.clock.now
+        if self.losses and (self.losses[-1].time_s, self.losses[-1].steps) == (now, self.steps):
+            self.losses.pop()
+        self.losses.append(Point(now, self.steps, self.plan.problem.loss(self.weights()[0])))
 
     def check_that_all_have_ended(self) -> None:
         """Raise an error if workers wait for ever."""

@@ -107,7 +107,7 @@ class SimulatedWorker:
         Args:
             epochs: number of epochs.
             steps: optimizer steps per epoch.
-            exchange_s: seconds that an exchange takes from the training.
+            exchange_s: seconds that the training stands still when an answer is merged.
             epoch_s: seconds between the end of an epoch and the beginning of the next.
             stepped: called after every step.
         """
