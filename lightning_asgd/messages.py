@@ -24,6 +24,7 @@ __all__ = [
     "Leave",
     "Reply",
     "Role",
+    "Samples",
     "SharedRef",
     "Verdict",
 ]
@@ -221,6 +222,21 @@ class Contribution:
     source: int | None = None
     target: int | None = None
     timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Ask for the copies of the weights that the algorithm had the shard keep.
+
+    The answer is a list of ``(version, tuple of one tensor per group)``, oldest first.
+
+    Attributes:
+        session: session the shard belongs to.
+        worker: global rank of the sender.
+    """
+
+    session: str
+    worker: int
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,8 @@ class PSGLD(PosteriorSampler):
         The correction :math:`\Gamma = \nabla \cdot G` is neglected, as in the paper's own experiments. That is
         right as long as *G* does not follow *x*: *V* must be governed by the noise of the batches, or averaged over
         more steps (1 / (1 - alpha)) than the chain takes to move across the posterior. Else the samples shun the mode.
+        *V* starts at the mean square of the tensor's first gradient instead of 0: where that gradient happens to be
+        small, a coordinate would be thrown far out, and come back slowly.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -260,7 +262,7 @@ class PSGLD(PosteriorSampler):
         >>> weight.sum().backward()
         >>> sampler.step()
         >>> sampler.state[weight]["square_avg"]
-        tensor([0.0100, 0.0100, 0.0100])
+        tensor([1., 1., 1.])
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class PSGLD(PosteriorSampler):
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:
-            state["square_avg"] = torch.zeros_like(x)
+            state["square_avg"] = torch.full_like(x, float(gradient.square().mean()))
         average = state["square_avg"]
         average.mul_(group["alpha"]).addcmul_(gradient, gradient, value=1 - group["alpha"])
         scale = average.sqrt().add_(group["eps"]).reciprocal_()
@@ -372,7 +374,7 @@ class SGHMC(PosteriorSampler):
 
 def _slope(x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
     """The estimate of the potential's gradient."""
-    slope = gradient * group["num_data"]
+    slope: Tensor = gradient * group["num_data"]
     return slope.add_(x, alpha=group["weight_decay"])
 
 

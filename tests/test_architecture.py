@@ -26,6 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "stats": {"messages"},
     "layout": {"errors", "messages"},
     "finite": set(),
+    # sampling, on the worker
+    "optim": {"errors"},
+    "posterior": {"errors"},
     # rules
     "algorithms.base": {"errors"},
     "algorithms.settings": {"errors"},
@@ -39,6 +42,13 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms.rounds": {"algorithms.base", "algorithms.settings"},
     "algorithms.averaging": {"algorithms.asgd", "algorithms.base", "algorithms.rounds", "algorithms.settings"},
     "algorithms.diloco": {"algorithms.asgd", "algorithms.base", "algorithms.rounds", "algorithms.settings"},
+    "algorithms.sgmcmc": {
+        "algorithms.base",
+        "algorithms.elastic",
+        "algorithms.settings",
+        "errors",
+        "optim",
+    },
     "algorithms.staleness": {"algorithms.base", "algorithms.settings"},
     "algorithms": {
         "algorithms.asgd",
@@ -51,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms.hogwild",
         "algorithms.layerwise",
         "algorithms.rounds",
+        "algorithms.sgmcmc",
         "algorithms.staleness",
         "errors",
     },

@@ -14,6 +14,7 @@ from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
 from lightning_asgd.algorithms.hogwild import Hogwild
 from lightning_asgd.algorithms.layerwise import LayerWise
 from lightning_asgd.algorithms.rounds import Barrier, WarmStart
+from lightning_asgd.algorithms.sgmcmc import SGMCMC, ElasticSGMCMC
 from lightning_asgd.algorithms.staleness import (
     DelayCompensation,
     DropStale,
@@ -31,6 +32,7 @@ __all__ = [
     "ASGD",
     "EAMSGD",
     "EASGD",
+    "SGMCMC",
     "Algorithm",
     "Barrier",
     "DANASlim",
@@ -40,6 +42,7 @@ __all__ = [
     "Downpour",
     "DropStale",
     "DynamicSteps",
+    "ElasticSGMCMC",
     "GapAware",
     "Hogwild",
     "LayerWise",
@@ -62,9 +65,11 @@ _NAMED: dict[str, type[Algorithm]] = {
     "downpour": Downpour,
     "eamsgd": EAMSGD,
     "easgd": EASGD,
+    "elastic_sgmcmc": ElasticSGMCMC,
     "hogwild": Hogwild,
     "layerwise": LayerWise,
     "local_sgd": LocalSGD,
+    "sgmcmc": SGMCMC,
 }
 
 

@@ -226,6 +226,15 @@ class Algorithm:
         """
         raise NotImplementedError
 
+    def keeps(self, version: int) -> bool:
+        """Whether a shard is to keep a copy of its weights as they are at a version."""
+        return False
+
+    @property
+    def keep_at_most(self) -> int:
+        """Number of such copies; the oldest make room."""
+        return 0
+
     def period(self, nsync: int, step: int) -> int:
         """Optimizer steps between two exchanges for a worker that has taken ``step`` of them."""
         return nsync

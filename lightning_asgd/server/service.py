@@ -26,6 +26,7 @@ from lightning_asgd.messages import (
     Joined,
     LayerGradient,
     Leave,
+    Samples,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
@@ -61,6 +62,7 @@ class Service:
             LayerGradient: self._average,
             Contribution: self._contribute,
             Leave: self._leave,
+            Samples: self._samples,
         }
 
     def handle(self, message: Any) -> Any:
@@ -182,6 +184,10 @@ class Service:
         if block is not None:
             block.close()
         return True
+
+    def _samples(self, message: Samples) -> list[tuple[int, tuple[Tensor, ...]]]:
+        self._session(message.session)
+        return list(self._shard.samples) if self._shard is not None else []
 
     # ------------------------------------------------------------------ helpers
 

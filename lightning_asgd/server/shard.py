@@ -11,6 +11,7 @@ have become due, which may be none, and may be other workers'.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ class Shard:
     weights: tuple[Tensor, ...] | None = None
     counts: _Counts = field(default_factory=_Counts)
     table: Table = field(default_factory=Table)
+    samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
+    """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
     _last_seq: dict[int, int] = field(default_factory=dict)
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -114,6 +117,7 @@ class Shard:
             torch.zeros_like(w) if p and gathers else None for w, p in zip(weights, parameters, strict=True)
         ]
         self._backups = {}
+        self.samples = deque(maxlen=self.algorithm.keep_at_most)
 
     def meet(self, living: Collection[int]) -> list[Due]:
         """Take notice of who takes part now.
@@ -218,7 +222,7 @@ class Shard:
             self._lr += message.lr
             self._steps += message.steps
         else:
-            self.version += 1
+            self._count_up()
         asked.filled = copy_back
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
@@ -274,7 +278,13 @@ class Shard:
         table.gathered.clear()
         table.count = 0
         self._lr, self._steps = 0.0, 0
+        self._count_up()
+
+    def _count_up(self) -> None:
+        """An update has been applied."""
         self.version += 1
+        if self.algorithm.keeps(self.version):
+            self.samples.append((self.version, tuple(w.clone() for w in self._weights)))
 
     # ------------------------------------------------------------------ answers
 

@@ -21,6 +21,7 @@ from lightning_asgd.messages import (
     LayerGradient,
     Leave,
     Reply,
+    Samples,
     SharedRef,
 )
 from lightning_asgd.transport.base import Transport
@@ -174,6 +175,19 @@ class Client:
             ASGDError: what a server reported.
         """
         return self._wait_all(futures)
+
+    def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
+        """Fetch the copies of the weights that the algorithm had the servers keep.
+
+        Returns:
+            versions that every server has a copy of, oldest first; with each, per server one tensor per group.
+        """
+        kept = [
+            dict(s)
+            for s in self._wait_all([self._send(s, Samples(self.session, self.worker)) for s in self._servers()])
+        ]
+        common = set(kept[0]).intersection(*kept[1:])
+        return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
 
     def collective(
         self,

@@ -57,5 +57,9 @@ class Sharing:
         """The common weights by name, without touching the module."""
         return {}
 
+    def samples(self) -> list[dict[str, Tensor]]:
+        """What the algorithm has had the servers keep of the weights, by name, oldest first."""
+        return []
+
     def close(self) -> None:
         """Give buffers and connections back. The module keeps its weights."""

@@ -99,7 +99,7 @@ def test_without_temperature_the_step_is_the_optimizers(cls: Any) -> None:
     expected = {
         SGLD: 1 - 1e-3,
         SGHMC: 1 - 1e-3,
-        PSGLD: 1 - 1e-3 / (1e-5 + 0.1 / N),
+        PSGLD: 1 - 1e-3 / (1e-5 + 1 / N),
     }[cls]
     assert torch.allclose(weight.detach(), torch.full((5,), expected))
 

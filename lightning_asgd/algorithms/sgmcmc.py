@@ -1,0 +1,157 @@
+r"""Asynchronous stochastic-gradient MCMC: workers run the chain, the servers collect samples of the posterior.
+
+The workers' optimizer is one of :mod:`lightning_asgd.optim`, so what they do is a gradient step *and* noise. Two ways
+to share it:
+
+*Downpour.* A worker pushes what its steps have changed, drift and noise together, and every push is added whole:
+
+.. math::  w \leftarrow w + (x_i - w_i)
+
+*Elastic.* Every worker runs a chain of its own, which a spring ties to the servers' centre:
+
+.. math::  E = \alpha\,(x_i - w), \qquad x_i \leftarrow x_i - E, \qquad w \leftarrow w + E
+
+After ``burn_in`` versions the servers keep a copy of their weights every ``thin`` versions. When ``fit`` ends these
+copies are ``strategy.samples``; :func:`lightning_asgd.averaged_prediction` averages predictions over them.
+
+With N workers the downpour chain moves N times as fast as one worker's: a round of N pushes of ``nsync`` steps of size
+*h* is a time of :math:`N\,n_{sync}\,h`. So burn-in and thinning count versions, which are pushes, not epochs. Stale
+gradients make the samples too wide, by about *h* times the local steps in which the others' pushes are not seen, about
+:math:`(N - 1)\,n_{sync}`, times the curvature of :math:`U`: use a step that is smaller by as much as there are workers.
+
+References:
+    C. Li, C. Chen, Y. Pu, R. Henao, L. Carin, "Communication-Efficient Stochastic Gradient MCMC for Neural Networks",
+    AAAI 2019: both protocols, samples collected by the servers.
+    J. T. Springenberg, A. Klein, S. Falkner, F. Hutter, "Asynchronous Stochastic Gradient MCMC with Elastic Coupling",
+    2016 (arXiv 1612.00767).
+    C. Chen et al., "Stochastic Gradient MCMC with Stale Gradients", NIPS 2016 (arXiv 1610.06664): what staleness does.
+
+Departures:
+    Of the first paper only the abstract was at hand: the protocols are put together from it, from Downpour SGD and from
+    EASGD. The elastic centre has no noise of its own, as Springenberg's has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.algorithms.base import Algorithm, Push, Run, Transform
+from lightning_asgd.algorithms.elastic import EASGD
+from lightning_asgd.algorithms.settings import whole
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.optim import PosteriorSampler
+
+__all__ = ["SGMCMC", "ElasticSGMCMC"]
+
+
+@dataclass(frozen=True)
+class _Collects(Algorithm):
+    """What both protocols have in common: which versions are samples, and what would spoil them."""
+
+    burn_in: int = field(default=1000, kw_only=True)
+    thin: int = field(default=100, kw_only=True)
+    max_samples: int = field(default=20, kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        whole(f"{name}(burn_in)", self.burn_in, 0)
+        whole(f"{name}(thin)", self.thin, 1)
+        whole(f"{name}(max_samples)", self.max_samples, 1)
+        for transform in self.transforms:
+            if isinstance(transform, Transform) and _changes_updates(type(transform)):
+                raise ConfigurationError(
+                    f"{type(transform).__name__} cannot be used with {name}: it scales, changes, drops or averages "
+                    "pushes, and with them the noise, which would make the samples' spread wrong. Expected transforms "
+                    "that leave pushes as they are: StaleSynchronous, DynamicSteps."
+                )
+        super().__post_init__()
+
+    def keeps(self, version: int) -> bool:
+        """See :class:`Algorithm`."""
+        return version > self.burn_in and (version - self.burn_in) % self.thin == 0
+
+    @property
+    def keep_at_most(self) -> int:
+        """See :class:`Algorithm`."""
+        return self.max_samples
+
+    def check(self, run: Run) -> None:
+        """See :class:`Algorithm`."""
+        super().check(run)
+        for optimizer in run.optimizers:
+            if not isinstance(optimizer, PosteriorSampler):
+                raise ConfigurationError(
+                    f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise: "
+                    "what the servers collect would be no samples. Expected SGLD, PSGLD or SGHMC of "
+                    "lightning_asgd.optim."
+                )
+
+
+@dataclass(frozen=True)
+class SGMCMC(_Collects):
+    r"""The downpour protocol: every push is added whole, noise and all.
+
+    Args:
+        burn_in: versions before the first sample. Versions go on after a checkpoint was loaded.
+        thin: versions between two samples; the first is kept at version ``burn_in + thin``. Samples that are closer
+            than the chain takes to move across the posterior tell little more than one of them.
+        max_samples: number of samples that are kept. When there are more, the oldest make room. A server takes so
+            many times its shard's memory. Samples are not part of checkpoints.
+
+    State:
+        none beside the weights; the samples are copies of the shard.
+
+    Staleness:
+        ignored: a push is added whole however old its base is, since noise must not be scaled. It makes samples too
+        wide, see the module's docstring. ``StaleSynchronous`` bounds it.
+
+    Example:
+        >>> import torch
+        >>> rule, w = SGMCMC(burn_in=2, thin=3), torch.zeros(2)
+        >>> rule.apply(w, torch.tensor([1.0, 3.0]), {}, Push(live=2))
+        >>> w.tolist()
+        [1.0, 3.0]
+        >>> [version for version in range(12) if rule.keeps(version)]
+        [5, 8, 11]
+    """
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`."""
+        weights.add_(update)
+
+
+@dataclass(frozen=True)
+class ElasticSGMCMC(EASGD, _Collects):
+    r"""The elastic protocol: workers run chains of their own; samples are copies of the centre that ties them together.
+
+    The centre is *over-smoothed*: it has no noise of its own and averages the workers' chains, so its samples spread
+    less than the posterior, the less the more workers there are and the weaker the spring is. Their mean is right. Take
+    :class:`SGMCMC` for the spread.
+
+    Args:
+        beta: see :class:`EASGD`.
+        alpha: see :class:`EASGD`.
+        burn_in: see :class:`SGMCMC`.
+        thin: see :class:`SGMCMC`.
+        max_samples: see :class:`SGMCMC`.
+
+    State:
+        none beside the weights; every worker has its own, and the samples are copies of the centre.
+
+    Staleness:
+        of the centre does not arise; a worker's weights are its own.
+
+    Example:
+        >>> import torch
+        >>> w, x = torch.tensor([0.0]), torch.tensor([1.0])
+        >>> ElasticSGMCMC(beta=0.5, burn_in=100).apply(w, x, {}, Push(live=2))
+        >>> w.item(), x.item()  # x holds the force now
+        (0.25, 0.25)
+    """
+
+
+def _changes_updates(transform: type[Transform]) -> bool:
+    return transform.gathers or transform.weigh is not Transform.weigh or transform.change is not Transform.change
