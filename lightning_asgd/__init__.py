@@ -12,10 +12,19 @@ from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
     from lightning_asgd.config import Timeouts
+    from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
     from lightning_asgd.strategy import ASGDStrategy
 
-__all__ = ["ASGDError", "ASGDStrategy", "ExchangeRecord", "ExchangeStats", "Timeouts", "__version__"]
+__all__ = [
+    "ASGDError",
+    "ASGDStrategy",
+    "ExchangeRecord",
+    "ExchangeStats",
+    "Timeouts",
+    "__version__",
+    "averaged_prediction",
+]
 
 __version__ = "0.1.0"
 
@@ -24,6 +33,7 @@ _LAZY = {
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "Timeouts": "lightning_asgd.config",
+    "averaged_prediction": "lightning_asgd.posterior",
 }
 
 

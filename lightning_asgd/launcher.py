@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_asgd import supervisor
 from lightning_asgd._lightning import Extension, is_environment
@@ -229,14 +230,17 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
                 os.rmdir(os.path.dirname(worker_output.weights_path))
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """Send worker 0's statistics along with Lightning's results."""
+        """Send worker 0's statistics and samples along with Lightning's results."""
+        strategy = trainer.strategy
         return {
             **super().get_extra_results(trainer),
-            "lightning_asgd_stats": pickle.dumps(trainer.strategy.stats),
+            "lightning_asgd": pickle.dumps((strategy.stats, strategy.samples)),
         }
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        """Keep worker 0's statistics."""
+        """Keep worker 0's statistics and samples."""
         super().update_main_process_results(trainer, extra)
-        stats: ExchangeStats = pickle.loads(extra["lightning_asgd_stats"])  # from our own child
-        trainer.strategy.stats = stats
+        results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(
+            extra["lightning_asgd"]
+        )  # our own child's
+        trainer.strategy.stats, trainer.strategy.samples = results

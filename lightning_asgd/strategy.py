@@ -31,6 +31,7 @@ from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import is_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
@@ -72,6 +73,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         cluster_environment: see above.
         checkpoint_io: see above.
         precision_plugin: see above.
+
+    Attributes:
+        stats: what this worker's exchanges were like; of worker 0 in the main process.
+        samples: after a fit with an algorithm that samples from a posterior, such as
+            :class:`~lightning_asgd.algorithms.SGMCMC`: what the servers have collected, oldest first, on the CPU, by
+            the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on the others.
+            Samples end with the layout: those from before parameters were unfrozen during fit are not among them.
 
     It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
     other takes it: attributes such as ``world_size`` are there from then on.
@@ -131,6 +139,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             "start_method": start_method,
         }
         self.stats = ExchangeStats()
+        self.samples: list[dict[str, Tensor]] = []
         self.collectives = Collectives()
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
@@ -186,7 +195,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if fitting:
                 self._sharing = self._enter(module)
                 self.stats = self._sharing.stats
+                self.samples = []
                 self.setup_optimizers(trainer)
+                for optimizer in self.optimizers:
+                    if isinstance(optimizer, PosteriorSampler):
+                        optimizer.use_stream(self.global_rank)
                 precision = str(self.precision_plugin.precision)
                 run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers), precision)
                 self.config.algorithm.check(run)
@@ -278,6 +291,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._sharing is not None:
             if self.collectives.phase is Phase.ASYNC:
                 self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
+            elif self.is_global_zero:
+                self._collect_samples(self._sharing)
             with self._explained():
                 agree(self.collectives, named_state(self.lightning_module), mean=True)
 
@@ -421,6 +436,21 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._join(f"{self._job.session}.{self._layouts}")
         self._sharing = self._enter(self.lightning_module)
         self._sharing.stats = before.stats
+
+    def _collect_samples(self, sharing: Sharing) -> None:
+        """Fetch what the servers have kept of the weights. Nobody pushes any more."""
+        algorithm = self.config.algorithm
+        if not algorithm.keep_at_most:
+            return
+        with self._explained():
+            self.samples = sharing.samples()
+        if not self.samples:
+            log.warning(
+                "%s kept no samples: training ended at version %d, which counts pushes. Train longer, or lower its "
+                "burn_in and thin.",
+                type(algorithm).__name__,
+                max(sharing.versions),
+            )
 
     def _heal_optimizers(self) -> None:
         """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""

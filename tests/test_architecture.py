@@ -189,6 +189,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "finite",
         "launcher",
+        "optim",
         "stats",
         "supervisor",
         "worker.client",
@@ -197,7 +198,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.sharing",
     },
     # what users import
-    "__init__": {"_lightning", "config", "errors", "stats", "strategy"},
+    "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")

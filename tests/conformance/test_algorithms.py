@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.algorithms import Hogwild, LayerWise
+from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise
+from lightning_asgd.optim import SGHMC, SGLD
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
 from tests.conformance.pair import ASGD, DDP, Outcome, Pair
 from tests.conformance.test_battery import check_same_bits
@@ -34,11 +35,17 @@ def nesterov(self: Any) -> Any:
     return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5, nesterov=True)
 
 
+def sampler(self: Any) -> Any:
+    """The same, nearly without noise."""
+    return SGHMC(self.parameters(), lr=self.lr, num_data=1, friction=0.5, temperature=1e-6)
+
+
 def fit(lab: Lab, name: str, servers: int = 1) -> dict[str, Any]:
     algorithm = EVERY[name]
     nsync = 1 if name == "dana_slim" else 2
     strategy = ASGDStrategy(nsync=nsync, algorithm=algorithm, num_servers=servers)
-    module = lab.regression(type("Nesterov", (), {"configure_optimizers": nesterov}))
+    samples = isinstance(algorithm, (SGMCMC, ElasticSGMCMC))
+    module = lab.regression(type("Own", (), {"configure_optimizers": sampler if samples else nesterov}))
     trainer = lab.fit(module, strategy=strategy, max_epochs=4)
     return {"loss": loss_of(module), "step": trainer.global_step, "pushes": strategy.stats.pushes}
 
@@ -55,6 +62,43 @@ def test_every_algorithm_trains(name: str, pair: Pair, tmp_path: Path) -> None:
     check_same_bits(outcomes)
     alone = isinstance(EVERY[name], (Hogwild, LayerWise))
     assert all((outcome.facts["pushes"] == 0) == alone for outcome in outcomes)
+
+
+def collect(lab: Lab, elastic: bool) -> dict[str, Any]:
+    class Noisy:
+        def configure_optimizers(self: Any) -> Any:
+            return SGLD(self.parameters(), lr=1e-4, num_data=100)
+
+    rule = (ElasticSGMCMC if elastic else SGMCMC)(burn_in=4, thin=3, max_samples=3)
+    strategy = ASGDStrategy(nsync=4, algorithm=rule, num_servers=2)
+    module = lab.regression(Noisy)
+    trainer = lab.fit(module, strategy=strategy, max_epochs=1)
+    optimizer = strategy.optimizers[0]
+    last = strategy.samples[-1] if strategy.samples else {}
+    mine = {**dict(module.named_parameters()), **{n: b for n, b in module.named_buffers() if n in module.state_dict()}}
+    result = {
+        "samples": len(strategy.samples),
+        "names": set(last) == set(mine),
+        "finite": all(bool(torch.isfinite(v).all()) for s in strategy.samples for v in s.values()),
+        "stream": optimizer.state_dict()["rng"]["stream"],
+        "noise": optimizer._noise(torch.zeros(3)).tolist(),
+    }
+    lab.fit(module, strategy=ASGDStrategy(), max_epochs=1)
+    return {**result, "again": len(trainer.strategy.samples)}
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_worker_0_gets_the_servers_samples_and_noise_differs(elastic: bool, pair: Pair, tmp_path: Path) -> None:
+    outcomes = pair.run(partial(collect, elastic=elastic), tmp_path, DEADLINE_S)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+    zero, one = (outcome.facts for outcome in outcomes)
+    assert zero["samples"] == zero["again"] == 3
+    assert one["samples"] == 0
+    assert zero["names"]
+    assert zero["finite"]
+    assert (zero["stream"], one["stream"]) == (0, 1)
+    assert zero["noise"] != one["noise"]
 
 
 def fit_plain(lab: Lab, delay: int | None, clip: float | None = None, batches: int = 1) -> dict[str, Any]:
