@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.asgd import factor, parse_scale
-from lightning_asgd.algorithms.base import Algorithm, Payload, Push
+from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
 from lightning_asgd.algorithms.settings import at_least
 from lightning_asgd.errors import ConfigurationError
 
@@ -63,8 +63,9 @@ class Downpour(Algorithm):
         ignored, unless a transform looks at it.
 
     Raises:
-        ConfigurationError: there is no such optimizer, it does not take the arguments, or it does not work element by
-            element (LBFGS, Muon): servers hold slices of flat vectors, which have neither shapes nor neighbours.
+        ConfigurationError: there is no such optimizer, or it does not take the arguments; when ``fit`` begins, also if
+            it does not work element by element (LBFGS, Muon): servers hold slices of flat vectors, which have neither
+            shapes nor neighbours.
     """
 
     optimizer: str = "sgd"
@@ -83,6 +84,14 @@ class Downpour(Algorithm):
             raise ConfigurationError(f"Downpour(accrued={self.accrued!r}). Expected 'sum' or 'mean'.")
         if self.lr is not None:
             at_least("Downpour(lr)", self.lr, 0, above=True)
+        self._make(torch.nn.Parameter(torch.zeros(1)))
+
+    def check(self, run: Run) -> None:
+        """See :class:`Algorithm`; tries the optimizer on a small vector.
+
+        Not when it is made: an optimizer's step looks for CUDA, after which the main process could not fork workers.
+        """
+        super().check(run)
         self._check_element_wise()
 
     def start(self, weights: Tensor) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -518,9 +520,9 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
         (lambda: DiLoCo(lr=0), r"DiLoCo\(lr\)=0. Expected a number above 0"),
         (lambda: DiLoCo(momentum=math.nan), r"DiLoCo\(momentum\)=nan"),
         (lambda: DelayedNesterov(buffer=2, spread=0.6), r"spread\)=0.6"),
-        (lambda: Downpour("torch.optim.LBFGS"), "LBFGS.* does not work element by element"),
-        (lambda: Downpour("torch.optim.Muon"), "Muon.* does not work element by element"),
-        (lambda: Downpour("torch.optim.Adafactor"), "does not work element by element: a part of a vector moves"),
+        (lambda: Downpour("torch.optim.LBFGS").check(Run(2)), "LBFGS.* does not work element by element"),
+        (lambda: Downpour("torch.optim.Muon").check(Run(2)), "Muon.*Expected .* a class .* that works on vectors"),
+        (lambda: Downpour("torch.optim.Adafactor").check(Run(2)), "does not work element by element: a part of a vector moves"),
         (lambda: Downpour("nadagrad"), "Expected 'sgd', 'adagrad', 'adadelta', 'adam', or a class"),
         (lambda: Downpour("sgd", options={"betas": 1}), "Expected arguments that the optimizer knows"),
         (lambda: Downpour(accrued="median"), r"accrued='median'"),
@@ -537,6 +539,17 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
 def test_misuse_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+def test_making_an_algorithm_leaves_the_process_able_to_fork_workers() -> None:
+    """An optimizer's step asks whether there is CUDA, which spoils later forks."""
+    program = (
+        "import os, sys, torch; from tests.helpers import algorithms\n"
+        "pid = os.fork()\n"
+        "if pid == 0: os._exit(torch.cuda._is_in_bad_fork())\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
 def test_every_public_algorithm_has_a_short_name_and_every_transform_is_in_the_battery() -> None:
