@@ -136,7 +136,7 @@ def test_mean_and_variance_are_the_posteriors(workers: int, nsync: int) -> None:
 
 def test_momentum_samples_the_same_posterior() -> None:
     rate, friction = 0.0016, 0.2
-    rule, steps = plan(4, 10, rate)
+    rule, steps = plan(4, 10, rate, samples=5)
     found = sample(4, 10, rule, SGHMC, lr=rate * friction / PRECISION, friction=friction, steps=steps)
     assert abs(found.bias) < 3
     assert 0.9 < found.variance_ratio < 1.1
@@ -145,7 +145,7 @@ def test_momentum_samples_the_same_posterior() -> None:
 def test_preconditioning_samples_the_same_posterior() -> None:
     """V is averaged over more steps than the chain takes to forget, so that it does not follow the weights."""
     rate = 0.004
-    rule, steps = plan(4, 1, rate)
+    rule, steps = plan(4, 1, rate, samples=5)
     found = sample(4, 1, rule, PSGLD, lr=rate / PRECISION, alpha=0.999, batch=2, steps=steps)
     assert abs(found.bias) < 3
     assert 0.9 < found.variance_ratio < 1.1
@@ -171,10 +171,10 @@ class Averaging(ASGD):
 
 def test_averaging_pushes_would_give_too_little_variance() -> None:
     rate = 0.02
-    rule, steps = plan(4, 1, rate / 4, Averaging)  # its mean moves four times as slowly
+    rule, steps = plan(4, 4, rate / 4, Averaging, samples=4)  # its mean moves four times as slowly
     assert rule.scale == "mean"
-    found = sample(4, 1, rule, lr=rate / PRECISION, steps=steps)
-    assert len(found.samples) == 8
+    found = sample(4, 4, rule, lr=rate / PRECISION, steps=steps)
+    assert len(found.samples) == 4
     assert abs(found.bias) < 3
     assert 0.2 < found.variance_ratio < 0.3
 
@@ -182,16 +182,18 @@ def test_averaging_pushes_would_give_too_little_variance() -> None:
 def test_equal_noise_on_all_workers_would_give_too_much_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why random streams must differ."""
     monkeypatch.setattr(PosteriorSampler, "_number", 0)
-    rate = 0.01
-    rule, steps = plan(4, 1, rate)
-    assert 3 < sample(4, 1, rule, lr=rate / PRECISION, steps=steps).variance_ratio < 5
+    rate = 0.008
+    rule, steps = plan(4, 4, rate, samples=3)
+    assert 3 < sample(4, 4, rule, lr=rate / PRECISION, steps=steps).variance_ratio < 5
 
 
 def test_the_elastic_centre_has_the_right_mean_and_is_over_smoothed() -> None:
     rate = 0.01
-    rule, steps = plan(4, 10, rate / 4, ElasticSGMCMC, beta=0.9)  # N steps move the centre as much as one does alone
+    rule, steps = plan(
+        4, 10, rate / 4, ElasticSGMCMC, samples=4, beta=0.9
+    )  # N steps move the centre as much as one does alone
     found = sample(4, 10, rule, lr=rate / PRECISION, steps=steps)
-    assert len(found.samples) == 8
+    assert len(found.samples) == 4
     assert abs(found.bias) < 3
     assert 0.05 < found.variance_ratio < 0.9
 

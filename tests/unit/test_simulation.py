@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import inspect
+import itertools
 import math
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from lightning_asgd import algorithms
 from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, LocalSGD, StaleSynchronous, Transform, WarmStart
 from lightning_asgd.algorithms.base import Payload, Push
 from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
+from lightning_asgd.optim import SGHMC
 from lightning_asgd.simulation import (
     Constant,
     Crash,
@@ -413,6 +415,12 @@ def test_what_does_not_exchange_weights_is_not_simulated(cls: type[Algorithm]) -
 
 @pytest.mark.parametrize("algorithm", every_algorithm())
 def test_every_algorithm_runs(algorithm: Algorithm) -> None:
+    def optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+        if algorithm.keep_at_most:  # it samples, and takes no optimizer without noise
+            return SGHMC(parameters, lr=0.005, num_data=1, friction=0.1, temperature=1e-6, seed=1, stream=next(ranks))
+        return torch.optim.SGD(parameters, lr=0.005, momentum=0.9, nesterov=True)
+
+    ranks = itertools.count()
     report = Simulation(
         problem=Quadratic(),
         workers=4,
@@ -420,7 +428,7 @@ def test_every_algorithm_runs(algorithm: Algorithm) -> None:
         steps=40,
         epochs=2,
         exchange={"nsync": 1, "algorithm": algorithm},
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.005, momentum=0.9, nesterov=True),
+        optimizer=optimizer,
         speed=LogNormal(0.1, 0.4),
         network=Network(workers=Link(1e5, 0.001)),
     ).run()
