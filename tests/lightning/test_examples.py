@@ -31,3 +31,29 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
     accuracy = float(row.split("│")[2])
     assert accuracy > 0.8  # two epochs
     assert (tmp_path / "results" / "quickstart.png").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(180)
+def test_the_paper_s_experiments_end_with_a_table_verdicts_and_a_picture(tmp_path: Path) -> None:
+    copy = tmp_path / "examples"
+    copy.mkdir()
+    for name in ("paine2013.py", "digits.py"):
+        (copy / name).write_text((ROOT / "examples" / name).read_text())
+    done = subprocess.run(
+        [sys.executable, str(copy / "paine2013.py"), "--quick"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│ ")]
+    runs = ["1 worker", "2 workers, cold, nsync 10", "2 workers, warm, nsync 10", "2 workers, warm, nsync 1"]
+    assert rows == runs
+    for experiment in "123":
+        claims = [line for line in done.stdout.splitlines() if line.startswith(f"{experiment}. ")]
+        assert claims
+        assert all("seen" in claim for claim in claims)
+    assert (tmp_path / "results" / "paine2013.png").stat().st_size > 10_000
