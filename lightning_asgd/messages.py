@@ -109,6 +109,7 @@ class Initialise:
         weights: initial values, from one worker only; None from the others.
         version: version to start from, more than 0 when resumed from a checkpoint.
         shared: block through which this worker will exchange, None for by-value messages.
+        fragment: number of the part of the module that the shard holds its share of.
     """
 
     session: str
@@ -118,6 +119,7 @@ class Initialise:
     weights: tuple[Tensor, ...] | None = None
     version: int = 0
     shared: SharedRef | None = None
+    fragment: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Exchange:
         may_wait: whether the answer may be held back until others have come so far.
         rest: whether the worker stops at a sync point now, so that nobody waits for it.
         shared: whether update and answer go through the shared block.
+        fragment: number of the part of the module that is exchanged.
     """
 
     session: str
@@ -155,6 +158,7 @@ class Exchange:
     may_wait: bool = False
     rest: bool = False
     shared: bool = False
+    fragment: int = 0
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.replica",
         "worker.sharing",
     },
+    "worker.fragments": {"layout", "stats", "worker.exchange", "worker.sharing"},
     "worker.hogwild": {
         "algorithms.base",
         "algorithms.hogwild",
@@ -124,6 +125,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.client",
         "worker.collectives",
         "worker.exchange",
+        "worker.fragments",
         "worker.hogwild",
         "worker.layerwise",
         "worker.replica",

@@ -8,7 +8,7 @@ from lightning_asgd.algorithms.asgd import ASGD
 from lightning_asgd.algorithms.averaging import LocalSGD
 from lightning_asgd.algorithms.base import Algorithm, Transform
 from lightning_asgd.algorithms.dana import DANASlim
-from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo
+from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
 from lightning_asgd.algorithms.downpour import Downpour
 from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
 from lightning_asgd.algorithms.hogwild import Hogwild
@@ -52,6 +52,7 @@ __all__ = [
     "SoftSync",
     "StaleSynchronous",
     "StalenessAware",
+    "StreamingDiLoCo",
     "Transform",
     "WarmStart",
     "find",
@@ -69,6 +70,7 @@ _NAMED: dict[str, type[Algorithm]] = {
     "hogwild": Hogwild,
     "layerwise": LayerWise,
     "local_sgd": LocalSGD,
+    "streaming_diloco": StreamingDiLoCo,
     "sgmcmc": SGMCMC,
 }
 

@@ -204,6 +204,16 @@ class Algorithm:
         """Whether answers may be held back for other workers."""
         return any(t.waits for t in self.transforms)
 
+    @property
+    def fragments(self) -> int:
+        """Parts of the module that are exchanged one after the other, each every ``nsync`` steps."""
+        return 1
+
+    @property
+    def mix(self) -> float | None:
+        """Part of its own weights that a worker keeps when an answer comes; None to keep what it has learnt since."""
+        return None
+
     def start(self, weights: Tensor) -> dict[str, Any]:
         """What is kept per vector beside the weights.
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from lightning_asgd.algorithms.asgd import factor
 from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.algorithms.settings import at_least, between
+from lightning_asgd.algorithms.settings import at_least, between, whole
 
-__all__ = ["DelayedNesterov", "DiLoCo"]
+__all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,49 @@ class DiLoCo(Algorithm):
         update.mul_(factor("mean", push))
         momentum = slots["momentum"].mul_(self.momentum).add_(update)
         weights.add_(update.add_(momentum, alpha=self.momentum), alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(DiLoCo):
+    r"""DiLoCo in fragments: a part of the module at a time, while training goes on.
+
+    Fragment *p* of *P* is exchanged every ``nsync`` steps, ``nsync / P`` after the one before, so the link carries 1/P
+    as much at a time. What comes back some steps later is mixed into the worker's weights,
+
+    .. math::  x \leftarrow \alpha x + (1 - \alpha) w
+
+    Args:
+        lr: see :class:`DiLoCo`.
+        momentum: see :class:`DiLoCo`.
+        parts: *P*. Parameters are dealt out to them one by one (the paper's strided pattern).
+        alpha: :math:`\alpha`, the part of its own weights that a worker keeps.
+
+    References:
+        A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
+
+    Departures:
+        The answer is merged when it is there instead of after a fixed number of steps. Updates are not quantised.
+    """
+
+    parts: int = 4
+    alpha: float = 0.5
+
+    overlap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("StreamingDiLoCo(parts)", self.parts, 1)
+        between("StreamingDiLoCo(alpha)", self.alpha, 0, 1)
+
+    @property
+    def fragments(self) -> int:
+        """See :class:`Algorithm`."""
+        return self.parts
+
+    @property
+    def mix(self) -> float | None:
+        """See :class:`Algorithm`."""
+        return self.alpha
 
 
 @dataclass(frozen=True)

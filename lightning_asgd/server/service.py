@@ -49,9 +49,9 @@ class Service:
         self._clock = clock
         self._lock = threading.Lock()
         self._coordinator: Coordinator | None = None
-        self._shard: Shard | None = None
+        self._shards: dict[int, Shard] = {}  # by fragment
         self._means = Means()
-        self._blocks: dict[int, SharedBlock] = {}
+        self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         # Messages that have no answer yet, by identity.
         self._held: dict[int, tuple[Exchange | LayerGradient, Future[Any]]] = {}
@@ -92,7 +92,7 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Figures of the current session: version, live workers, counts."""
         with self._lock:
-            shard, coordinator = self._shard, self._coordinator
+            shard, coordinator = self._shards.get(0), self._coordinator
             return {
                 "session": coordinator.session if coordinator else None,
                 "living": sorted(coordinator.living) if coordinator else [],
@@ -124,36 +124,38 @@ class Service:
 
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)
-        if self._shard is None:
-            self._shard = Shard(message.groups, message.algorithm)
+        shard = self._shards.get(message.fragment)
+        if shard is None:
+            shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm)
             self._meet(coordinator)
-        if self._shard.groups != message.groups:
+        if shard.groups != message.groups:
             raise ProtocolError(
-                f"Worker {message.worker} expects a shard of {message.groups}, others one of {self._shard.groups}."
+                f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
             )
         if message.weights is not None:
-            self._shard.initialise(message.weights, message.version)
+            shard.initialise(message.weights, message.version)
         if message.shared is None:
             return False
-        before = self._blocks.pop(message.worker, None)
+        before = self._blocks.pop((message.worker, message.fragment), None)
         if before is not None:
             before.close()
         block = attach(message.shared, message.groups)
         if block is None:
             return False
-        self._blocks[message.worker] = block
+        self._blocks[message.worker, message.fragment] = block
         return True
 
     def _exchange(self, message: Exchange) -> Any:
         self._session(message.session)
-        if self._shard is None:
+        shard = self._shards.get(message.fragment)
+        if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
-        block = self._blocks.get(message.worker)
+        block = self._blocks.get((message.worker, message.fragment))
         shared = message.shared and block is not None
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
-            due = self._shard.exchange(message, block.tensors if shared and block is not None else message.update)
+            due = shard.exchange(message, block.tensors if shared and block is not None else message.update)
         except Exception:
             del self._held[id(message)]
             raise
@@ -180,14 +182,13 @@ class Service:
             return False  # that session is over: nothing to leave
         self._deliver(coordinator.leave(message.worker, message.reason))
         self._meet(coordinator)
-        block = self._blocks.pop(message.worker, None)
-        if block is not None:
-            block.close()
+        for key in [key for key in self._blocks if key[0] == message.worker]:
+            self._blocks.pop(key).close()
         return True
 
     def _samples(self, message: Samples) -> list[tuple[int, tuple[Tensor, ...]]]:
         self._session(message.session)
-        return list(self._shard.samples) if self._shard is not None else []
+        return list(self._shards[0].samples) if 0 in self._shards else []
 
     # ------------------------------------------------------------------ helpers
 
@@ -200,8 +201,8 @@ class Service:
     def _meet(self, coordinator: Coordinator) -> None:
         """Tell those who wait for workers who takes part."""
         self._give(self._means.meet(coordinator.living))
-        if self._shard is not None:
-            self._answer(self._shard.meet(coordinator.living))
+        for shard in self._shards.values():
+            self._answer(shard.meet(coordinator.living))
 
     def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
         for message, mean in due:
@@ -210,7 +211,7 @@ class Service:
     def _answer(self, due: list[Due]) -> None:
         for each in due:
             _, future = self._held.pop(id(each.message))
-            block = self._blocks.get(each.message.worker)
+            block = self._blocks.get((each.message.worker, each.message.fragment))
             if block is not None:
                 block.unmap()
             future.set_result(each.reply)
@@ -225,7 +226,7 @@ class Service:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
-        self._shard = None
+        self._shards.clear()
         self._means = Means()
         self._coordinator = None
 

@@ -32,8 +32,8 @@ class VirtualClock:
         """Let something happen after so many seconds; 0 means after all that is to happen now already."""
         self.at(self.now + delay_s, action)
 
-    def run(self) -> None:
-        """Let time pass until there is nothing more to happen."""
-        while self._coming:
+    def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Let time pass until there is nothing more to happen, or nothing more is wanted."""
+        while self._coming and wanted():
             self.now, _, action = heapq.heappop(self._coming)
             action()

@@ -195,6 +195,7 @@ class _Running:
         config.algorithm.check(Run(plan.workers, 1, config.npush, optimizers))
         self.losses: list[Point] = []
         self.steps = 0
+        self.alive = plan.workers
         total = plan.workers * plan.steps * plan.epochs
         self.every = plan.evaluate_every or max(1, total // _POINTS)
 
@@ -213,7 +214,7 @@ class _Running:
             self.clock.after(0.0, partial(self.go_on, worker, life))
         for crash in plan.crashes:
             self.clock.at(crash.time_s, partial(self.crash, crash))
-        self.clock.run()
+        self.clock.run(lambda: self.alive > 0)
         self.check_that_all_have_ended()
         self.evaluate()
         return self.report()
@@ -226,6 +227,7 @@ class _Running:
             wish = next(life, None)
             if wish is None:
                 worker.ended_s = self.clock.now
+                self.alive -= 1
                 return
             if isinstance(wish, float):
                 if wish > 0:
@@ -255,6 +257,7 @@ class _Running:
         if worker.ended_s is not None:
             return
         worker.crashed, worker.ended_s = True, self.clock.now
+        self.alive -= 1
         leave = Leave(_SESSION, crash.worker, f"it crashed after {crash.time_s:g} s")
         for service in self.services:
             self.clock.after(crash.detection_s, partial(service.handle, leave))

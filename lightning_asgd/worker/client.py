@@ -74,6 +74,7 @@ class Client:
         shared: Sequence[SharedRef | None],
         weights: Sequence[tuple[Tensor, ...]] | None = None,
         versions: Sequence[int] | None = None,
+        fragment: int = 0,
     ) -> list[bool]:
         """Lay out the shards, and fill them if ``weights`` are given.
 
@@ -83,6 +84,7 @@ class Client:
             shared: a block per server, or None.
             weights: per server, one tensor per group.
             versions: per server, the version to count on from.
+            fragment: number of the part of the module.
 
         Returns:
             per server, whether it can see the shared block.
@@ -98,6 +100,7 @@ class Client:
                     None if weights is None else weights[s],
                     0 if versions is None else versions[s],
                     shared[s],
+                    fragment,
                 ),
             )
             for s in self._servers()

@@ -21,6 +21,7 @@ from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.hogwild import SharedWeights
 from lightning_asgd.worker.layerwise import LayerGradients, layers_of
 from lightning_asgd.worker.replica import replica_for
@@ -87,24 +88,41 @@ def enter(
             algorithm.delay,
             lambda: agree(collectives, named_state(module), mean=True),
         )
-    blocks = [shared_memory.create(layout.shard(s)) for s in range(num_servers)]
-    replica = replica_for(algorithm.payload, layout, _source(module, names), blocks, _gradients(module, names))
-    first = client.worker == 0
-    seen = client.initialise(
-        layout,
-        algorithm,
-        [block.ref if block is not None else None for block in blocks],
-        weights=replica.weights() if first else None,
-        versions=versions if first else None,
-    )
-    for server, sees in enumerate(seen):
-        if not sees:
-            replica.drop_block(server)
+    parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
+    exchangers = []
+    for number, part in enumerate(parts):
+        names = [spec.name for spec in part.tensors]
+        blocks = [shared_memory.create(part.shard(s)) for s in range(num_servers)]
+        source, gradients = _source(module, names), _gradients(module, names)
+        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix)
+        first = client.worker == 0
+        seen = client.initialise(
+            part,
+            algorithm,
+            [block.ref if block is not None else None for block in blocks],
+            weights=replica.weights() if first else None,
+            versions=versions if first else None,
+            fragment=number,
+        )
+        for server, sees in enumerate(seen):
+            if not sees:
+                replica.drop_block(server)
+        lead = config.npush * (len(parts) - 1 - number) // len(parts)
+        exchangers.append(Exchanger(client, replica, config, on_refused=on_refused, lr=lr, fragment=number, lead=lead))
     collectives.barrier("servers have the weights")
-    exchanger = Exchanger(client, replica, config, on_refused=on_refused, lr=lr)
-    exchanger.fetch()
-    exchanger.stats = ExchangeStats()
-    return exchanger
+    sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
+    sharing.fetch()
+    sharing.stats = ExchangeStats()
+    return sharing
+
+
+def _fragments(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], number: int, num_servers: int
+) -> list[Layout]:
+    """A layout per fragment: parameters are dealt out one by one; buffers go with the first."""
+    named = list(parameters.items())
+    number = min(number, len(named))
+    return [build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers) for k in range(number)]
 
 
 def named_state(module: Module) -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ class Exchanger(Sharing):
         config: when to exchange.
         on_refused: called after a server refused an update; the weights are the servers' again by then.
         lr: the worker's present learning rate.
+        fragment: number of the part of the module that it exchanges.
+        lead: steps by which its first exchange comes earlier than after ``nsync``.
         clock: seconds; given by tests.
     """
 
@@ -63,6 +65,8 @@ class Exchanger(Sharing):
         *,
         on_refused: Callable[[], None] = lambda: None,
         lr: Callable[[], float] = lambda: 0.0,
+        fragment: int = 0,
+        lead: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(replica.layout, client.num_servers)
@@ -74,6 +78,8 @@ class Exchanger(Sharing):
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         self._on_refused = on_refused
         self._lr = lr
+        self._fragment = fragment
+        self._lead = lead
         self._clock = clock
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._pace: tuple[int, float] | None = None  # steps taken and the time at the last exchange's beginning
@@ -99,6 +105,11 @@ class Exchanger(Sharing):
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
         super().count_step()
+        self.note_step()
+
+    def note_step(self) -> None:
+        """The part of :meth:`count_step` that every fragment does for itself."""
+        self.moved = True
         self.replica.accrue()
         self._since_push += 1
         self._since_fetch += 1
@@ -109,8 +120,8 @@ class Exchanger(Sharing):
         config, steps = self.config, self.stats.steps
         npush, nfetch = self._wished or config.npush, self._wished or config.nfetch
         return (
-            self._since_push >= self._algorithm.period(npush, steps),
-            self._since_fetch >= self._algorithm.period(nfetch, steps),
+            self._since_push + self._lead >= self._algorithm.period(npush, steps),
+            self._since_fetch + self._lead >= self._algorithm.period(nfetch, steps),
         )
 
     @property
@@ -175,7 +186,14 @@ class Exchanger(Sharing):
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
         replies = self.client.replies(
-            self.client.exchange(self._seq, self.versions, push=False, fetch=True, updates=self.replica.updates())
+            self.client.exchange(
+                self._seq,
+                self.versions,
+                push=False,
+                fetch=True,
+                updates=self.replica.updates(),
+                fragment=self._fragment,
+            )
         )
         return self.replica.read(self._answers(replies))
 
@@ -199,6 +217,8 @@ class Exchanger(Sharing):
             self._seq += 1
             self.replica.pack()
             self._since_push = 0
+            if not rest:
+                self._lead = 0
             if self._pace is not None and begun > self._pace[1]:
                 speed = (self.stats.steps - self._pace[0]) / (begun - self._pace[1])
             self._pace = (self.stats.steps, begun)
@@ -216,6 +236,7 @@ class Exchanger(Sharing):
             nsync=self.config.npush,
             may_wait=may_wait and not rest,
             rest=rest,
+            fragment=self._fragment,
         )
         self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps)
 

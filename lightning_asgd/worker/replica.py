@@ -55,12 +55,19 @@ class Replica:
         source: gives the module's tensors, in the layout's order. It is asked every time, since a program may put other
             tensors in their place. They are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
+        mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
+            ``x = mix x + (1 - mix) r``.
     """
 
     def __init__(
-        self, layout: Layout, source: Callable[[], Sequence[Tensor]], blocks: Sequence[SharedBlock | None]
+        self,
+        layout: Layout,
+        source: Callable[[], Sequence[Tensor]],
+        blocks: Sequence[SharedBlock | None],
+        mix: float | None = None,
     ) -> None:
         self.layout = layout
+        self.mix = mix
         self._source = source
         self.device = source()[0].device
         self.blocks = list(blocks)
@@ -158,7 +165,11 @@ class Replica:
         self._pack_difference(r, x, wire)
 
     def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
-        self._rebase(r, x, answer, fresh)
+        if self.mix is None:
+            self._rebase(r, x, answer, fresh)
+        else:
+            x.lerp_(answer.to(x.device), 1 - self.mix)
+            r.base.copy_(answer)
 
     def _pack_difference(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         if x.device == wire.device:
@@ -333,11 +344,12 @@ def replica_for(
     source: Callable[[], Sequence[Tensor]],
     blocks: Sequence[SharedBlock | None],
     gradients: Callable[[], Sequence[Tensor | None]],
+    mix: float | None = None,
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:
         return GradientReplica(layout, source, blocks, gradients)
-    return (ElasticReplica if payload is Payload.WEIGHTS else Replica)(layout, source, blocks)
+    return (ElasticReplica if payload is Payload.WEIGHTS else Replica)(layout, source, blocks, mix)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise
+from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise, StreamingDiLoCo
 from lightning_asgd.optim import SGHMC, SGLD
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
 from tests.conformance.pair import ASGD, DDP, Outcome, Pair
@@ -161,3 +161,18 @@ def test_a_delayed_gradient_is_used_so_many_steps_later(delay: int, pair: Pair, 
         assert not outcome.error, outcome.trace
         assert outcome.facts["path"] == pytest.approx(path[:10], rel=1e-12)
         assert outcome.facts["end"] == pytest.approx(end, rel=1e-12)
+
+
+def stream(lab: Lab) -> dict[str, Any]:
+    strategy = ASGDStrategy(nsync=8, algorithm=StreamingDiLoCo(parts=4, lr=1.0, momentum=0.0), overlap=False)
+    module = lab.regression()
+    lab.fit(module, strategy=strategy, max_epochs=1, limit_train_batches=24)
+    records = [r for r in strategy.stats.records if r.local_steps == 8 and r.bytes_fetched]
+    return {"steps": [r.step for r in records], "bytes": [r.bytes_pushed for r in records]}
+
+
+def test_fragments_take_turns_and_share_the_traffic(pair: Pair, tmp_path: Path) -> None:
+    for outcome in pair.run(stream, tmp_path, DEADLINE_S):
+        assert not outcome.error, outcome.trace
+        assert outcome.facts["steps"] == [8, 10, 12, 14, 16, 18, 20, 22]  # the first round comes 6, 4, 2, 0 steps early
+        assert outcome.facts["bytes"] == [4, 512, 64, 64] * 2  # the regression's four tensors

@@ -1,0 +1,75 @@
+"""A module in several fragments, each of which is exchanged at times of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_asgd.layout import Layout
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.sharing import Sharing
+
+__all__ = ["Fragments"]
+
+
+class Fragments(Sharing):
+    """Does everything for one fragment after the other. :attr:`versions` are the first fragment's.
+
+    Args:
+        layout: all of the module.
+        exchangers: one per fragment.
+    """
+
+    def __init__(self, layout: Layout, exchangers: Sequence[Exchanger]) -> None:
+        self._exchangers = list(exchangers)
+        super().__init__(layout, exchangers[0].client.num_servers)
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Of all fragments together."""
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: ExchangeStats) -> None:
+        self._stats = stats
+        for exchanger in self._exchangers:
+            exchanger.stats = stats
+
+    def begin(self) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.begin()
+
+    def count_step(self) -> None:
+        """See :class:`Sharing`."""
+        super().count_step()
+        for exchanger in self._exchangers:
+            exchanger.note_step()
+
+    def advance(self) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.advance()
+
+    def flush(self) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.flush()
+
+    def fetch(self, *, park: bool = False) -> None:
+        """See :class:`Sharing`."""
+        super().fetch()
+        for exchanger in self._exchangers:
+            exchanger.fetch(park=park)
+        self.versions = self._exchangers[0].versions
+
+    def peek(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`."""
+        return {name: value for exchanger in self._exchangers for name, value in exchanger.peek().items()}
+
+    def close(self) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.close()
