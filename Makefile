@@ -8,7 +8,7 @@ TOGETHER := -n 2 --dist loadgroup
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench convergence programs compatibility memory soak clean
+.PHONY: help demo test test-all check format bench convergence algorithms programs compatibility memory soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -36,6 +36,9 @@ bench: $(VENV)/.installed-examples ## samples per second beside DDP, with fast, 
 
 convergence: $(VENV)/.installed-examples ## accuracy beside DDP
 	@$(RUN) benchmarks/convergence.py
+
+algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, for docs/algorithms.md
+	@$(RUN) benchmarks/algorithms.py
 
 programs: $(VENV)/.installed-examples ## programs of others trained to DDP's loss
 	@$(RUN) benchmarks/programs.py

@@ -13,7 +13,7 @@ serve them.
 All algorithms run with the same worker optimizer, and with their own defaults, except where the table says so. Worker 0
 reads the servers' weights a few times a second; the loss on held-out data is computed afterwards.
 
-Writes results/algorithms.json, docs/_static/algorithms.png, and the table between the marks in docs/algorithms.md.
+Writes results/algorithms.json, docs/images/algorithms.png, and the table between the marks in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -440,8 +440,7 @@ def report(results: Path, tasks: list[Task], page: Path) -> None:
         head, rest = text.split(MARKS[0])
         tail = rest.split(MARKS[1])[1]
         page.write_text(head + MARKS[0] + "\n\n" + "\n\n".join(parts) + "\n\n" + MARKS[1] + tail)
-    picture = ROOT / "docs" / "_static" / "algorithms.png"
-    picture.parent.mkdir(exist_ok=True)
+    picture = ROOT / "docs" / "images" / "algorithms.png"
     draw(runs, tasks, picture)
 
 
