@@ -481,7 +481,12 @@ def test_a_crash_after_the_end_changes_nothing() -> None:
     plan = Simulation(problem=CLEAN, steps=10)
     late = dataclasses.replace(plan, crashes=[Crash(1, 1000)]).run()
     assert not late.workers[1].crashed
-    assert late.time_s == 10.0
+    assert late.time_s == late.losses[-1].time_s == 10.0
+
+
+def test_all_may_die() -> None:
+    report = Simulation(problem=CLEAN, steps=10, crashes=[Crash(0, 3.5), Crash(1, 4.5)]).run()
+    assert (report.time_s, report.steps, report.epochs_s) == (4.5, 3 + 4, ())
 
 
 def test_workers_that_wait_for_ever_are_named() -> None:
