@@ -25,6 +25,7 @@ __all__ = [
     "Reply",
     "Role",
     "Samples",
+    "ShardState",
     "SharedRef",
     "Verdict",
 ]
@@ -178,6 +179,23 @@ class Reply:
     verdict: Verdict
     weights: tuple[Tensor, ...] | None = None
     nsync: int = 0
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Ask for what a shard keeps beside its weights, or put it back.
+
+    Attributes:
+        session: session the shard belongs to.
+        worker: global rank of the sender.
+        fragment: number of the part of the module.
+        state: what was answered when a checkpoint was written; None to ask.
+    """
+
+    session: str
+    worker: int
+    fragment: int = 0
+    state: Any = None
 
 
 @dataclass(frozen=True)

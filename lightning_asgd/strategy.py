@@ -144,6 +144,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
         self._resume_versions: list[int] | None = None
+        self._resume_servers: list[Any] | None = None
         self._layouts = 0  # made in this session
         self._failed = False
 
@@ -194,6 +195,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         with self._explained():
             if fitting:
                 self._sharing = self._enter(module)
+                if self._resume_servers and self.is_global_zero:
+                    self._sharing.restore(self._resume_servers)
+                self._resume_servers = None
                 self.stats = self._sharing.stats
                 self.samples = []
                 self.setup_optimizers(trainer)
@@ -373,6 +377,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
             checkpoint[_CHECKPOINT_KEY] = {
                 "versions": list(self._sharing.versions),
+                "algorithm": type(self.config.algorithm).__name__,
+                "servers": self._sharing.state() if self.is_global_zero else [],
                 "workers": {rank: state for rank, state in workers.items() if rank != 0},
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -386,6 +392,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             versions = extra["versions"]
             same = len(versions) == self._job.num_servers
             self._resume_versions = versions if same else [max(versions)] * self._job.num_servers
+            if same and extra.get("algorithm") == type(self.config.algorithm).__name__:
+                self._resume_servers = extra.get("servers")
+            elif any(group.get("slots") for part in extra.get("servers", ()) for s in part for group in s):
+                rank_zero_warn(
+                    f"The checkpoint was written by {extra['algorithm']} with {len(versions)} servers, and is read by "
+                    f"{type(self.config.algorithm).__name__} with {self._job.num_servers}: what the servers kept "
+                    "beside the weights, such as momentum, starts anew."
+                )
         return checkpoint
 
     # ------------------------------------------------------------------ helpers

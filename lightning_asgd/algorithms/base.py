@@ -225,6 +225,15 @@ class Algorithm:
         """
         return {}
 
+    def save(self, slots: dict[str, Any]) -> dict[str, Any]:
+        """What of :meth:`start`'s result belongs into a checkpoint."""
+        return {name: tensor.clone() for name, tensor in slots.items()}
+
+    def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Take what :meth:`save` returned."""
+        for name, tensor in slots.items():
+            tensor.copy_(saved[name])
+
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """Change the weights in place.
 

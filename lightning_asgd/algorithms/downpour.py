@@ -21,6 +21,7 @@ Departures:
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,14 @@ class Downpour(Algorithm):
         """See :class:`Algorithm`; the optimizer works on the weights themselves."""
         parameter = torch.nn.Parameter(weights)
         return {"parameter": parameter, "optimizer": self._make(parameter)}
+
+    def save(self, slots: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Algorithm`."""
+        return {"optimizer": copy.deepcopy(slots["optimizer"].state_dict())}
+
+    def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
+        """See :class:`Algorithm`."""
+        slots["optimizer"].load_state_dict(saved["optimizer"])
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is the accrued gradient."""

@@ -27,6 +27,7 @@ from lightning_asgd.messages import (
     LayerGradient,
     Leave,
     Samples,
+    ShardState,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
@@ -63,6 +64,7 @@ class Service:
             Contribution: self._contribute,
             Leave: self._leave,
             Samples: self._samples,
+            ShardState: self._state,
         }
 
     def handle(self, message: Any) -> Any:
@@ -185,6 +187,13 @@ class Service:
         for key in [key for key in self._blocks if key[0] == message.worker]:
             self._blocks.pop(key).close()
         return True
+
+    def _state(self, message: ShardState) -> Any:
+        self._session(message.session)
+        shard = self._shards.get(message.fragment)
+        if shard is None:
+            raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
+        return shard.state() if message.state is None else shard.restore(message.state)
 
     def _samples(self, message: Samples) -> list[tuple[int, tuple[Tensor, ...]]]:
         self._session(message.session)

@@ -119,6 +119,24 @@ class Shard:
         self._backups = {}
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
 
+    def state(self) -> list[dict[str, Any]]:
+        """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
+        return [
+            {"slots": self.algorithm.save(slots), "transforms": [{n: t.clone() for n, t in k.items()} for k in kept]}
+            if role is Role.PARAMETER
+            else {}
+            for (role, _, _), slots, kept in zip(self.groups, self._slots, self._kept, strict=True)
+        ]
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        """Take what :meth:`state` returned."""
+        for saved, slots, kept in zip(state, self._slots, self._kept, strict=True):
+            if saved:
+                self.algorithm.load(slots, saved["slots"])
+                for mine, theirs in zip(kept, saved["transforms"], strict=True):
+                    for name, tensor in mine.items():
+                        tensor.copy_(theirs[name])
+
     def meet(self, living: Collection[int]) -> list[Due]:
         """Take notice of who takes part now.
 

@@ -22,6 +22,7 @@ from lightning_asgd.messages import (
     Leave,
     Reply,
     Samples,
+    ShardState,
     SharedRef,
 )
 from lightning_asgd.transport.base import Transport
@@ -178,6 +179,19 @@ class Client:
             ASGDError: what a server reported.
         """
         return self._wait_all(futures)
+
+    def state(self, fragment: int = 0, states: Sequence[Any] | None = None) -> list[Any]:
+        """What the servers keep beside the weights; or, given that, put it back.
+
+        Args:
+            fragment: number of the part of the module.
+            states: per server, what was returned when a checkpoint was written; None to ask.
+        """
+        messages = [
+            ShardState(self.session, self.worker, fragment, None if states is None else states[s])
+            for s in self._servers()
+        ]
+        return self._wait_all([self._send(s, message) for s, message in zip(self._servers(), messages, strict=True)])
 
     def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
         """Fetch the copies of the weights that the algorithm had the servers keep.

@@ -12,7 +12,7 @@ the futures that it would wait for, so that one thread can go on with another wo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,14 @@ class Exchanger(Sharing):
             )
         )
         return self.replica.read(self._answers(replies))
+
+    def state(self) -> list[list[Any]]:
+        """See :class:`Sharing`."""
+        return [self.client.state(self._fragment)]
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """See :class:`Sharing`."""
+        self.client.state(self._fragment, state[0])
 
     def samples(self) -> list[dict[str, Tensor]]:
         """See :class:`Sharing`. Neither the module nor the exchange is touched."""

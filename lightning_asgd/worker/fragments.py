@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -68,6 +69,15 @@ class Fragments(Sharing):
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Sharing`."""
         return {name: value for exchanger in self._exchangers for name, value in exchanger.peek().items()}
+
+    def state(self) -> list[list[Any]]:
+        """See :class:`Sharing`."""
+        return [fragment for exchanger in self._exchangers for fragment in exchanger.state()]
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """See :class:`Sharing`."""
+        for exchanger, fragment in zip(self._exchangers, state, strict=True):
+            exchanger.restore([fragment])
 
     def close(self) -> None:
         """See :class:`Sharing`."""

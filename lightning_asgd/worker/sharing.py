@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +60,13 @@ class Sharing:
     def samples(self) -> list[dict[str, Tensor]]:
         """What the algorithm has had the servers keep of the weights, by name, oldest first."""
         return []
+
+    def state(self) -> list[list[Any]]:
+        """What the servers keep beside the weights, per fragment and server."""
+        return []
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """Put back what :meth:`state` returned; one worker does it, before any pushes."""
 
     def close(self) -> None:
         """Give buffers and connections back. The module keeps its weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
@@ -137,6 +138,27 @@ def test_a_push_that_is_not_finite_is_refused_and_the_worker_gets_the_old_weight
     assert reply.verdict is Verdict.REFUSED
     assert state(one) == before
     assert only(send(one, replace(push(0, 1), push=False))).version == 0
+
+
+@pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)
+def test_a_shard_goes_on_from_what_it_saved(algorithm: Algorithm) -> None:
+    one = shard(algorithm, 1)
+    for seq in range(1, 5):
+        send(one, push(0, seq, one.version), values(seq))
+    if one.table.count:  # gathered pushes are not part of a checkpoint: at a sync point there are none
+        send(one, replace(push(0, 9), push=False, may_wait=False, rest=True))
+    assert one.weights is not None
+    buffer = io.BytesIO()
+    torch.save(one.state(), buffer)
+    buffer.seek(0)
+    other = Shard(GROUPS, algorithm)
+    other.initialise(tuple(w.clone() for w in one.weights), one.version)
+    other.meet(range(1))
+    other.restore(torch.load(buffer, weights_only=True))
+    for seq in range(10, 15):
+        for each in (one, other):
+            send(each, push(0, seq, each.version), values(seq))
+    assert state(one) == state(other)
 
 
 @pytest.mark.parametrize("algorithm", ON_SERVERS.values(), ids=ON_SERVERS)

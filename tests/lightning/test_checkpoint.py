@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.algorithms import Downpour
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 
 
@@ -99,3 +100,34 @@ def test_a_checkpoint_between_two_sync_points_holds_the_servers_weights(tmp_path
     assert len(fresh) == 9
     assert all(fresh.values())
     assert not local
+
+
+def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
+    def downpour() -> ASGDStrategy:
+        algorithm = Downpour("adagrad", lr=0.01)
+        return ASGDStrategy(nsync=2, num_servers=2, algorithm=algorithm, overlap=False, start_method="fork")
+
+    class Sums(pl.Callback):
+        def note(self, trainer: pl.Trainer, when: str) -> None:
+            if trainer.is_global_zero:
+                torch.save(trainer.strategy._sharing.state(), tmp_path / when)
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.note(trainer, "start")
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.note(trainer, "end")
+
+    saver = ModelCheckpoint(dirpath=tmp_path / "ckpt", save_last=True)
+    first = trainer(tmp_path, downpour(), callbacks=[saver, Sums()], enable_checkpointing=True)
+    first.fit(Regression(), loader())
+    kept = torch.load(tmp_path / "end")
+    trainer(tmp_path, downpour(), callbacks=[Sums()], max_epochs=3).fit(
+        Regression(), loader(), ckpt_path=tmp_path / "ckpt" / "last.ckpt"
+    )
+    again = torch.load(tmp_path / "start")
+    for before, after in zip(kept[0], again[0], strict=True):
+        (mine,) = before[0]["slots"]["optimizer"]["state"].values()
+        (theirs,) = after[0]["slots"]["optimizer"]["state"].values()
+        assert float(mine["sum"].sum()) > 0
+        assert torch.equal(mine["sum"], theirs["sum"])

@@ -33,6 +33,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
     assert (tmp_path / "results" / "quickstart.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_paper_s_experiments_end_with_a_table_verdicts_and_a_picture(tmp_path: Path) -> None:
     copy = tmp_path / "examples"
