@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 def _register(tree: _lightning.Tree) -> None:
     from lightning_asgd.strategy import ASGDStrategy
 
-    ASGDStrategy.register(tree)
+    tree.register(ASGDStrategy)
 
 
 _lightning.when_imported(_register)

@@ -17,11 +17,9 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 __all__ = [
-    "TREES",
     "Extension",
     "StrategyExtension",
     "Tree",
-    "Unattached",
     "adopt_checkpoint_states",
     "apply_to_collection",
     "callback_modules",
@@ -29,8 +27,6 @@ __all__ = [
     "is_environment",
     "metrics_of",
     "rank_zero_warn",
-    "tree_of",
-    "unattached",
     "when_imported",
 ]
 
@@ -98,6 +94,17 @@ class Tree:
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
+
+    def register(self, strategy: Any) -> None:
+        """Let this tree's Trainers accept a strategy, and know it as ``"asgd"``, ``"asgd_fork"``, ..."""
+        self.DDPStrategy.register(strategy)  # as what an abstract base class calls a virtual subclass
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            self.StrategyRegistry.register(
+                strategy.strategy_name + suffix,
+                strategy,
+                description=f"Asynchronous SGD with parameter servers, workers by `{start_method}`",
+                start_method=start_method,
+            )
 
 
 TREES = (Tree("pytorch_lightning", "lightning_fabric"), Tree("lightning.pytorch", "lightning.fabric"))

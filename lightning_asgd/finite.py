@@ -1,11 +1,14 @@
-"""Whether a tensor holds a NaN or an infinity."""
+"""Whether a tensor holds a NaN or an infinity, and what to do then."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_finite"]
+__all__ = ["is_finite", "zero_what_is_not_finite"]
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -18,3 +21,15 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return bool(torch.isfinite(tensor.sum(dtype=wide)).item()) or bool(torch.isfinite(tensor).all().item())
+
+
+def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:
+    """Set the tensors of an optimizer's state to zero that hold a NaN or an infinity.
+
+    Args:
+        state: ``optimizer.state``: by parameter, a dictionary each.
+    """
+    for values in state.values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and not is_finite(value):
+                value.zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asgd import supervisor
+from lightning_asgd import resume, supervisor
 from lightning_asgd._lightning import (
     Extension,
     StrategyExtension,
-    Tree,
     adopt_checkpoint_states,
     apply_to_collection,
     callback_modules,
@@ -29,7 +28,7 @@ from lightning_asgd.algorithms.base import Run
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
-from lightning_asgd.finite import is_finite
+from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
@@ -42,7 +41,6 @@ __all__ = ["ASGDStrategy"]
 
 log = logging.getLogger(__name__)
 
-_CHECKPOINT_KEY = "lightning_asgd"
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -144,7 +142,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
         self._resume_versions: list[int] | None = None
-        self._resume_servers: list[Any] | None = None
+        self._resume_servers: Sequence[Any] = ()
         self._layouts = 0  # made in this session
         self._failed = False
 
@@ -197,7 +195,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._sharing = self._enter(module)
                 if self._resume_servers and self.is_global_zero:
                     self._sharing.restore(self._resume_servers)
-                self._resume_servers = None
+                self._resume_servers = ()
                 self.stats = self._sharing.stats
                 self.samples = []
                 self.setup_optimizers(trainer)
@@ -375,31 +373,20 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
             with self._explained():
                 workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
-            checkpoint[_CHECKPOINT_KEY] = {
-                "versions": list(self._sharing.versions),
-                "algorithm": type(self.config.algorithm).__name__,
-                "servers": self._sharing.state() if self.is_global_zero else [],
-                "workers": {rank: state for rank, state in workers.items() if rank != 0},
-            }
+            servers = self._sharing.state() if self.is_global_zero else []
+            checkpoint[resume.KEY] = resume.entry_of(self._sharing.versions, self._algorithm_name, servers, workers)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        extra = checkpoint.get(_CHECKPOINT_KEY)
-        if extra:
-            checkpoint.update(extra["workers"].get(self.global_rank, {}))
-            versions = extra["versions"]
-            same = len(versions) == self._job.num_servers
-            self._resume_versions = versions if same else [max(versions)] * self._job.num_servers
-            if same and extra.get("algorithm") == type(self.config.algorithm).__name__:
-                self._resume_servers = extra.get("servers")
-            elif any(group.get("slots") for part in extra.get("servers", ()) for s in part for group in s):
-                rank_zero_warn(
-                    f"The checkpoint was written by {extra['algorithm']} with {len(versions)} servers, and is read by "
-                    f"{type(self.config.algorithm).__name__} with {self._job.num_servers}: what the servers kept "
-                    "beside the weights, such as momentum, starts anew."
-                )
+        entry = checkpoint.get(resume.KEY)
+        if entry:
+            found = resume.resumed(entry, self.global_rank, self._algorithm_name, self._job.num_servers)
+            checkpoint.update(found.mine)
+            self._resume_versions, self._resume_servers = found.versions, found.servers
+            if found.warning:
+                rank_zero_warn(found.warning)
         return checkpoint
 
     # ------------------------------------------------------------------ helpers
@@ -431,6 +418,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             on_refused=self._heal_optimizers,
             lr=self._lr,
         )
+
+    @property
+    def _algorithm_name(self) -> str:
+        return type(self.config.algorithm).__name__
 
     def _lr(self) -> float:
         """Learning rate of the first parameter group; 0 if there is no optimizer."""
@@ -470,10 +461,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
         self._warn_of_refused_update()
         for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                for value in state.values() if isinstance(state, dict) else ():
-                    if isinstance(value, Tensor) and not is_finite(value):
-                        value.zero_()
+            zero_what_is_not_finite(optimizer.state)
 
     def _warn_of_refused_update(self) -> None:
         """Say that an update was refused, and what to do."""
@@ -504,18 +492,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if words is None:
                 raise
             raise ServerLostError(f"{error}\n{words}") from error
-
-    @classmethod
-    def register(cls, tree: Tree) -> None:
-        """Let Trainers of a tree accept the strategy, and know it as ``strategy="asgd"``, ``"asgd_fork"``, ..."""
-        tree.DDPStrategy.register(cls)  # as what an abstract base class calls a virtual subclass
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            tree.StrategyRegistry.register(
-                cls.strategy_name + suffix,
-                cls,
-                description=f"Asynchronous SGD with parameter servers, workers by `{start_method}`",
-                start_method=start_method,
-            )
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ ALLOWED: dict[str, set[str]] = {
     "reaper": set(),
     "supervisor": {"reaper", "rendezvous", "server.process"},
     # Lightning
+    "resume": set(),
     "_lightning": set(),
     "callbacks": {"_lightning"},
     "launcher": {"_lightning", "config", "errors", "rendezvous", "stats", "supervisor", "transport.rpc"},
@@ -191,6 +192,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "finite",
         "launcher",
+        "resume",
         "optim",
         "stats",
         "supervisor",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,12 @@ from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise, StreamingDiLoCo
 from lightning_asgd.optim import SGHMC, SGLD
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
-from tests.conformance.pair import ASGD, DDP, Outcome, Pair
+from tests.conformance.pair import DDP, Outcome, Pair
 from tests.conformance.test_battery import check_same_bits
-from tests.helpers import leaks
 from tests.helpers.algorithms import EVERY
 
 DEADLINE_S = 60.0
 SLOW_LEARNERS = {"downpour_adadelta": 1.01, "diloco": 1.0, "delayed_nesterov": 1.0, "dylu": 1.0}  # in so few steps
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with leaks.forbidden():
-        pair = Pair("pytorch_lightning", ASGD)
-        yield pair
-        pair.close()
 
 
 def nesterov(self: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.worker.collectives import Collectives
 from tests.conformance.lab import Lab
-from tests.conformance.pair import ASGD, Outcome, Pair
-from tests.helpers import leaks
+from tests.conformance.pair import Outcome, Pair
 
 COLLECTIVE_S = 1.5
 DEADLINE_S = 30.0
@@ -49,14 +48,6 @@ def reorder(calls: list[Any], k: int) -> list[Any]:
 
 def stall(calls: list[Any], k: int) -> list[Any]:
     return [*calls[:k], lambda strategy: time.sleep(2 * COLLECTIVE_S), *calls[k:]]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with leaks.forbidden():
-        pair = Pair("pytorch_lightning", ASGD)
-        yield pair
-        pair.close()
 
 
 def strategy() -> ASGDStrategy:

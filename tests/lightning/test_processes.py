@@ -182,11 +182,11 @@ def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
         check_finished(folder, [job])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 1_000_000}")
     try:
-        wait_until(lambda: training(tmp_path), 60, "training")
+        wait_until(lambda: training(tmp_path), 120, "training")
         family = psutil.Process(job.pid).children(recursive=True)
     finally:
         job.kill()
@@ -194,11 +194,11 @@ def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
     wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_killed_worker_does_not_stop_the_others(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 40}")
     try:
-        wait_until(lambda: training(tmp_path), 60, "training")
+        wait_until(lambda: training(tmp_path), 120, "training")
         workers = [p for p in psutil.Process(job.pid).children() if "script.py" in " ".join(p.cmdline())]
         assert len(workers) == 1
         workers[0].kill()
