@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,14 @@ def test_module_says_what_it_exports(name: str) -> None:
             doc = value.__doc__ or ""
             assert doc.strip(), public
             assert not doc.startswith(f"{public}("), f"{public} has only the docstring that dataclass makes"
+
+
+def test_the_page_on_algorithms_names_all_of_them_and_none_that_is_not() -> None:
+    from lightning_asgd import algorithms
+
+    page = (Path(lightning_asgd.__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+)\(", page)) - {"ASGDStrategy"}
+    assert not {name for name in named if not hasattr(algorithms, name)}
+    public = {n for n in algorithms.__all__ if n[0].isupper()} - {"Algorithm", "Transform", "Barrier"}
+    assert public <= named
+    assert all(f'`"{name}"`' in page or f', `"{name}"`' in page for name in algorithms._NAMED)

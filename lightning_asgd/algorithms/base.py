@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "Table", "Transform"]
+__all__ = ["Algorithm", "Answer", "Configurable", "Payload", "Push", "Run", "Table", "Transform"]
 
 
 class Payload(str, Enum):
@@ -118,8 +118,15 @@ class Run:
     precision: str = "32-true"
 
 
+class Configurable:
+    """What a configuration file of a ``LightningCLI`` may name by its class.
+
+    A class that is a dataclass all the way up would be taken literally there, and not for its subclasses.
+    """
+
+
 @dataclass(frozen=True)
-class Transform:
+class Transform(Configurable):
     """Changes, delays or drops pushes on the server before the algorithm applies them. Does nothing by itself."""
 
     slots: ClassVar[tuple[str, ...]] = ()
@@ -159,7 +166,7 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(Configurable):
     """A rule: what workers push, how a shard changes, what they get back.
 
     Args:

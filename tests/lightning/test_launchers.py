@@ -134,7 +134,11 @@ trainer:
     class_path: lightning_asgd.ASGDStrategy
     init_args:
       nsync: 2
-      scale: mean
+      algorithm:
+        class_path: lightning_asgd.algorithms.ASGD
+        init_args:
+          scale: sum
+          transforms: [{class_path: lightning_asgd.algorithms.DropStale, init_args: {limit: 1000}}]
       timeouts: {collective_s: 60}
 """
 CLI = """
