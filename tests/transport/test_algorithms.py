@@ -1,4 +1,4 @@
-"""Every algorithm over every transport, server processes among them: a scripted order gives the bits of a bare shard."""
+"""Every algorithm over every transport: a scripted order gives a bare shard's bits, in server processes too."""
 
 from __future__ import annotations
 
