@@ -379,9 +379,10 @@ def verdicts(rows: list[dict[str, Any]], task: Task) -> str:
         if any(claim in r["name"] for claim in claims):
             first = next(other for other in rows if other["group"] == r["group"])
             overlap = r["range"][0] <= first["range"][1] and first["range"][0] <= r["range"][1]
-            word = "better" if r["loss"] < first["loss"] else "**not better**"
-            sure = ", but the ranges of the seeds overlap" if overlap else ""
-            lines.append(f"- {r['name']}: {r['loss']:.3f} against {first['loss']:.3f}: {word}{sure}.")
+            word = "better" if r["loss"] < first["loss"] else "worse"
+            if overlap:
+                word = "**no difference** that three seeds can tell"
+            lines.append(f"- {r['name']}: {r['loss']:.3f} against {first['loss']:.3f}: {word}.")
     return "\n".join(lines)
 
 
