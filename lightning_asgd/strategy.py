@@ -280,7 +280,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             met = self.collectives.gather("sync point", name, mine)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
-            if any(m.moved for m in met.values()):
+            # A fetch also tells the servers that the worker rests no more: before anybody trains, all must have done it.
+            if any(m.moved for m in met.values()) or self.config.algorithm.waits:
                 sharing.fetch(park=True)
                 self.collectives.barrier(f"{name}: all have the weights")
             if any(m.grown for m in met.values()):

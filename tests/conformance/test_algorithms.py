@@ -153,6 +153,26 @@ def test_a_delayed_gradient_is_used_so_many_steps_later(delay: int, pair: Pair, 
         assert outcome.facts["end"] == pytest.approx(end, rel=1e-12)
 
 
+def rounds(lab: Lab) -> dict[str, Any]:
+    strategy = ASGDStrategy(nsync=2, algorithm="local_sgd")
+    versions: list[int] = []
+
+    def note(self: Any, trainer: Any, module: Any) -> None:
+        versions.append(trainer.strategy._sharing.versions[0])
+
+    noter = type("Noter", (lab.pl.Callback,), {"on_train_epoch_end": note})()
+    lab.fit(strategy=strategy, callbacks=[noter], max_epochs=3)  # a validation and an epoch's end: two sync points
+    return {"versions": versions, "stale": strategy.stats.staleness_max, "per_epoch": STEPS // 2}
+
+
+def test_workers_wait_for_each_other_again_after_two_sync_points_in_a_row(pair: Pair, tmp_path: Path) -> None:
+    for outcome in pair.run(rounds, tmp_path, DEADLINE_S):
+        assert not outcome.error, outcome.trace
+        per_epoch = outcome.facts["per_epoch"]
+        assert outcome.facts["versions"] == [per_epoch, 2 * per_epoch, 3 * per_epoch]
+        assert outcome.facts["stale"] == 0
+
+
 def stream(lab: Lab) -> dict[str, Any]:
     strategy = ASGDStrategy(nsync=8, algorithm=StreamingDiLoCo(parts=4, lr=1.0, momentum=0.0), overlap=False)
     module = lab.regression()
