@@ -25,6 +25,7 @@ __all__ = [
     "callback_modules",
     "checkpoint_states",
     "is_environment",
+    "looks_at_gradients",
     "metrics_of",
     "rank_zero_warn",
     "when_imported",
@@ -37,6 +38,7 @@ Extension: Any = object
 # they are extended, not replaced, and their neighbours come with them.
 _NAMES = {
     "Callback": (False, "callbacks", "Callback"),
+    "LightningModule": (False, "core", "LightningModule"),
     "DDPStrategy": (False, "strategies", "DDPStrategy"),
     "StrategyRegistry": (False, "strategies", "StrategyRegistry"),
     "TrainerFn": (False, "trainer.states", "TrainerFn"),
@@ -228,6 +230,19 @@ def callback_modules(trainer: Any) -> list[Any]:
 
     held = (value for callback in trainer.callbacks for value in vars(callback).values())
     return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]
+
+
+def looks_at_gradients(module: Any) -> bool:
+    """Whether a program may see or change gradients between backward and the optimizer's step."""
+    trainer = module.trainer
+    if trainer.gradient_clip_val is not None or not module.automatic_optimization:
+        return True
+    if getattr(module, "_compiler_ctx", None) is not None:
+        return True  # compiled forwards do not run the hooks of submodules
+    tree = tree_of(trainer)
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    bases = [(module, tree.LightningModule), *((callback, tree.Callback) for callback in trainer.callbacks)]
+    return any(getattr(type(one), hook, None) is not getattr(base, hook, None) for one, base in bases for hook in hooks)
 
 
 # Attributes of ModelCheckpoint that tell what files there are.

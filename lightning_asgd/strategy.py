@@ -20,6 +20,7 @@ from lightning_asgd._lightning import (
     apply_to_collection,
     callback_modules,
     checkpoint_states,
+    looks_at_gradients,
     metrics_of,
     rank_zero_warn,
 )
@@ -280,7 +281,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             met = self.collectives.gather("sync point", name, mine)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
-            # A fetch also tells the servers that the worker rests no more: before anybody trains, all must have done it.
+            # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
             if any(m.moved for m in met.values()) or self.config.algorithm.waits:
                 sharing.fetch(park=True)
                 self.collectives.barrier(f"{name}: all have the weights")
@@ -418,6 +419,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             versions=versions,
             on_refused=self._heal_optimizers,
             lr=self._lr,
+            late=not looks_at_gradients(self.lightning_module),
         )
 
     @property

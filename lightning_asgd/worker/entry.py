@@ -40,6 +40,7 @@ def enter(
     versions: list[int] | None = None,
     on_refused: Callable[[], None] = lambda: None,
     lr: Callable[[], float] = lambda: 0.0,
+    late: bool = False,
 ) -> Sharing:
     """Lay the module out over the servers, fill them with worker 0's weights, and take these.
 
@@ -52,6 +53,7 @@ def enter(
         versions: per server, to count on from; worker 0's count.
         on_refused: see :class:`Exchanger`.
         lr: see :class:`Exchanger`.
+        late: whether nobody looks at gradients between backward and the optimizer's step.
 
     Returns:
         what the worker shares through, with fresh statistics.
@@ -87,6 +89,7 @@ def enter(
             layers_of(module, set(trainable)),
             algorithm.delay,
             lambda: agree(collectives, named_state(module), mean=True),
+            late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
     exchangers = []
@@ -168,6 +171,11 @@ def _source(module: Module, names: Sequence[str], *, data: bool = True) -> Calla
     """Look tensors up where the module keeps them, since a program may put others in their place."""
     places = [_place(module, name) for name in names]
     return lambda: [place[name].data if data else place[name] for place, name in places]
+
+
+def _tied(module: Module) -> bool:
+    """Whether a parameter has several places in the module."""
+    return len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.named_parameters()))
 
 
 def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:

@@ -1,4 +1,10 @@
-"""Layer-wise gradients: sent during backward, used ``delay`` steps later."""
+"""Layer-wise gradients: sent during backward, used ``delay`` steps later, waited for where the layer is needed next.
+
+Where nobody looks at gradients between backward and the optimizer's step, a layer's mean gradient is not waited for in
+that step but just before the layer's next forward; then the optimizer takes the step for this layer alone, with the
+learning rate and other settings of that moment. The bits are the same: torch's optimizers leave out parameters without
+a gradient, and treat each one by itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ __all__ = ["Layer", "LayerGradients", "layers_of"]
 class Layer:
     """A submodule's own trainable parameters."""
 
-    name: str
+    owner: Module
     parameters: list[Parameter]
     ready: int = 0  # of its parameters in this backward
 
@@ -36,6 +42,15 @@ class _Step:
     futures: dict[int, Future[Any]] = field(default_factory=dict)
 
 
+@dataclass
+class _Late:
+    """A layer's step that is still to be taken."""
+
+    optimizer: Any
+    future: Future[Any]
+    settings: list[dict[str, Any]]
+
+
 class LayerGradients(Sharing):
     """Puts the mean of all workers' gradients in place of this worker's, layer by layer.
 
@@ -45,10 +60,18 @@ class LayerGradients(Sharing):
         layers: the module's layers.
         delay: steps between a gradient and its use.
         agree: gives all workers the same weights and buffers; all call it together.
+        late: whether a layer's step may be taken as late as before its next forward.
     """
 
     def __init__(
-        self, client: Client, layout: Layout, layers: Sequence[Layer], delay: int, agree: Callable[[], None]
+        self,
+        client: Client,
+        layout: Layout,
+        layers: Sequence[Layer],
+        delay: int,
+        agree: Callable[[], None],
+        *,
+        late: bool = False,
     ) -> None:
         super().__init__(layout, client.num_servers)
         self._client = client
@@ -59,11 +82,20 @@ class LayerGradients(Sharing):
         self._step = 0
         self._under_way: dict[int, deque[_Step]] = {}  # by optimizer
         self._now: _Step | None = None  # the step whose backward runs
-        self._handles = [
+        self._late: dict[int, _Late] = {}  # by layer
+        # Layers whose forward runs in every step; a layer whose weights others use must not be late.
+        self._called: set[int] | None = None
+        self._forwards: set[int] = set()
+        self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, layer in enumerate(self._layers)
             for parameter in layer.parameters
         ]
+        if late:
+            for index, layer in enumerate(self._layers):
+                self._handles.append(layer.owner.register_forward_pre_hook(self._before_forward(index)))
+        else:
+            self._called = set()
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -75,6 +107,7 @@ class LayerGradients(Sharing):
                 layer.ready = 0
             output = closure()
             self._now = None
+            self._look_at_forwards()
             for index, layer in enumerate(self._layers):
                 if index not in step.futures and id(layer.parameters[0]) in mine:
                     self._send(step, index)  # without gradient, or made outside the closure
@@ -82,13 +115,14 @@ class LayerGradients(Sharing):
             waiting.append(step)
             self._step += 1
             due = waiting.popleft() if len(waiting) > self._delay else _Step(optimizer)
-            self._use(due, mine)
+            self._use(due, mine, may_be_late=_by_parameter(optimizer))
             return output
 
         return exchanged
 
     def flush(self) -> None:
         """Use the gradients that are still on their way, and let nobody wait for this worker."""
+        self._catch_up()
         for step in [step for waiting in self._under_way.values() for step in waiting]:
             parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
             self._use(step, {id(p) for p in parameters})
@@ -106,9 +140,15 @@ class LayerGradients(Sharing):
         super().fetch()
         self._agree()
 
+    def peek(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`: nothing but the module holds the weights; this brings them up to date."""
+        self._catch_up()
+        return {}
+
     def close(self) -> None:
         """See :class:`Sharing`."""
         self._under_way.clear()
+        self._late.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -124,6 +164,45 @@ class LayerGradients(Sharing):
 
         return arrived
 
+    # ------------------------------------------------------------------ as late as can be
+
+    def _before_forward(self, index: int) -> Callable[[Module, Any], None]:
+        def needed(_: Module, __: Any) -> None:
+            self._forwards.add(index)
+            if index in self._late:
+                self._take_late(index)
+
+        return needed
+
+    def _look_at_forwards(self) -> None:
+        """After a step's forward and backward: which layers may be late from now on."""
+        self._called = set(self._forwards) if self._called is None else self._called & self._forwards
+        self._forwards.clear()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        for index in list(self._late):
+            self._take_late(index)
+
+    def _take_late(self, index: int) -> None:
+        """Take the optimizer's step for one layer."""
+        late = self._late.pop(index)
+        groups = late.optimizer.param_groups
+        now = [_settings(group) for group in groups]
+        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for group, settings in zip(groups, late.settings, strict=True):
+            group.update(settings)
+        self._put(index, late.future)
+        late.optimizer.step()
+        for group, settings in zip(groups, now, strict=True):
+            group.update(settings)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    # ------------------------------------------------------------------ one layer's gradient
+
     def _send(self, step: _Step, index: int) -> None:
         parts = []
         for parameter in self._layers[index].parameters:
@@ -135,22 +214,41 @@ class LayerGradients(Sharing):
         self.stats.bytes_pushed += flat.nbytes
         self.stats.bytes_fetched += flat.nbytes
 
-    def _use(self, step: _Step, mine: set[int]) -> None:
-        """Make a step's mean gradients the parameters'; those of a step that was not are left out."""
+    def _use(self, step: _Step, mine: set[int], *, may_be_late: bool = False) -> None:
+        """Make a step's mean gradients the parameters', now or later; those of a step that was not are left out."""
         for index, layer in enumerate(self._layers):
             if index not in step.futures:
                 for parameter in layer.parameters:
                     if id(parameter) in mine:
                         parameter.grad = None
                 continue
-            mean = self._client.answer(index % self._client.num_servers, step.futures[index])
-            offset = 0
-            for parameter in layer.parameters:
-                values = mean[offset : offset + parameter.numel()].view(parameter.shape)
-                offset += parameter.numel()
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(values)
+            if self._called is not None and index in self._called and id(layer.parameters[0]) in mine and may_be_late:
+                settings = [_settings(group) for group in step.optimizer.param_groups]
+                self._late[index] = _Late(step.optimizer, step.futures[index], settings)
+                for parameter in layer.parameters:
+                    parameter.grad = None
+            else:
+                self._put(index, step.futures[index])
+
+    def _put(self, index: int, future: Future[Any]) -> None:
+        """Wait for a layer's mean gradient, and make it the parameters'."""
+        mean = self._client.answer(index % self._client.num_servers, future)
+        offset = 0
+        for parameter in self._layers[index].parameters:
+            values = mean[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(values)
+
+
+def _by_parameter(optimizer: Any) -> bool:
+    """Whether an optimizer treats every parameter by itself, as far as is known."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def layers_of(module: Module, names: set[str]) -> list[Layer]:
@@ -164,5 +262,6 @@ def layers_of(module: Module, names: set[str]) -> list[Layer]:
     for name, parameter in module.named_parameters():
         if name in names and parameter.requires_grad:
             owner = name.rpartition(".")[0]
-            layers.setdefault((owner, parameter.dtype), Layer(owner, [])).parameters.append(parameter)
+            layer = layers.setdefault((owner, parameter.dtype), Layer(module.get_submodule(owner), []))
+            layer.parameters.append(parameter)
     return list(layers.values())

@@ -91,23 +91,56 @@ def test_worker_0_gets_the_servers_samples_and_noise_differs(elastic: bool, pair
     assert zero["noise"] != one["noise"]
 
 
-def fit_plain(lab: Lab, delay: int | None, clip: float | None = None, batches: int = 1) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if delay is not None:
-        options["strategy"] = ASGDStrategy(algorithm=LayerWise(delay))
-    module = lab.regression()
-    lab.fit(module, gradient_clip_val=clip, accumulate_grad_batches=batches, **options)
-    return {"weights": [p.detach().clone() for p in module.parameters()]}
+class Attentive:
+    """Attention, which uses the weights of a submodule that it never calls; a learning rate for every step."""
+
+    def build(self: Any) -> None:
+        self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        pair = x.view(-1, 2, 4)
+        y: torch.Tensor = self.net(self.attention(pair, pair, pair)[0].flatten(1))
+        return y
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize(("clip", "batches"), [(None, 1), (0.5, 1), (None, 3)])
-def test_layerwise_without_delay_has_the_bits_of_ddp(clip: Any, batches: int, pair: Pair, tmp_path: Path) -> None:
+def fit_plain(lab: Lab, asgd: bool, kind: type = object, **options: Any) -> dict[str, Any]:
+    late: list[int] = []
+
+    def note(self: Any, trainer: Any, *args: Any) -> None:
+        late.append(len(getattr(trainer.strategy, "_sharing", self).__dict__.get("_called") or ()))
+
+    if asgd:
+        options["strategy"] = ASGDStrategy(algorithm="layerwise")
+        options["callbacks"] = [type("Noter", (lab.pl.Callback,), {"on_train_epoch_end": note})()]
+    module = lab.regression(kind)
+    lab.fit(module, **options)
+    return {"weights": [p.detach().clone() for p in module.parameters()], "late": late}
+
+
+@pytest.mark.parametrize(
+    ("options", "late"),
+    [
+        ({}, 2),
+        ({"gradient_clip_val": 0.5}, 0),
+        ({"accumulate_grad_batches": 3}, 2),
+        ({"kind": Attentive}, 3),  # two linear layers and the attention, but not its output layer
+    ],
+    ids=["plain", "clipped", "accumulated", "attentive"],
+)
+def test_layerwise_without_delay_has_the_bits_of_ddp(options: Any, late: int, pair: Pair, tmp_path: Path) -> None:
     ddp = Pair("pytorch_lightning", DDP)
     try:
-        theirs = ddp.run(partial(fit_plain, delay=None, clip=clip, batches=batches), tmp_path, DEADLINE_S)
+        theirs = ddp.run(partial(fit_plain, asgd=False, **options), tmp_path, DEADLINE_S)
     finally:
         ddp.close()
-    ours = pair.run(partial(fit_plain, delay=0, clip=clip, batches=batches), tmp_path, DEADLINE_S)
+    ours = pair.run(partial(fit_plain, asgd=True, **options), tmp_path, DEADLINE_S)
+    assert all(outcome.facts.get("late", [None])[-1] == late for outcome in ours), ours[0].trace
     for mine, other in zip(weights(ours), weights(theirs), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
