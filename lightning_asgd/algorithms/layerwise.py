@@ -3,8 +3,8 @@ r"""Layer-wise asynchronous gradient descent: each layer's gradient leaves durin
 .. math::  w_{t+1} = w_t - \eta\,\bar g_{t-k}, \qquad \bar g_t = \frac1N \sum_i g_{i,t}
 
 :math:`k` is the delay. With k = 0 this is synchronous SGD, whose communication hides behind backward and the next
-forward: a layer's gradient is waited for just before the layer is used again. With k >= 1 it has k steps of time, and no
-worker waits unless it takes longer. Where something looks at gradients before the optimizer's step (clipping, hooks,
+forward: a layer's gradient is waited for just before the layer is used again. With k >= 1 it has k steps of time, and
+no worker waits unless it takes longer. Where something looks at gradients before the optimizer's step (clipping, hooks,
 manual optimization), or where parameters are tied, all layers are waited for in that step.
 
 References:
