@@ -57,11 +57,11 @@ clean: ## remove .venv, caches and results
 	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. Compiling all of torch in
-# advance would take a quarter of the time; Python compiles what is used when it is used.
+# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. pip compiles everything,
+# which takes a minute: where PYTHONDONTWRITEBYTECODE is set, each of the tests' processes would do it again otherwise.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(RUN)
 	@echo "Installing the project and its $* extras into $(VENV): torch is large, the first time takes some minutes."
-	@$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 	@$(if $(filter dev,$*),touch $(VENV)/.installed-examples)
 
