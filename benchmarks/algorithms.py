@@ -72,6 +72,7 @@ from lightning_asgd.algorithms import (
     SoftSync,
     StalenessAware,
     StaleSynchronous,
+    StreamingDiLoCo,
     WarmStart,
 )
 
@@ -169,7 +170,11 @@ def entries() -> dict[str, Entry]:
         "LocalSGD": Entry(LocalSGD(), group="mean"),
         "LocalSGD(post=100)": Entry(LocalSGD(post=100), group="mean"),
         "DiLoCo": Entry(DiLoCo(), group="mean"),
+        "StreamingDiLoCo": Entry(StreamingDiLoCo(), group="mean"),
         "DelayedNesterov, DynamicSteps": Entry(DelayedNesterov(transforms=[DynamicSteps()]), group="mean"),
+        "DelayedNesterov(lr=0.1), DynamicSteps": Entry(
+            DelayedNesterov(lr=0.1, transforms=[DynamicSteps()]), group="mean"
+        ),
         "LayerWise": Entry(LayerWise(), group="mean"),
         "LayerWise(delay=1)": Entry(LayerWise(1), group="mean"),
         "Hogwild": Entry(Hogwild(), group="mean"),
@@ -399,7 +404,7 @@ def draw(runs: list[dict[str, Any]], tasks: list[Task], path: Path) -> None:
         ("ASGD('sum'), GapAware", "#e67e22"),
         ("EASGD", "#1e8449"),
         ("LocalSGD", "#7d3c98"),
-        ("DelayedNesterov, DynamicSteps", "#117a8b"),
+        ("DelayedNesterov(lr=0.1), DynamicSteps", "#117a8b"),
         ("LayerWise", "#8a8f98"),
         ("Hogwild", "#b7950b"),
         ("Downpour, adam", "#d98880"),
