@@ -2,8 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# The tests that start processes run beside the others: see tests/conftest.py.
-TOGETHER := -n 2 --dist loadgroup
+# The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
+PROCESSES := tests/lightning tests/transport
+define run-tests
+@$(RUN) -m pytest $(PROCESSES) $(1) > $(VENV)/processes.log 2>&1 & beside=$$!; \
+$(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \
+wait $$beside || code=$$?; cat $(VENV)/processes.log; exit $$code
+endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -17,10 +22,10 @@ demo: $(VENV)/.installed-examples ## train digits with one process, DDP and A-SG
 	@$(RUN) examples/quickstart.py
 
 test: check ## check, then run the tests
-	@$(RUN) -m pytest tests $(TOGETHER)
+	$(call run-tests)
 
 test-all: check ## the same with the slow tests
-	@$(RUN) -m pytest tests -m "" $(TOGETHER)
+	$(call run-tests,-m "")
 
 check: $(VENV)/.installed-dev ## lint, formatting and types
 	@$(RUN) -m ruff check .

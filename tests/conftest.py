@@ -20,16 +20,6 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=1000,
 hypothesis.settings.load_profile("steady")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two groups that pytest-xdist runs side by side, each in its order and in one process.
-
-    The conformance tests fork, which a process that has used RPC cannot do safely: so they are kept apart.
-    """
-    for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        item.add_marker(pytest.mark.xdist_group("processes" if folder in ("lightning", "transport") else "rest"))
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

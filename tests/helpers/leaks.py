@@ -46,7 +46,7 @@ def forbidden(thread_grace_s: float = THREAD_GRACE_S, process_grace_s: float = P
         *_check_environment(before.environment),
         *_check_threads(before.threads, thread_grace_s),
         *_check_processes(before.processes, process_grace_s),
-        *_check_files(before.files),
+        *_check_files(before.files, thread_grace_s),
     ]
     if problems:
         raise AssertionError("The test left something behind: " + "; ".join(problems))
@@ -124,11 +124,14 @@ def _files() -> set[str]:
     return set(os.listdir(_SHM)) if _SHM.is_dir() else set()
 
 
-def _check_files(before: set[str]) -> list[str]:
-    suspects = {name for name in _files() - before if _is_mine(_SHM / name)}
-    if suspects:
+def _check_files(before: set[str], grace_s: float) -> list[str]:
+    deadline = time.monotonic() + grace_s  # other programs make files there too, and remove them again
+    while suspects := {name for name in _files() - before if _is_mine(_SHM / name)}:
         suspects -= _held_by_others()
-    return [f"file {_SHM / name}" for name in sorted(suspects & _files())]
+        if time.monotonic() >= deadline:
+            return [f"file {_SHM / name}" for name in sorted(suspects & _files())]
+        time.sleep(0.02)
+    return []
 
 
 def _is_mine(path: Path) -> bool:
