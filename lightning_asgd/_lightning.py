@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -96,6 +97,10 @@ class Tree:
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
+
+    def info(self, message: str) -> None:
+        """Say something where Lightning says such things."""
+        logging.getLogger(f"{self.package}.strategies.asgd").info(message)
 
     def register(self, strategy: Any) -> None:
         """Let this tree's Trainers accept a strategy, and know it as ``"asgd"``, ``"asgd_fork"``, ..."""

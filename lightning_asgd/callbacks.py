@@ -16,6 +16,18 @@ class SyncPoints(Extension):  # type: ignore[misc]
     a validation after the callbacks'.
     """
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Share the training data out as the workers' speeds are."""
+        trainer.strategy.share_data()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Do so again if the data have been loaded anew."""
+        trainer.strategy.share_data()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Find out whether this was the last batch before all workers meet."""
+        trainer.strategy.end_batch()
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody validate the same weights."""
         trainer.strategy.sync_point("validation")

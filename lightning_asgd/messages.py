@@ -14,14 +14,18 @@ from torch import Tensor
 
 __all__ = [
     "PROTOCOL",
+    "Claim",
     "Contribution",
+    "Epoch",
     "Exchange",
     "Failure",
+    "Grant",
     "Initialise",
     "Join",
     "Joined",
     "LayerGradient",
     "Leave",
+    "OpenEpoch",
     "Reply",
     "Role",
     "Samples",
@@ -30,7 +34,7 @@ __all__ = [
     "Verdict",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -244,6 +248,86 @@ class Contribution:
     source: int | None = None
     target: int | None = None
     timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What workers share of an epoch. A unit is what a worker trains between two optimizer steps.
+
+    Attributes:
+        key: which epoch of which fit it is.
+        units: number of units.
+        ends: the numbers of units after which all workers meet, ascending; the last is ``units``.
+        order: digest of the samples in their order, to compare workers by.
+        done: ranges of units that had been trained when the checkpoint was written that the fit resumes from.
+    """
+
+    key: str
+    units: int
+    ends: tuple[int, ...]
+    order: bytes = b""
+    done: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenEpoch:
+    """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        epoch: the first worker's says what it is, the others' must be the same.
+    """
+
+    session: str
+    worker: int
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A worker asks for units of the present epoch.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        key: which epoch.
+        segment: number of times that all have met in it.
+        trained: units that the worker has trained in it.
+        applied: those of them whose updates the servers have.
+        pace: seconds that a unit takes it; 0 if it does not know yet.
+        wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
+        stop: whether it wants no more, and gives back what it has not trained.
+    """
+
+    session: str
+    worker: int
+    key: str
+    segment: int
+    trained: int
+    applied: int
+    pace: float
+    wait: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Answer to :class:`Claim`.
+
+    Attributes:
+        first: number of the first unit granted.
+        last: one past the last; equal to ``first`` if there is none for this worker.
+        over: whether all units of the segment are trained and applied.
+        progress: units that all have trained so far, as far as is known.
+        ratio: units that all train while this worker trains one.
+    """
+
+    first: int = 0
+    last: int = 0
+    over: bool = False
+    progress: float = 0.0
+    ratio: float = 1.0
 
 
 @dataclass(frozen=True)

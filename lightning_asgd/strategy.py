@@ -24,8 +24,9 @@ from lightning_asgd._lightning import (
     metrics_of,
     rank_zero_warn,
 )
+from lightning_asgd._loop import LeasedLoop, why_split
 from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.algorithms.base import Run
+from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
@@ -42,6 +43,7 @@ __all__ = ["ASGDStrategy"]
 
 log = logging.getLogger(__name__)
 
+_DATA = ("leases", "split")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -62,6 +64,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             smaller learning rate; a number is taken as it is.
         overlap: train on while an exchange is under way. False waits for it, which is slower and never stale. None
             means what the algorithm does by itself.
+        data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
+            every sample is trained once per epoch. ``"split"``: everybody trains an equal part, as under DDP, and a
+            slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several
+            loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
+            other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         timeouts: how long to wait for processes that hang.
@@ -107,6 +114,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         algorithm: Algorithm | str | None = None,
         scale: str | float | None = None,
         overlap: bool | None = None,
+        data: str = "leases",
         num_servers: int = 1,
         start_method: str = "popen",
         timeouts: Timeouts | None = None,
@@ -129,6 +137,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         )
         if start_method not in _START_METHODS:
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
+        if data not in _DATA:
+            raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         self._given = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -142,10 +152,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.collectives = Collectives()
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
+        self._data = data
+        self._leased: LeasedLoop | None = None  # None while every worker has its own part of the data
+        self._resume_data: dict[str, Any] = {}
         self._resume_versions: list[int] | None = None
         self._resume_servers: Sequence[Any] = ()
         self._layouts = 0  # made in this session
         self._failed = False
+        self._told = False  # that the data are split
 
     # ------------------------------------------------------------------ starting and stopping
 
@@ -166,7 +180,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "torch.distributed is initialized, by an earlier strategy of this process perhaps: Lightning will "
                 "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
             )
-        self._failed = False
+        self._failed = self._told = False
         self._layouts = 0
         self._join(self._job.session)
         overseer = supervisor.current()
@@ -250,6 +264,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._sharing.begin()
                 self.collectives.phase = Phase.ASYNC
             self._sharing.advance()
+            if self._leased is not None:
+                self._leased.before_batch()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""
@@ -258,7 +274,45 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._sharing is not None:
             self._sharing.count_step()
+            if self.lightning_module.automatic_optimization:
+                self._after_batch(self._sharing)
         return output
+
+    def share_data(self) -> None:
+        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
+        algorithm = self.config.algorithm
+        together = algorithm.waits or algorithm.payload is Payload.LAYERS
+        if self._sharing is None or self._data == "split" or self.world_size == 1 or together:
+            return
+        trainer = self.lightning_module.trainer
+        reason = why_split(trainer)
+        if reason is not None:
+            if self._leased is None and not self._told and self.is_global_zero:
+                self._told = True
+                self.tree.info(
+                    f"Every worker trains a fixed part of the data, since {reason}: a slow worker holds the others up "
+                    "at the end of an epoch. ASGDStrategy(data='split') says that this is meant."
+                )
+            return
+        with self._explained():
+            if self._leased is None:
+                resumed, self._resume_data = self._resume_data, {}
+                patience = self.config.timeouts.collective_s
+                self._leased = LeasedLoop(trainer, self._connected, self._job.session, patience, resumed)
+            self._leased.install()
+
+    def end_batch(self) -> None:
+        """Decide what follows a training batch. Called when it ends."""
+        if self._leased is not None and self._sharing is not None:
+            self._after_batch(self._sharing)
+            self._leased.before_next()
+
+    def _after_batch(self, sharing: Sharing) -> None:
+        if self._leased is not None:
+            with self._explained():
+                steps = sharing.stats.steps
+                if self._leased.after_batch(steps, lambda: steps - sharing.unacknowledged, sharing.flush):
+                    sharing.begin()
 
     def sync_point(self, name: str) -> None:
         """Wait for all living workers and give them the servers' weights, the same bits everywhere.
@@ -274,6 +328,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             return
         with self._explained():
             sharing.flush()
+            if self._leased is not None:
+                self._leased.leave(sharing.stats.steps)
             self.collectives.phase = Phase.SYNC
             trainer = self.lightning_module.trainer
             grown = bool(newly_trainable(self.lightning_module, sharing.layout))
@@ -299,6 +355,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._collect_samples(self._sharing)
             with self._explained():
                 agree(self.collectives, named_state(self.lightning_module), mean=True)
+            if self._leased is not None:
+                self._leased.restore()
+                self._leased = None
 
     # ------------------------------------------------------------------ collectives
 
@@ -376,7 +435,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             with self._explained():
                 workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
             servers = self._sharing.state() if self.is_global_zero else []
-            checkpoint[resume.KEY] = resume.entry_of(self._sharing.versions, self._algorithm_name, servers, workers)
+            entry = resume.entry_of(self._sharing.versions, self._algorithm_name, servers, workers)
+            if self._leased is not None and self.is_global_zero:
+                entry["data"] = self._leased.state()
+                self._leased.as_if_equal(checkpoint["loops"]["fit_loop"])
+            checkpoint[resume.KEY] = entry
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -387,6 +450,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             found = resume.resumed(entry, self.global_rank, self._algorithm_name, self._job.num_servers)
             checkpoint.update(found.mine)
             self._resume_versions, self._resume_servers = found.versions, found.servers
+            self._resume_data = entry.get("data", {})
             if found.warning:
                 rank_zero_warn(found.warning)
         return checkpoint
@@ -405,10 +469,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             client.join()
             self.collectives.barrier("join")
 
-    def _enter(self, module: Any) -> Sharing:
+    def _connected(self) -> Client:
         client = self.collectives.client
         if client is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
+        return client
+
+    def _enter(self, module: Any) -> Sharing:
+        client = self._connected()
         versions, self._resume_versions = self._resume_versions, None
         return enter(
             client,

@@ -18,19 +18,23 @@ from torch.futures import Future
 from lightning_asgd.errors import ASGDError, ProtocolError
 from lightning_asgd.messages import (
     PROTOCOL,
+    Claim,
     Contribution,
     Exchange,
     Failure,
+    Grant,
     Initialise,
     Join,
     Joined,
     LayerGradient,
     Leave,
+    OpenEpoch,
     Samples,
     ShardState,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
+from lightning_asgd.server.leases import Leases
 from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
@@ -52,16 +56,19 @@ class Service:
         self._coordinator: Coordinator | None = None
         self._shards: dict[int, Shard] = {}  # by fragment
         self._means = Means()
+        self._leases: Leases | None = None  # of the present epoch; a new layout in the midst of it changes nothing
         self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         # Messages that have no answer yet, by identity.
-        self._held: dict[int, tuple[Exchange | LayerGradient, Future[Any]]] = {}
+        self._held: dict[int, tuple[Exchange | LayerGradient | Claim, Future[Any]]] = {}
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Join: self._join,
             Initialise: self._initialise,
             Exchange: self._exchange,
             LayerGradient: self._average,
             Contribution: self._contribute,
+            OpenEpoch: self._open_epoch,
+            Claim: self._claim,
             Leave: self._leave,
             Samples: self._samples,
             ShardState: self._state,
@@ -86,10 +93,12 @@ class Service:
             return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
 
     def tick(self) -> None:
-        """Fail collectives whose time is up. To be called a few times a second."""
+        """Fail collectives whose time is up, look after claims that wait. To be called a few times a second."""
         with self._lock:
             if self._coordinator is not None:
                 self._deliver(self._coordinator.expire(self._clock()))
+            if self._leases is not None:
+                self._hand_out(self._leases.retry(self._clock()))
 
     def status(self) -> dict[str, Any]:
         """Figures of the current session: version, live workers, counts."""
@@ -178,6 +187,24 @@ class Service:
         self._deliver(coordinator.contribute(message, self._clock()))
         return future
 
+    def _open_epoch(self, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
+        coordinator = self._session(message.session)
+        if self._leases is None or self._leases.epoch.key != message.epoch.key:
+            self._leases = Leases(message.epoch)
+            self._meet(coordinator)
+        self._leases.check(message.epoch, message.worker)
+        return self._leases.finished
+
+    def _claim(self, message: Claim) -> Any:
+        self._session(message.session)
+        leases = self._leases
+        if leases is None or leases.epoch.key != message.key:
+            raise ProtocolError(f"Worker {message.worker} claims units of epoch {message.key}, which was not opened.")
+        future: Future[Any] = Future()
+        self._held[id(message)] = (message, future)
+        self._hand_out(leases.claim(message, self._clock()))
+        return future.value() if future.done() else future
+
     def _leave(self, message: Leave) -> bool:
         coordinator = self._coordinator
         if coordinator is None or coordinator.session != message.session:
@@ -212,10 +239,18 @@ class Service:
         self._give(self._means.meet(coordinator.living))
         for shard in self._shards.values():
             self._answer(shard.meet(coordinator.living))
+        if self._leases is not None:
+            self._hand_out(self._leases.meet(coordinator.living, self._clock()))
 
     def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
         for message, mean in due:
             self._held.pop(id(message))[1].set_result(mean)
+
+    def _hand_out(self, due: list[tuple[Claim, Grant]]) -> None:
+        for claim, grant in due:
+            held = self._held.pop(id(claim), None)
+            if held is not None:  # its session may have ended
+                held[1].set_result(grant)
 
     def _answer(self, due: list[Due]) -> None:
         for each in due:

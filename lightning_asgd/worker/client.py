@@ -13,13 +13,17 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, error_from
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
+    Claim,
     Contribution,
+    Epoch,
     Exchange,
     Failure,
+    Grant,
     Initialise,
     Join,
     LayerGradient,
     Leave,
+    OpenEpoch,
     Reply,
     Samples,
     ShardState,
@@ -205,6 +209,52 @@ class Client:
         ]
         common = set(kept[0]).intersection(*kept[1:])
         return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
+
+    def open_epoch(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
+        """Begin an epoch whose units workers claim, or look how far it is.
+
+        Returns:
+            ranges of units whose updates have been applied.
+
+        Raises:
+            ProtocolError: the others have another epoch in mind.
+        """
+        future = self._send(COORDINATOR, OpenEpoch(self.session, self.worker, epoch))
+        done: tuple[tuple[int, int], ...] = self.answer(COORDINATOR, future)
+        return done
+
+    def claim(
+        self,
+        key: str,
+        segment: int,
+        trained: int,
+        applied: int,
+        pace: float,
+        *,
+        timeout_s: float | None = None,
+        **about: bool,
+    ) -> Grant:
+        """Ask for units of an epoch; see :class:`Claim`.
+
+        Args:
+            key: see there, as the next four.
+            segment: see there.
+            trained: see there.
+            applied: see there.
+            pace: see there.
+            timeout_s: seconds to wait for an answer that depends on other workers; None for one that does not.
+            **about: the other fields of :class:`Claim`.
+
+        Returns:
+            what is granted. If the time is up: nothing, and the segment counts as over.
+        """
+        message = Claim(self.session, self.worker, key, segment, trained, applied, pace, **about)
+        limit = None if timeout_s is None else timeout_s + _GRACE_S
+        future = self._send(COORDINATOR, message, limit)
+        if timeout_s is not None and not done_within(future, timeout_s):
+            return Grant(over=True)
+        grant: Grant = self.answer(COORDINATOR, future)
+        return grant
 
     def collective(
         self,

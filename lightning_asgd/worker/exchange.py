@@ -88,6 +88,11 @@ class Exchanger(Sharing):
         self._since_fetch = 0
         self._pending: _Pending | None = None
 
+    @property
+    def unacknowledged(self) -> int:
+        """See :class:`Sharing`."""
+        return self._since_push + (self._pending.local_steps if self._pending is not None else 0)
+
     # ------------------------------------------------------------------ the asynchronous phase
 
     def begin(self) -> None:

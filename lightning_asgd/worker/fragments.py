@@ -38,6 +38,11 @@ class Fragments(Sharing):
         for exchanger in self._exchangers:
             exchanger.stats = stats
 
+    @property
+    def unacknowledged(self) -> int:
+        """See :class:`Sharing`."""
+        return max(exchanger.unacknowledged for exchanger in self._exchangers)
+
     def begin(self) -> None:
         """See :class:`Sharing`."""
         for exchanger in self._exchangers:

@@ -27,6 +27,11 @@ class Sharing:
         self.versions = [0] * num_servers
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
 
+    @property
+    def unacknowledged(self) -> int:
+        """The latest of this worker's optimizer steps of which it does not know that the others have them."""
+        return 0
+
     def begin(self) -> None:
         """Leave a sync point: to be called before the first batch after it."""
 

@@ -55,7 +55,13 @@ class Manual:
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
 
 
-@case(GROUP, "manual optimization, scheduler stepped by hand")
+@case(
+    GROUP,
+    "manual optimization, scheduler stepped by hand",
+    differs=("rates",),
+    note="a schedule that the module steps by itself counts the worker's own batches, which are as many as its speed "
+    "allows; with `data='split'` it is as under DDP",
+)
 def manual(lab: Lab) -> Any:
     return fit(lab, Manual)
 

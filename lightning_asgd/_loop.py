@@ -1,0 +1,367 @@
+"""Lightning's training loop where workers take different numbers of batches: what it is told, and when.
+
+Lightning counts each worker's own batches, and derives from that number what is to happen: the epoch's end,
+validations, steps of learning-rate schedules, ``max_steps``. Under DDP these numbers are equal everywhere. Here all of
+that follows the progress that all workers have made together, divided by their number, which is what those numbers
+would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
+``trainer.num_training_batches`` is what it will probably train of the epoch.
+
+The loop's attributes that are set here: the loader's batch sampler, ``fit_loop.max_batches``,
+``trainer.val_check_batch``, ``batch_progress.is_last_batch``, the fetcher's ``length`` and ``done``, the ``frequency``
+of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_asgd.messages import Epoch
+from lightning_asgd.worker.leases import DataLeases, LeasedBatches, Plan, digest, in_common_order
+
+__all__ = ["LeasedLoop", "why_split"]
+
+_NEVER = sys.maxsize  # a number of batches or steps that is not reached
+
+
+def why_split(trainer: Any) -> str | None:
+    """Why the workers of a fit must each train a fixed part of the data; None if they can share it.
+
+    Args:
+        trainer: its training data have been set up.
+    """
+    loop, workers = trainer.fit_loop, trainer.world_size
+    loaders = loop._combined_loader.flattened
+    if len(loaders) != 1:
+        return f"there are {len(loaders)} training dataloaders"
+    (loader,) = loaders
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if type(sampler).__name__ not in ("DistributedSampler", "DistributedSamplerWrapper"):
+        return "Lightning has put no distributed sampler into the training dataloader, or there is no batch sampler"
+    if not trainer._accelerator_connector.use_distributed_sampler:
+        return "use_distributed_sampler=False"
+    if type(loop._data_fetcher).__name__ != "_PrefetchDataFetcher":
+        return "training_step takes the dataloader's iterator"
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return "validations are at times of the clock"
+    if loop.max_batches == float("inf"):
+        return "the training dataloader has no length"
+    if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
+        return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
+    # All batches there are: what Lightning has counted for one worker may be padded.
+    batches = min(workers * loop.max_batches, math.ceil(len(sampler.dataset) / (loader.batch_size or 1)))
+    if batches // accumulation(trainer, trainer.current_epoch) < workers:
+        return f"{batches} batches per epoch are too few for {workers} workers"
+    return None
+
+
+class LeasedLoop:
+    """The training loop of one fit.
+
+    Args:
+        trainer: its training data have been set up, and :func:`why_split` knows no reason.
+        client: gives the connection to the servers, which may change.
+        run: name of the fit.
+        timeout_s: seconds to wait for the others at a segment's end.
+        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
+    """
+
+    def __init__(
+        self, trainer: Any, client: Callable[[], Any], run: str, timeout_s: float, resumed: Mapping[str, Any]
+    ) -> None:
+        self.trainer = trainer
+        self.leases = DataLeases(client, timeout_s=timeout_s)
+        self.workers: int = trainer.world_size
+        self.run = run
+        self._resumed = dict(resumed)
+        self._loader: Any = None
+        self._batches = 0  # of an epoch per worker, if all are equally fast
+        self._interval: Any = 0  # of these between two validations
+        self._frequencies: dict[int, int] = {}  # of schedules that step with batches
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
+        self._steps_before = 0
+        # Of the present epoch.
+        self._accumulate = 1
+        self._validates: frozenset[int] = frozenset()  # segments that end with a validation
+        self._cut = False  # whether max_steps ends it before its data does
+        self._stepped = 0  # batches that schedules know of
+        self._own = (0, 0)  # batches and optimizer steps of this worker
+        self._global_step = 0
+        self._idle = True  # whether none of its batches has begun
+        self._ended = True  # whether the latest batch is through
+        self._met = False  # whether all have trained the segment, and this worker knows
+        self._over = False  # whether that was the epoch's last, and all data have been trained
+
+    # ------------------------------------------------------------------ once per epoch
+
+    def install(self) -> None:
+        """Let the training dataloader yield what is granted. To be called when an epoch begins; does nothing twice."""
+        loop = self.trainer.fit_loop
+        (loader,) = loop._combined_loader.flattened
+        if isinstance(loader.batch_sampler, LeasedBatches):
+            return
+        self._loader = loader
+        self._batches = int(loop.max_batches)
+        self._interval = self.trainer.val_check_batch
+        inner, length = loader.batch_sampler, len(loader)
+        sampler = inner.sampler  # deals the samples out to workers: have it give all of them
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = len(sampler.dataset)
+        sampler.set_epoch(loop.epoch_progress.current.processed)
+        # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
+        object.__setattr__(loader, "batch_sampler", LeasedBatches(inner, self.leases, self._plan, length))
+        iter(loop._data_fetcher)
+
+    def _plan(self) -> Plan:
+        """The epoch that begins now."""
+        trainer, leases = self.trainer, self.leases
+        loop = trainer.fit_loop
+        number = loop.epoch_progress.current.processed
+        key = f"{self.run}/{number}"
+        if leases.opened == key:
+            return leases.plan
+        batches = in_common_order(self._loader.batch_sampler.inner, int(os.environ.get("PL_GLOBAL_SEED", 0)) + number)
+        batches = batches[: self.workers * self._batches]
+        order = digest(batches)
+        self._accumulate = unit = accumulation(trainer, number)
+        # A checkpoint that was written within an epoch says how far that was.
+        position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
+        self._stepped = position if position < self._batches else 0
+        self._global_step = trainer.global_step
+        self._steps_before = self._global_step - self._stepped // unit
+        self._own, self._idle, self._met, self._over = (0, 0), True, False, False
+        ends, self._validates, units = self._segments(len(batches), unit)
+        resumed, self._resumed = self._resumed, {}
+        done: tuple[tuple[int, int], ...] = ()
+        if (resumed.get("epoch"), resumed.get("order"), resumed.get("units")) == (number, order, units):
+            done = tuple((first, last) for first, last in resumed["done"])
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        elif self._stepped:  # it is of another kind of run
+            trained = round(self._stepped * self.workers / unit)
+            done = ((0, trained),) if trained <= units - self.workers else ()
+        return Plan(Epoch(key, units, ends, order, done), batches, unit)
+
+    def _segments(self, batches: int, unit: int) -> tuple[tuple[int, ...], frozenset[int], int]:
+        """Ends of the segments in units; those of them that validations follow; the number of units."""
+        trainer, workers = self.trainer, self.workers
+        units = math.ceil(batches / unit)
+        every = self._interval
+        marks: list[int] = []  # in batches of a worker
+        if trainer.fit_loop.epoch_loop._should_check_val_epoch() and every != float("inf"):
+            across = trainer.check_val_every_n_epoch is None
+            first = every - (self._batches_before % every if across else 0)
+            marks = list(range(first, self._batches + 1, every))
+        # The last batches are not always enough for all workers: the epoch's last segment ends with the epoch.
+        wanted = {units if mark == self._batches else min(units, round(mark * workers / unit)) for mark in marks}
+        self._cut = False
+        if trainer.max_steps != -1:
+            steps = trainer.max_steps - self._steps_before
+            self._cut = steps < math.ceil(self._batches / unit)
+            units = max(workers, min(units, workers * steps))
+        ends: list[int] = []
+        for end in sorted({*(w for w in wanted if w <= units), units}):
+            # Too few for everybody to get one: they belong to those before.
+            if ends and end - ends[-1] < workers and ends.pop() in wanted:
+                wanted.add(end)
+            ends.append(end)
+        return tuple(ends), frozenset(i for i, end in enumerate(ends) if end in wanted), units
+
+    # ------------------------------------------------------------------ every batch
+
+    def before_batch(self) -> None:
+        """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
+        loop, leases = self.trainer.fit_loop, self.leases
+        self._idle = self._met = self._over = self._ended = False
+        leases.begin_batch()
+        fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress
+        fetcher.length, fetcher.done = float("inf"), False
+        progress.is_last_batch = leases.last and leases.ends_short
+        self.trainer.val_check_batch = _NEVER
+        left = (leases.plan.epoch.units - leases.progress) * leases.share * self._accumulate
+        self._expect(progress.current.ready + max(1, math.ceil(left) - 1))
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
+                self._frequencies[id(config)] = config.frequency
+                config.frequency = _NEVER
+
+    def after_batch(self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None]) -> bool:
+        """A batch has been trained: find out whether there is another one before all workers meet.
+
+        Args:
+            steps: optimizer steps of this worker.
+            acknowledged: those of them that the servers have.
+            flush: pushes the rest.
+
+        Returns:
+            whether training goes on after everything was pushed.
+        """
+        if self._ended:
+            return False
+        self._ended = True
+        leases, progress = self.leases, self.trainer.fit_loop.epoch_loop.batch_progress
+        leases.end_batch(steps)
+        resumes = False
+        more = leases.more(acknowledged())
+        if not more:
+            flush()
+            more = resumes = leases.wait(acknowledged())
+        self._met = not more
+        self._over = progress.is_last_batch = self._met and leases.last and not self._cut
+        self._step_schedules()
+        if more and leases.dry:
+            self._load_on()
+        return resumes
+
+    def before_next(self) -> None:
+        """The last thing that is done with a batch before Lightning decides what comes next."""
+        loop, leases = self.trainer.fit_loop, self.leases
+        epoch_loop = loop.epoch_loop
+        batches, steps = self._own
+        self._own = batches + 1, steps + epoch_loop.global_step - self._global_step
+        self._set_global_step(self._next_step())
+        if not self._met:
+            return
+        if leases.segment in self._validates:
+            across = self.trainer.check_val_every_n_epoch is None
+            self.trainer.val_check_batch = 1 + (epoch_loop.total_batch_idx if across else epoch_loop.batch_idx)
+        if self._over:
+            self._expect(epoch_loop.batch_progress.current.ready)
+            self._batches_before += self._batches
+        leases.meet()
+        if not self._over:
+            self._load_on()  # while others wait, or validation runs
+
+    # ------------------------------------------------------------------ where all meet, and at the end
+
+    def leave(self, acknowledged: int) -> None:
+        """Train no more of this epoch, if there is something left of it."""
+        if not self._idle and not self._met:
+            self._batches_before += self._position
+            self._met = True
+            self.leases.stop(acknowledged)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what has been trained of the present epoch."""
+        if self._idle or self._over:
+            return {}
+        epoch = self.leases.plan.epoch
+        number = int(epoch.key.rpartition("/")[2])
+        return {"epoch": number, "order": epoch.order, "units": epoch.units, "done": self.leases.done()}
+
+    def as_if_equal(self, loops: dict[str, Any]) -> None:
+        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's.
+
+        Args:
+            loops: the state of the fit loop, to be changed.
+        """
+        if self._idle:
+            return
+        position = self._batches if self._over else self._position
+        total = self._batches_before + (0 if self._over else position)
+        progress = loops["epoch_loop.batch_progress"]
+        _shift(progress["current"], position - progress["current"]["ready"])
+        _shift(progress["total"], total - progress["total"]["ready"])
+
+    def restore(self) -> None:
+        """Give Lightning its own numbers back."""
+        self.trainer.fit_loop.max_batches = self._batches
+        self.trainer.val_check_batch = self._interval
+        total = vars(self.trainer.fit_loop.epoch_loop.batch_progress.total)
+        _shift(total, self._batches_before - total["ready"])
+        for config in self.trainer.lr_scheduler_configs:
+            config.frequency = self._frequencies.get(id(config), config.frequency)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _position(self) -> int:
+        """Batches of this epoch that a worker would have trained by now, if all were equally fast."""
+        if self._over:
+            return self._batches
+        return min(self._batches, round(self.leases.progress * self._accumulate / self.workers))
+
+    def _load_on(self) -> None:
+        """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
+
+        It does so by itself only when a batch comes in; with none under way it would end, and its processes too.
+        """
+        (iterator,) = self.trainer.fit_loop._combined_loader._iterator.iterators
+        for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
+            iterator._try_put_index()
+
+    def _expect(self, batches: int) -> None:
+        """Tell how many batches this worker will probably train in this epoch."""
+        self.trainer.fit_loop.max_batches = batches
+        bar = self.trainer.progress_bar_callback
+        if getattr(bar, "_train_progress_bar", None) is not None:
+            bar._train_progress_bar.total = batches  # tqdm
+        elif getattr(bar, "train_progress_bar_id", None) is not None and getattr(bar, "progress", None) is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=batches)  # rich
+
+    def _step_schedules(self) -> None:
+        """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
+        module = self.trainer.lightning_module
+        position = self._position if self._met else min(self._position, self._batches - 1)
+        for batch in range(self._stepped + 1, position + 1):
+            if not module.automatic_optimization or (batch % self._accumulate and batch < self._batches):
+                continue
+            for config in self.trainer.lr_scheduler_configs:
+                frequency = self._frequencies.get(id(config))
+                if frequency is not None and batch % frequency == 0:
+                    module.lr_scheduler_step(config.scheduler, None)
+        self._stepped = max(self._stepped, position)
+
+    def _next_step(self) -> int:
+        """What ``global_step`` is to be after a batch."""
+        if self.trainer.lightning_module.automatic_optimization:
+            per_batch = 1 / self._accumulate
+        else:  # only the module knows how many it takes
+            per_batch = self._own[1] / self._own[0]
+        whole = math.ceil if self._over else math.floor
+        target = self._steps_before + whole(self._position * per_batch + 1e-6 * (-1 if self._over else 1))
+        if self._met:
+            return target
+        end = round(self.leases.plan.epoch.ends[self.leases.segment] * self._accumulate / self.workers)
+        target = min(target, self._steps_before + math.floor(end * per_batch) - 1)
+        # At every so many steps something is done. A slow worker, whose counts come in leaps, must not leap over that.
+        ahead = target - self._global_step
+        marks = [target - target % every for every in self._every() if every > ahead]
+        return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
+
+    def _every(self) -> list[int]:
+        """Numbers of steps after which loggers and checkpoints have something to do."""
+        trainer = self.trainer
+        every = [trainer.log_every_n_steps if trainer.loggers else 0]
+        every += [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+        return [n for n in every if n]
+
+    def _set_global_step(self, step: int) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.trainer.lightning_module.automatic_optimization:
+            total = loop.automatic_optimization.optim_progress.optimizer.step.total
+        else:
+            total = loop.manual_optimization.optim_step_progress.total
+        _shift(vars(total), step - total.completed)
+        # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker
+        # stays at a step for several batches: it is to log once.
+        again = step == self._global_step and step % max(1, self.trainer.log_every_n_steps) == 0
+        loop._batches_that_stepped = step if again else step - 1
+        self._global_step = step
+
+
+def accumulation(trainer: Any, epoch: int) -> int:
+    """Batches per optimizer step in an epoch, also before Lightning's callback for it has set them."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            return int(callback.get_accumulate_grad_batches(epoch))
+    return int(trainer.accumulate_grad_batches)
+
+
+def _shift(counts: dict[str, int], by: int) -> None:
+    for name in counts:
+        counts[name] += by

@@ -1,0 +1,300 @@
+"""Which worker trains which part of an epoch: those that are faster take more. Pure: no network, no clock, no threads.
+
+An epoch is a row of *units*, one optimizer step's batches each, in an order that all workers know. It is cut into
+*segments*, which end where all workers meet: validations, the end of the epoch. A worker *claims* a few units at a
+time, by guided self-scheduling: half of what it will probably be able to do of the segment, and at the end single
+units, so that all finish together. A unit counts once its update has been applied; those of a worker that is gone, or
+that stops early, are granted to others.
+
+Reference:
+    Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.messages import Claim, Epoch, Grant
+
+__all__ = ["Leases"]
+
+_CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
+_LATE = 1.05  # a worker is granted a unit if it will be through with it at most that much later than the others
+
+
+@dataclass
+class _Worker:
+    """What is known of a worker in this epoch."""
+
+    held: deque[tuple[int, int]] = field(default_factory=deque)  # granted and not yet applied, in the order of training
+    granted: int = 0
+    trained: int = 0  # both count units, since the epoch began
+    applied: int = 0
+    pace: float = 0.0  # seconds per unit; 0 if unknown
+    at: float = 0.0  # when it reported last
+    segment: int = 0
+    served: int = -1  # the last segment of which it was granted something
+    stopped: bool = False
+    waiting: Claim | None = None
+
+    def backlog(self, now: float, pace: float) -> float:
+        """Seconds until it has probably trained what it holds. One that is overdue may need as long again."""
+        due = self.at + (self.granted - self.trained) * pace
+        return due - now if now <= due else now - due
+
+    def done(self, now: float) -> float:
+        """Units that it has probably trained by now."""
+        if not self.pace:
+            return self.trained
+        return min(self.granted, self.trained + max(0.0, now - self.at) / self.pace)
+
+
+class Leases:
+    """The units of one epoch.
+
+    Args:
+        epoch: which epoch it is, and what its segments are. Units before ``epoch.done`` count as trained.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self._free: list[tuple[int, int]] = []
+        self._workers: dict[int, _Worker] = {}
+        self._living: set[int] = set()
+        self._finished: list[tuple[int, int]] = []
+        start = 0
+        for first, last in sorted(epoch.done):
+            if start < first:
+                self._release(start, first)
+            self._finish(first, last)
+            start = max(start, last)
+        if start < epoch.units:
+            self._release(start, epoch.units)
+
+    @property
+    def finished(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of units whose updates have been applied."""
+        return tuple(self._finished)
+
+    def check(self, other: Epoch, worker: int) -> None:
+        """Raise if a worker has another epoch in mind.
+
+        Raises:
+            ProtocolError: the two differ.
+        """
+        if other.order != self.epoch.order:
+            raise ProtocolError(
+                f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
+                "same: give your sampler a generator that is seeded alike on all workers, or pass data='split' to the "
+                "strategy."
+            )
+        if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
+            raise ProtocolError(
+                f"Worker {worker} has {other.units} units in segments that end at {other.ends[-3:]} for epoch "
+                f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
+                "and Trainer arguments on every worker, or data='split'."
+            )
+
+    def meet(self, living: Collection[int], now: float) -> list[tuple[Claim, Grant]]:
+        """Take notice of who takes part.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        self._living = set(living)
+        answers = []
+        for number in set(self._workers) - self._living:
+            worker = self._workers.pop(number)
+            self._give_back(worker, trained_too=True)
+            if worker.waiting is not None:
+                answers.append((worker.waiting, Grant(over=True)))
+        return answers + self.retry(now)
+
+    def claim(self, claim: Claim, now: float) -> list[tuple[Claim, Grant]]:
+        """Grant units to a worker.
+
+        Args:
+            claim: what it asks for, and how far it is.
+            now: time in seconds.
+
+        Returns:
+            answers that have become due; that to a claim that waits comes later.
+        """
+        worker = self._workers.setdefault(claim.worker, _Worker())
+        self._living.add(claim.worker)
+        worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
+        answers = [] if worker.waiting is None else [(worker.waiting, Grant())]  # nobody waits for that answer any more
+        worker.waiting = None if claim.stop else claim
+        worker.stopped = claim.stop
+        self._apply(worker, claim.applied)
+        if claim.stop:
+            self._give_back(worker, trained_too=False)
+            answers.append((claim, Grant(over=True, progress=self._progress(now))))
+        answers += self.retry(now)
+        if worker.waiting is claim and not claim.wait:
+            worker.waiting = None
+            answers.append((claim, self._grant(worker, 0, 0, now)))
+        return answers
+
+    def retry(self, now: float) -> list[tuple[Claim, Grant]]:
+        """Look again at the claims that wait.
+
+        Returns:
+            those that can be answered now.
+        """
+        answers = []
+        again = True
+        while again:
+            again = False
+            for number, worker in self._workers.items():
+                claim = worker.waiting
+                if claim is None:
+                    continue
+                first, last = self._choose(number, worker, claim, now)
+                over = self._over(claim.segment)
+                if first == last and not over:
+                    continue
+                worker.waiting = None
+                if first < last:
+                    self._take(worker, first, last)
+                answers.append((claim, self._grant(worker, first, last, now, over=over and first == last)))
+                again = True
+        return answers
+
+    # ------------------------------------------------------------------ choosing
+
+    def _choose(self, number: int, worker: _Worker, claim: Claim, now: float) -> tuple[int, int]:
+        """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
+        free = self._free_in(claim.segment)
+        left = sum(last - first for first, last in free)
+        if not left:
+            return 0, 0
+        others = [w for n, w in self._peers(number).items() if not w.stopped]
+        # Everybody needs a unit in every segment, or would not notice its end.
+        owed = sum(w.served < claim.segment for w in others)
+        if worker.served < claim.segment:
+            size = 1
+        else:
+            size = min(self._size(worker, others, left, now), left - owed) if left > owed else 0
+        if size == 0:
+            return 0, 0
+        worker.served = claim.segment
+        first, last = free[0]
+        return first, min(last, first + size)
+
+    def _size(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
+        """How many units to grant: half of a worker's share of what is left, by everybody's speed."""
+        known = [w.pace for w in (worker, *others) if w.pace]
+        if not worker.pace:
+            return 1
+        mean = sum(known) / len(known)
+        loads = [(w.backlog(now, w.pace or mean) if w.waiting is None else 0.0, w.pace or mean) for w in others]
+        mine = max(0, worker.granted - worker.trained) * worker.pace
+        if loads and mine + worker.pace > _LATE * _through(loads, left):
+            return 0
+        share = max(0.0, _through([*loads, (mine, worker.pace)], left) - mine) / worker.pace
+        return max(1, min(int(share / 2), int(_CHUNK_S / worker.pace)))
+
+    def _peers(self, number: int) -> dict[int, _Worker]:
+        return {n: self._workers.get(n, _Worker()) for n in self._living if n != number}
+
+    def _free_in(self, segment: int) -> list[tuple[int, int]]:
+        """The free ranges of the segments up to this one."""
+        return [(first, last) for first, last in self._free if first < self.epoch.ends[segment]]
+
+    def _over(self, segment: int) -> bool:
+        end = self.epoch.ends[segment]
+        held = (first for worker in self._workers.values() for first, _ in worker.held)
+        return not self._free_in(segment) and all(first >= end for first in held)
+
+    # ------------------------------------------------------------------ book-keeping
+
+    def _grant(self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False) -> Grant:
+        rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
+        ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
+        return Grant(first, last, over, self._progress(now), ratio)
+
+    def _progress(self, now: float) -> float:
+        """Units that have probably been trained by now."""
+        done = sum(last - first for first, last in self._finished)
+        return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
+
+    def _take(self, worker: _Worker, first: int, last: int) -> None:
+        index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)
+        a, b = self._free.pop(index)
+        if a < first:
+            insort(self._free, (a, first))
+        if last < b:
+            insort(self._free, (last, b))
+        worker.held.append((first, last))
+        worker.granted += last - first
+
+    def _apply(self, worker: _Worker, applied: int) -> None:
+        """Note that the first so many of the units granted to a worker have been applied."""
+        fresh = applied - worker.applied
+        worker.applied = applied
+        while fresh > 0 and worker.held:
+            first, last = worker.held.popleft()
+            part = min(fresh, last - first)
+            self._finish(first, first + part)
+            fresh -= part
+            if first + part < last:
+                worker.held.appendleft((first + part, last))
+
+    def _give_back(self, worker: _Worker, *, trained_too: bool) -> None:
+        """Let others have what a worker holds: all, or what it has not trained yet."""
+        keep = 0 if trained_too else worker.trained - worker.applied
+        kept: deque[tuple[int, int]] = deque()
+        for first, last in worker.held:
+            part = min(keep, last - first)
+            keep -= part
+            if part:
+                kept.append((first, first + part))
+            if first + part < last:
+                self._release(first + part, last)
+                worker.granted -= last - first - part
+        worker.held = kept
+
+    def _release(self, first: int, last: int) -> None:
+        """Make units free, cut at the segments' ends."""
+        while first < last:
+            end = self.epoch.ends[bisect_right(self.epoch.ends, first)]
+            insort(self._free, (first, min(last, end)))
+            first = min(last, end)
+
+    def _finish(self, first: int, last: int) -> None:
+        insort(self._finished, (first, last))
+        merged: list[tuple[int, int]] = []
+        for a, b in self._finished:
+            if merged and merged[-1][1] >= a:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+            else:
+                merged.append((a, b))
+        self._finished = merged
+
+
+def _through(loads: Sequence[tuple[float, float]], units: int) -> float:
+    """Seconds until workers are through with whole units, if none idles.
+
+    Args:
+        loads: per worker, the seconds until it is free, and its seconds per unit.
+        units: number of units.
+    """
+    rate = busy = time = 0.0
+    ordered = sorted(loads)
+    for index, (free, pace) in enumerate(ordered):
+        rate += 1 / pace
+        busy += free / pace
+        time = (units + busy) / rate  # if units could be cut in pieces
+        if index + 1 == len(ordered) or time <= ordered[index + 1][0]:
+            break
+    through = [max(0, int((time - free) / pace)) for free, pace in ordered]
+    while sum(through) < units:
+        ends = [free + (n + 1) * pace for n, (free, pace) in zip(through, ordered, strict=True)]
+        time = min(ends)
+        through[ends.index(time)] += 1
+    return time

@@ -1,0 +1,308 @@
+"""Which batches a worker trains: it claims a few at a time from the coordinator, so that faster ones take more.
+
+See :mod:`lightning_asgd.server.leases` for units, segments, and who is granted what. A worker's side knows no
+Lightning: a sampler takes batches to load (:meth:`DataLeases.take`), the training says when one begins and when it is
+through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_asgd.messages import Epoch
+from lightning_asgd.worker.client import Client
+
+__all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
+
+_SMOOTH = 0.3  # weight of the latest unit in the pace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An epoch as a worker sees it.
+
+    Attributes:
+        epoch: units and segments.
+        batches: the samples of every batch, of all workers, in order.
+        unit: batches per unit; the last unit may have fewer.
+    """
+
+    epoch: Epoch
+    batches: Sequence[Any]
+    unit: int
+
+
+@dataclass(frozen=True)
+class _Batch:
+    samples: Any
+    unit: int
+    closes: bool  # whether the unit ends with it
+
+
+class DataLeases:
+    """A worker's part of the epochs that all share.
+
+    Args:
+        client: gives the connection to the servers, which may change.
+        timeout_s: seconds to wait for the others at a segment's end.
+        clock: seconds; given by tests.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], Client],
+        *,
+        timeout_s: float = 1800.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._plan: Plan | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.segment = 0
+        self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
+        self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
+        self._unapplied: deque[int] = deque()  # per trained unit, the optimizer steps taken until then
+        self._trained = self._applied = 0  # units
+        self._dry = False  # whether the loader was told that there is nothing more
+        self._progress, self._ratio, self._since = 0.0, 1.0, 0
+        self._clock_units = 0.0
+        self._begun: float | None = None
+        self.pace = 0.0
+
+    # ------------------------------------------------------------------ the loader's side
+
+    def open(self, plan: Plan) -> None:
+        """Begin an epoch; or begin to load anew what is left of it."""
+        self._dry = False
+        if self._plan is not None and self._plan.epoch.key == plan.epoch.key:
+            self._waiting.extendleft(reversed(self._loading))
+            self._loading.clear()
+            return
+        pace = self.pace
+        self._plan = plan
+        self._reset()
+        self.pace = pace
+        first = next((last for start, last in sorted(plan.epoch.done) if start == 0), 0)  # unit that is not done
+        self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
+        done = self._client().open_epoch(plan.epoch)
+        self._progress = float(sum(last - first for first, last in done))
+
+    def take(self) -> Any:
+        """Samples of the next batch to load; None if there is none now."""
+        if not self._waiting and not self._claim():
+            self._dry = True
+            return None
+        self._dry = False
+        batch = self._waiting.popleft()
+        self._loading.append(batch)
+        return batch.samples
+
+    # ------------------------------------------------------------------ the training's side
+
+    @property
+    def plan(self) -> Plan:
+        """The present epoch."""
+        if self._plan is None:
+            raise RuntimeError("no epoch was opened")
+        return self._plan
+
+    @property
+    def opened(self) -> str:
+        """Key of the present epoch; empty before the first."""
+        return "" if self._plan is None else self._plan.epoch.key
+
+    @property
+    def last(self) -> bool:
+        """Whether the present segment is the epoch's last."""
+        return self.segment + 1 == len(self.plan.epoch.ends)
+
+    @property
+    def dry(self) -> bool:
+        """Whether the loader has been told that there is nothing, and has nothing under way."""
+        return self._dry and not self._loading
+
+    @property
+    def ends_short(self) -> bool:
+        """Whether the batch that is trained now closes a unit of fewer batches, and nothing else is granted."""
+        batch = self._loading[0] if self._loading else None
+        total = len(self.plan.batches)
+        short = total % self.plan.unit != 0 and batch is not None and batch.unit == total // self.plan.unit
+        return short and batch is not None and batch.closes and len(self._loading) == 1 and not self._waiting
+
+    @property
+    def progress(self) -> float:
+        """Units that all workers have probably trained in this epoch; it never falls."""
+        end = self.plan.epoch.ends[self.segment]
+        now = min(float(end), self._progress + self._ratio * (self._trained - self._since))
+        self._clock_units = max(self._clock_units, now)
+        return self._clock_units
+
+    @property
+    def share(self) -> float:
+        """This worker's part of the units that are left."""
+        return 1 / max(self._ratio, 1.0)
+
+    def begin_batch(self) -> None:
+        """A batch is about to be trained."""
+        if self._begun is None:
+            self._begun = self._clock()
+
+    def end_batch(self, steps: int) -> None:
+        """A batch is through.
+
+        Args:
+            steps: optimizer steps that this worker has taken since fit began.
+        """
+        if not self._loading or not self._loading.popleft().closes:
+            return
+        now = self._clock()
+        if self._begun is not None:
+            took = now - self._begun
+            self.pace = took if not self.pace else (1 - _SMOOTH) * self.pace + _SMOOTH * took
+        self._begun = now
+        self._trained += 1
+        self._unapplied.append(steps)
+
+    def more(self, acknowledged: int) -> bool:
+        """Whether there is another batch in this segment, as far as is known without waiting.
+
+        Args:
+            acknowledged: optimizer steps of this worker that the servers have.
+        """
+        self._note(acknowledged)
+        return bool(self._loading or self._waiting) or self._claim()
+
+    def wait(self, acknowledged: int) -> bool:
+        """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.
+
+        Args:
+            acknowledged: see :meth:`more`.
+        """
+        self._note(acknowledged)
+        more = self._claim(wait=True)
+        self._begun = None
+        if not more:
+            self._clock_units = float(self.plan.epoch.ends[self.segment])
+        return more
+
+    def meet(self) -> None:
+        """All have trained the segment: go on to the next, if there is one."""
+        if not self.last:
+            self.segment += 1
+
+    def stop(self, acknowledged: int) -> None:
+        """Train no more in this epoch: let the others have what is left."""
+        self._note(acknowledged)
+        self._waiting.clear()
+        self._loading.clear()
+        self._claim(stop=True)
+
+    def done(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of units whose updates have been applied, of all workers."""
+        return self._client().open_epoch(self.plan.epoch)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _note(self, acknowledged: int) -> None:
+        while self._unapplied and self._unapplied[0] <= acknowledged:
+            self._unapplied.popleft()
+            self._applied += 1
+
+    def _claim(self, *, wait: bool = False, **about: bool) -> bool:
+        plan = self.plan
+        grant = self._client().claim(
+            plan.epoch.key,
+            self.segment,
+            self._trained,
+            self._applied,
+            self.pace,
+            wait=wait,
+            timeout_s=self._timeout_s if wait else None,
+            **about,
+        )
+        self._progress, self._ratio, self._since = grant.progress, grant.ratio, self._trained
+        for unit in range(grant.first, grant.last):
+            first = unit * plan.unit
+            samples = plan.batches[first : first + plan.unit]
+            self._waiting.extend(_Batch(s, unit, i + 1 == len(samples)) for i, s in enumerate(samples))
+        return grant.last > grant.first
+
+
+class LeasedBatches:
+    """A batch sampler that yields the batches that are granted to this worker. Else like the one it stands for.
+
+    Args:
+        inner: batch sampler over the samples of all workers.
+        leases: what is granted.
+        plan: what epoch it is; asked whenever somebody begins to iterate.
+        length: number of batches of a worker if all were equally fast.
+    """
+
+    def __init__(self, inner: Any, leases: DataLeases, plan: Callable[[], Plan], length: int) -> None:
+        self.inner = inner
+        self._leases = leases
+        self._new_plan = plan
+        self._length = length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._leases.open(self._new_plan())
+        return _Granted(self._leases)
+
+
+class _Granted(Iterator[Any]):
+    """Not a generator: after it has said that there is nothing, there may be something again."""
+
+    def __init__(self, leases: DataLeases) -> None:
+        self._leases = leases
+
+    def __next__(self) -> Any:
+        samples = self._leases.take()
+        if samples is None:
+            raise StopIteration
+        return samples
+
+
+def in_common_order(batch_sampler: Any, seed: int) -> list[Any]:
+    """All batches of a batch sampler, in the order that every worker gets with the same seed.
+
+    Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
+    of these is afterwards as before.
+    """
+    import numpy
+
+    python, array = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            return list(batch_sampler)
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+
+
+def digest(batches: Sequence[Any]) -> bytes:
+    """Short bytes that are equal on two workers exactly if their batches are."""
+    return hashlib.sha256(repr(batches).encode()).digest()[:16]

@@ -1,0 +1,238 @@
+"""Who trains which unit of an epoch: everything once, faster workers more, whoever stops, dies or slows down."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.messages import Claim, Epoch, Grant
+from lightning_asgd.server.leases import Leases
+
+
+@dataclass
+class Worker:
+    """Trains what it is granted, one unit after the other, and claims when it has nothing left."""
+
+    pace: float
+    held: list[int] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    segment: int = 0
+    waits: bool = False
+    knows_pace: bool = False
+    met_at: list[float] = field(default_factory=list)
+    unapplied: int = 0
+
+
+class Run:
+    """An epoch in virtual time, with workers that meet at every segment's end."""
+
+    def __init__(
+        self, units: int, ends: tuple[int, ...], paces: list[float], **epoch: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.leases = Leases(Epoch("0", units, ends, **epoch))
+        self.workers = {i: Worker(pace) for i, pace in enumerate(paces)}
+        self.units, self.ends = units, ends
+        self.now = 0.0
+        self.events: list[tuple[float, int]] = []
+        self.leases.meet(self.workers, 0.0)
+
+    def claim(self, number: int, *, wait: bool = False, stop: bool = False) -> None:
+        worker = self.workers[number]
+        applied = len(worker.trained) if wait or stop else len(worker.trained) - worker.unapplied
+        pace = worker.pace if worker.knows_pace else 0.0
+        claim = Claim("s", number, "0", worker.segment, len(worker.trained), applied, pace, wait=wait, stop=stop)
+        worker.waits = wait
+        for answered, grant in self.leases.claim(claim, self.now):
+            self.answered(answered.worker, grant)
+
+    def answered(self, number: int, grant: Grant) -> None:
+        if number not in self.workers:
+            return
+        worker = self.workers[number]
+        waited, worker.waits = worker.waits, False
+        if grant.last > grant.first:
+            worker.held.extend(range(grant.first, grant.last))
+            heapq.heappush(self.events, (self.now + worker.pace, number))
+        elif grant.over:
+            worker.met_at.append(self.now)
+        elif not waited:
+            worker.unapplied = 0
+            self.claim(number, wait=True)
+
+    def segment(self) -> None:
+        """Train until all have met."""
+        for number in self.workers:
+            self.claim(number)
+        self.train()
+        for worker in self.workers.values():
+            assert len(worker.met_at) == worker.segment + 1
+            worker.segment += 1
+
+    def train(self) -> None:
+        """Train what is granted, until nobody holds anything or all that do hang."""
+        while self.events:
+            self.now, number = heapq.heappop(self.events)
+            if number not in self.workers or not self.workers[number].held:
+                continue
+            worker = self.workers[number]
+            worker.trained.append(worker.held.pop(0))
+            worker.unapplied += 1
+            worker.knows_pace = True
+            if worker.held:
+                heapq.heappush(self.events, (self.now + worker.pace, number))
+            else:
+                self.claim(number)
+            self.between(number)
+
+    def between(self, number: int) -> None:
+        """What else happens after a worker has trained a unit."""
+
+    def tick(self) -> None:
+        for answered, grant in self.leases.retry(self.now):
+            self.answered(answered.worker, grant)
+
+    def counts(self) -> Counter[int]:
+        return Counter(unit for worker in self.workers.values() for unit in worker.trained)
+
+
+PACES = st.lists(st.floats(0.01, 2.0), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PACES, st.integers(0, 120), st.lists(st.integers(1, 100), max_size=4))
+def test_every_unit_is_trained_once_in_its_segment(paces: list[float], units: int, cuts: list[int]) -> None:
+    workers = len(paces)
+    ends: list[int] = []
+    for cut in sorted(cuts):
+        if cut - (ends[-1] if ends else 0) >= workers:
+            ends.append(cut)
+    total = (ends[-1] if ends else 0) + workers + units
+    ends.append(total)
+    run = Run(total, tuple(ends), paces)
+    for index, end in enumerate(ends):
+        run.segment()
+        assert run.counts() == Counter(range(end)), index
+        for worker in run.workers.values():
+            assert len(worker.met_at) == index + 1
+    assert run.leases.finished == ((0, total),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PACES.filter(lambda p: len(p) > 1), st.integers(0, 60), st.data())
+def test_what_a_dead_worker_had_not_pushed_is_trained_by_others(
+    paces: list[float], units: int, data: st.DataObject
+) -> None:
+    total = len(paces) + units
+    run = Run(total, (total,), paces)
+    after = data.draw(st.integers(1, total))
+    applied: list[int] = []
+
+    def between(number: int) -> None:
+        if len(run.workers) == len(paces) and len(run.counts()) >= after:
+            worker = run.workers.pop(number)
+            applied.extend(worker.trained[: len(worker.trained) - worker.unapplied])
+            for answered, grant in run.leases.meet(run.workers, run.now):
+                run.answered(answered.worker, grant)
+
+    run.between = between  # type: ignore[method-assign]
+    run.segment()
+    assert run.counts() + Counter(applied) == Counter(range(total))
+    assert run.leases.finished == ((0, total),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PACES.filter(lambda p: len(p) > 1), st.integers(0, 60), st.data())
+def test_what_a_worker_leaves_is_trained_by_others(paces: list[float], units: int, data: st.DataObject) -> None:
+    total = len(paces) + units
+    run = Run(total, (total,), paces)
+    after = data.draw(st.integers(1, total))
+    left: list[int] = []
+
+    def between(number: int) -> None:
+        if not left and len(run.counts()) >= after and run.workers[number].held:
+            left.append(number)
+            run.workers[number].held.clear()
+            run.claim(number, stop=True)
+
+    run.between = between  # type: ignore[method-assign]
+    run.segment()
+    assert run.counts() == Counter(range(total))
+
+
+def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
+    """The others train all but that, although it was the fastest, and the rest once it is declared gone."""
+    run = Run(40, (40,), [0.1, 0.1, 0.01])
+    hung: list[int] = []
+
+    def between(number: int) -> None:
+        if number == 2 and len(run.workers[2].trained) == 5:
+            hung.extend(run.workers[2].held)
+            run.events = [(time, n) for time, n in run.events if n != 2]
+            heapq.heapify(run.events)
+
+    run.between = between  # type: ignore[method-assign]
+    for number in run.workers:
+        run.claim(number)
+    for _ in range(200):
+        run.train()
+        run.now += 0.25
+        run.tick()
+    assert set(range(40)) - set(run.counts()) == set(hung)
+    assert run.workers[0].waits
+    assert run.workers[1].waits
+    del run.workers[2]
+    for answered, grant in run.leases.meet(run.workers, run.now):
+        run.answered(answered.worker, grant)
+    run.train()
+    assert run.leases.finished == ((0, 40),)
+
+
+@pytest.mark.parametrize("paces", [[0.01, 0.04], [0.01, 0.1], [0.01, 0.01], [0.01, 0.01, 0.01, 0.04], [0.01, 1.0]])
+def test_an_epoch_lasts_as_long_as_the_sum_of_the_speeds_allows(paces: list[float]) -> None:
+    units = 400
+    run = Run(2 * units, (units, 2 * units), paces)
+    run.segment()
+    run.segment()  # now that paces are known
+    first, second = max(w.met_at[0] for w in run.workers.values()), max(w.met_at[1] for w in run.workers.values())
+    ideal = units / sum(1 / pace for pace in paces)
+    # Everybody trains one unit, however long it takes, to notice the segment's end.
+    assert second - first <= max(1.03 * ideal, max(paces))
+
+
+def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for() -> None:
+    run = Run(40, (20, 40), [0.01, 0.5])
+    run.segment()
+    run.segment()
+    assert len(run.workers[1].trained) == 2
+
+
+def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
+    run = Run(20, (10, 20), [1.0, 2.0], done=((0, 3), (5, 10), (12, 14)))
+    run.segment()
+    run.segment()
+    assert run.counts() == Counter([3, 4, 10, 11, *range(14, 20)])
+
+
+def test_progress_counts_what_has_probably_been_trained() -> None:
+    leases = Leases(Epoch("0", 100, (100,)))
+    leases.meet([0, 1], 0.0)
+    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.0), 0.0)
+    leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0), 0.0)
+    leases.claim(Claim("s", 0, "0", 0, 1, 0, 0.1), 0.1)  # granted two: 0.25 s of work
+    ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, 1, 0, 0.3), 0.3)
+    assert grant.progress == pytest.approx(1 + 2 + 1)
+    assert grant.ratio == pytest.approx(1 + 3)  # while this one trains a unit the other trains three
+
+
+def test_workers_must_have_the_same_epoch_in_mind() -> None:
+    leases = Leases(Epoch("3", 8, (4, 8), b"a"))
+    with pytest.raises(ProtocolError, match=r"another order of samples for epoch 3.*data='split'"):
+        leases.check(Epoch("3", 8, (4, 8), b"b"), 1)
+    with pytest.raises(ProtocolError, match="Worker 1 has 9 units"):
+        leases.check(Epoch("3", 9, (4, 9), b"a"), 1)

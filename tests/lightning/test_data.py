@@ -1,0 +1,233 @@
+"""Data follow speed: every sample once per epoch, more for the faster workers, and what Lightning makes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from lightning_asgd import ASGDStrategy
+from tests.lightning.models import Regression, dataset, loader, trainer
+
+SAMPLES, BATCH = 128, 4  # 32 batches, 16 for each of two workers
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = dataset(SAMPLES)[index]
+        return x, y, index
+
+
+class Watching(Regression):
+    """Notes the samples that it trains; worker 1 is slow."""
+
+    def __init__(self, folder: Path, slow_s: float = 0.03) -> None:
+        super().__init__()
+        self.folder, self.slow_s = folder, slow_s
+        self.seen: list[tuple[int, list[int]]] = []
+        self.validated: list[tuple[int, int, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, numbers = batch
+        self.seen.append((self.current_epoch, numbers.tolist()))
+        if self.global_rank == 1:
+            time.sleep(self.slow_s)
+        return super().training_step((x, y), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            trained = len([1 for epoch, _ in self.seen if epoch == self.current_epoch])
+            self.validated.append((self.trainer.global_step, trained, rate))
+
+    def on_fit_end(self) -> None:
+        result = {"seen": self.seen, "validated": self.validated, "step": self.trainer.global_step}
+        (self.folder / f"seen{self.global_rank}.json").write_text(json.dumps(result))
+
+
+class Seen:
+    """What all workers have trained."""
+
+    def __init__(self, folder: Path, workers: int = 2) -> None:
+        self.by_rank = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(workers)]
+
+    def of_epoch(self, epoch: int) -> Counter[int]:
+        return Counter(i for rank in self.by_rank for e, numbers in rank["seen"] if e == epoch for i in numbers)
+
+    def batches(self, rank: int) -> int:
+        return len(self.by_rank[rank]["seen"])
+
+
+def numbered(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbered(), **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+def strategy(**options: Any) -> ASGDStrategy:
+    return ASGDStrategy(nsync=3, start_method="fork", **options)
+
+
+ONCE = Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, workers: int) -> None:
+    module = Watching(tmp_path)
+    run = trainer(tmp_path, strategy(), val_check_interval=0.5, max_epochs=2)
+    run.fit(module, numbered(num_workers=workers), loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    assert seen.batches(0) > 2 * seen.batches(1)
+    orders = [[n for e, n in seen.by_rank[0]["seen"] if e == epoch] for epoch in (0, 1)]
+    assert orders[0][:3] != orders[1][:3]  # shuffled by the epoch too
+    for rank in (0, 1):
+        validated = seen.by_rank[rank]["validated"]
+        assert [step for step, _, _ in validated] == [8, 16, 24, 32]
+        assert [rate for _, _, rate in validated] == pytest.approx([0.05 * 0.999**n for n in (8, 16, 24, 32)])
+        assert seen.by_rank[rank]["step"] == 32
+    for place, end in enumerate((SAMPLES // 2, SAMPLES)):  # validated at the same place of the epoch
+        assert sum(BATCH * seen.by_rank[rank]["validated"][place][1] for rank in (0, 1)) == end
+
+
+def test_limits_and_accumulation_count_the_progress_of_all(tmp_path: Path) -> None:
+    module = Watching(tmp_path, slow_s=0.01)
+    run = trainer(tmp_path, strategy(), max_epochs=9, max_steps=7, limit_train_batches=12, accumulate_grad_batches=4)
+    run.fit(module, numbered(), loader(16))
+    seen = Seen(tmp_path)
+    assert [seen.of_epoch(epoch).total() for epoch in range(3)] == [96, 96, 2 * 4 * BATCH]  # 3, 3 and 1 steps
+    assert all(rank["step"] == 7 for rank in seen.by_rank)
+
+
+def test_resuming_in_mid_epoch_trains_the_rest_of_it(tmp_path: Path) -> None:
+    """As from a checkpoint of DDP: the same position, and nothing is trained twice."""
+    saver = ModelCheckpoint(
+        tmp_path / "ckpt", save_top_k=-1, every_n_train_steps=0, every_n_epochs=1, filename="{step}"
+    )
+    options: dict[str, Any] = {"val_check_interval": 0.25, "max_epochs": 1}
+    run = trainer(tmp_path, strategy(), callbacks=[saver], enable_checkpointing=True, **options)
+    (tmp_path / "first").mkdir()
+    run.fit(Watching(tmp_path / "first"), numbered(), loader(16))
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [f"step={n}.ckpt" for n in (12, 16, 4, 8)]
+    again = trainer(tmp_path, strategy(), **{**options, "max_epochs": 2})
+    again.fit(Watching(tmp_path), numbered(), loader(16), ckpt_path=tmp_path / "ckpt" / "step=8.ckpt")
+    rest, whole = Seen(tmp_path), Seen(tmp_path / "first")
+    order = [n for rank in whole.by_rank for n in rank["seen"]]
+    assert rest.of_epoch(0).total() == SAMPLES // 2
+    assert rest.of_epoch(1) == ONCE
+    first_half = ONCE - rest.of_epoch(0)
+    assert all(set(n) <= set(first_half) or set(n) <= set(rest.of_epoch(0)) for _, n in order)
+    assert [step for step, _, _ in rest.by_rank[0]["validated"]] == [12, 16, 20, 24, 28, 32]
+    split = trainer(tmp_path, strategy(data="split"), **options)
+    split.fit(Watching(tmp_path), numbered(), loader(16), ckpt_path=tmp_path / "ckpt" / "step=8.ckpt")
+    assert [step for step, _, _ in Seen(tmp_path).by_rank[1]["validated"]] == [12, 16]
+
+
+class Pairs(BatchSampler):
+    """Batches of neighbours, in random order of torch's global generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        yield from (batches[i] for i in torch.randperm(len(batches)).tolist())
+
+
+def test_samplers_with_random_numbers_of_their_own(tmp_path: Path) -> None:
+    class Loaders(Watching):
+        def train_dataloader(self) -> DataLoader[Any]:
+            torch.manual_seed(self.global_rank)  # workers that are seeded differently agree nevertheless
+            sampler = torch.utils.data.SequentialSampler(Numbered())
+            return DataLoader(Numbered(), batch_sampler=Pairs(sampler, BATCH, False))
+
+    trainer(tmp_path, strategy(), max_epochs=2).fit(Loaders(tmp_path, slow_s=0.01))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+
+    class Weighted(Watching):
+        def train_dataloader(self) -> DataLoader[Any]:
+            weights = [1.0] * (SAMPLES // 2) + [0.0] * (SAMPLES // 2)
+            sampler = WeightedRandomSampler(weights, SAMPLES // 2, replacement=False)
+            return numbered(sampler=sampler, shuffle=False)
+
+    trainer(tmp_path, strategy(), max_epochs=1).fit(Weighted(tmp_path, slow_s=0.01))
+    assert Seen(tmp_path).of_epoch(0) == Counter(range(SAMPLES // 2))
+
+
+def test_a_worker_that_stops_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
+    class Skips(Watching):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.global_rank == 0 and batch_idx == 3 else None
+
+    trainer(tmp_path, strategy(), max_epochs=2).fit(Skips(tmp_path, slow_s=0.001), numbered())
+    seen = Seen(tmp_path)
+    assert seen.batches(0) == 2 * 3
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (dataset(32)[i] for i in range(32))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=BATCH), "no distributed sampler"),
+        (lambda: [loader(32), loader(32)], "there are 2 training dataloaders"),
+        (lambda: loader(4, batch_size=4), "1 batches per epoch are too few for 2 workers"),
+    ],
+)
+def test_what_cannot_be_leased_is_split_and_says_so_once(
+    data: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Any_(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0] if isinstance(batch[0], list) else batch, batch_idx)
+
+    log = logging.getLogger("pytorch_lightning.strategies.asgd")
+    monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
+    log.setLevel(logging.INFO)
+    trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())
+    said = (tmp_path / "log").read_text()
+    assert said.count("Every worker trains a fixed part of the data, since") == 1
+    assert reason in said
+    trainer(tmp_path, strategy(data="split"), max_epochs=1).fit(Any_(), data())
+    assert (tmp_path / "log").read_text() == said
+
+
+def test_split_gives_everybody_the_same_number_of_batches(tmp_path: Path) -> None:
+    trainer(tmp_path, strategy(data="split"), max_epochs=1).fit(Watching(tmp_path, slow_s=0.005), numbered())
+    seen = Seen(tmp_path)
+    assert seen.batches(0) == seen.batches(1) == SAMPLES // BATCH // 2
+    with pytest.raises(ValueError, match=r"data='both'. Expected one of 'leases', 'split'"):
+        ASGDStrategy(data="both")
+
+
+def test_progress_bars_end_at_what_was_trained(tmp_path: Path) -> None:
+    class Bars(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if not trainer.is_global_zero:
+                return
+            bar: Any = trainer.progress_bar_callback
+            rich = hasattr(bar, "train_progress_bar_id")
+            total = bar.train_progress_bar.total
+            now = bar.train_progress_bar.completed if rich else bar.train_progress_bar.n
+            (tmp_path / "bar0.json").write_text(json.dumps([now, total]))
+
+    for bar in (pl.callbacks.TQDMProgressBar(), pl.callbacks.RichProgressBar()):
+        run = trainer(tmp_path, strategy(), max_epochs=1, callbacks=[bar, Bars()], enable_progress_bar=True)
+        run.fit(Watching(tmp_path, slow_s=0.01), numbered())
+        now, total = json.loads((tmp_path / "bar0.json").read_text())
+        assert now == total == Seen(tmp_path).batches(0)
