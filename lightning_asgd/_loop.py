@@ -328,8 +328,10 @@ class LeasedLoop:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] * self._accumulate / self.workers)
         target = min(target, self._steps_before + math.floor(end * per_batch) - 1)
-        # At every so many steps something is done. A slow worker, whose counts come in leaps, must not leap over that.
-        ahead = target - self._global_step
+        # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
+        # in leaps, which must not go over the steps after which something is done.
+        ahead = min(target - self._global_step, max(1, math.ceil(per_batch / (self.workers * self.leases.share))))
+        target = self._global_step + ahead
         marks = [target - target % every for every in self._every() if every > ahead]
         return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
 

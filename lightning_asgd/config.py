@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, find
+from lightning_asgd.compression import Compression
+from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["RENDEZVOUS_ENV", "ExchangeConfig", "Timeouts"]
@@ -53,6 +55,8 @@ class ExchangeConfig:
     max_offline_steps: int = 1000
     """Steps a worker takes alone while an exchange is under way before it waits for the answer."""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    compression: Compression | None = None
+    """Code of what goes over the network."""
 
     @classmethod
     def create(
@@ -66,6 +70,7 @@ class ExchangeConfig:
         overlap: Any = None,
         max_offline_steps: Any = 1000,
         timeouts: Timeouts | None = None,
+        compression: Any = None,
     ) -> ExchangeConfig:
         """Check what a user gave.
 
@@ -78,6 +83,7 @@ class ExchangeConfig:
             overlap: see the attribute; None means what the algorithm does by itself.
             max_offline_steps: see the attribute.
             timeouts: None means the defaults.
+            compression: a compression or its name; None for none.
 
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
@@ -88,6 +94,13 @@ class ExchangeConfig:
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
         if timeouts is not None and not isinstance(timeouts, Timeouts):
             raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
+        code = find_compression(compression)
+        if code is not None and not rule.compressible:
+            raise ConfigurationError(
+                f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
+                "workers push differences or gradients and take the servers' weights, such as ASGD: there later pushes "
+                "make up for what a code loses, and here they would not."
+            )
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
@@ -95,6 +108,7 @@ class ExchangeConfig:
             overlap=rule.overlap if overlap is None else overlap,
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
             timeouts=timeouts or Timeouts(),
+            compression=code,
         )
 
 

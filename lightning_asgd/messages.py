@@ -115,6 +115,7 @@ class Initialise:
         version: version to start from, more than 0 when resumed from a checkpoint.
         shared: block through which this worker will exchange, None for by-value messages.
         fragment: number of the part of the module that the shard holds its share of.
+        compression: code of what is sent by value (:class:`lightning_asgd.compression.Compression`); None for none.
     """
 
     session: str
@@ -125,6 +126,7 @@ class Initialise:
     version: int = 0
     shared: SharedRef | None = None
     fragment: int = 0
+    compression: Any = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class Exchange:
         base_version: version of the shard that the update is based on.
         push: whether an update is sent.
         fetch: whether the weights are wanted back.
-        update: the update by value; None if nothing is pushed or if it lies in the shared block.
+        update: the update by value, per group a tensor or what a compression has made of it; None if nothing is pushed
+            or if it lies in the shared block.
         steps: optimizer steps in the update.
         lr: the worker's learning rate.
         speed: the worker's optimizer steps per second; 0 if it does not know yet.
@@ -147,6 +150,7 @@ class Exchange:
         rest: whether the worker stops at a sync point now, so that nobody waits for it.
         shared: whether update and answer go through the shared block.
         fragment: number of the part of the module that is exchanged.
+        full: whether the weights are wanted as they are, not compressed.
     """
 
     session: str
@@ -155,7 +159,7 @@ class Exchange:
     base_version: int
     push: bool
     fetch: bool
-    update: tuple[Tensor, ...] | None = None
+    update: tuple[Any, ...] | None = None
     steps: int = 0
     lr: float = 0.0
     speed: float = 0.0
@@ -164,6 +168,7 @@ class Exchange:
     rest: bool = False
     shared: bool = False
     fragment: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,14 +179,14 @@ class Reply:
         version: number of updates the shard has applied, this one included.
         staleness: updates applied between the fetch the push was based on and the push; 0 without a push.
         verdict: what became of the push.
-        weights: the shard by value; None if not asked for or if it lies in the shared block.
+        weights: the shard by value, as the update; None if not asked for or if it lies in the shared block.
         nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
     """
 
     version: int
     staleness: int
     verdict: Verdict
-    weights: tuple[Tensor, ...] | None = None
+    weights: tuple[Any, ...] | None = None
     nsync: int = 0
 
 

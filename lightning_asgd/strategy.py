@@ -28,6 +28,7 @@ from lightning_asgd._loop import LeasedLoop, why_split
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.callbacks import SyncPoints
+from lightning_asgd.compression import Compression
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
@@ -69,6 +70,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several
             loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
             other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
+        compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. Weights at sync points are sent in full.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         timeouts: how long to wait for processes that hang.
@@ -115,6 +118,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         scale: str | float | None = None,
         overlap: bool | None = None,
         data: str = "leases",
+        compression: Compression | str | None = None,
         num_servers: int = 1,
         start_method: str = "popen",
         timeouts: Timeouts | None = None,
@@ -134,6 +138,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             overlap=overlap,
             max_offline_steps=max_offline_steps,
             timeouts=timeouts,
+            compression=compression,
         )
         if start_method not in _START_METHODS:
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")

@@ -65,7 +65,8 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms.staleness",
         "errors",
     },
-    "config": {"algorithms", "errors"},
+    "compression": {"algorithms.base", "errors", "finite", "messages"},
+    "config": {"algorithms", "compression", "errors"},
     # pipes
     "rendezvous": {"errors"},
     "transport": set(),
@@ -80,7 +81,9 @@ ALLOWED: dict[str, set[str]] = {
     "server.leases": {"errors", "messages"},
     "server.shard": {"algorithms.base", "errors", "finite", "messages"},
     "server.service": {
+        "compression",
         "errors",
+        "layout",
         "messages",
         "server.coordinator",
         "server.gradients",
@@ -91,12 +94,13 @@ ALLOWED: dict[str, set[str]] = {
     "server.process": {"rendezvous", "server.service", "transport.rpc"},
     # worker
     "worker": set(),
-    "worker.client": {"algorithms", "errors", "layout", "messages", "transport.base"},
+    "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
     "worker.collectives": {"worker.client"},
     "worker.replica": {"algorithms.base", "errors", "layout", "messages", "transport.shared_memory"},
     "worker.sharing": {"layout", "stats"},
     "worker.exchange": {
         "algorithms.base",
+        "compression",
         "config",
         "messages",
         "stats",
@@ -119,6 +123,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.entry": {
         "algorithms",
         "algorithms.base",
+        "compression",
         "config",
         "errors",
         "finite",
@@ -193,6 +198,7 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms.base",
         "_loop",
         "callbacks",
+        "compression",
         "config",
         "errors",
         "finite",

@@ -212,6 +212,11 @@ class Algorithm(Configurable):
         return any(t.waits for t in self.transforms)
 
     @property
+    def compressible(self) -> bool:
+        """Whether pushes may be compressed, since what is lost of one may as well come with the next."""
+        return self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
+
+    @property
     def fragments(self) -> int:
         """Parts of the module that are exchanged one after the other, each every ``nsync`` steps."""
         return 1

@@ -69,6 +69,11 @@ class _Collects(Algorithm):
                 )
         super().__post_init__()
 
+    @property
+    def compressible(self) -> bool:
+        """No: what a code loses would be noise that the sampler knows nothing of."""
+        return False
+
     def keeps(self, version: int) -> bool:
         """See :class:`Algorithm`."""
         return version > self.burn_in and (version - self.burn_in) % self.thin == 0

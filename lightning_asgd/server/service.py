@@ -10,12 +10,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_asgd.compression import Updates, Weights
 from lightning_asgd.errors import ASGDError, ProtocolError
+from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
     PROTOCOL,
     Claim,
@@ -31,6 +35,7 @@ from lightning_asgd.messages import (
     OpenEpoch,
     Samples,
     ShardState,
+    Verdict,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
@@ -58,6 +63,8 @@ class Service:
         self._means = Means()
         self._leases: Leases | None = None  # of the present epoch; a new layout in the midst of it changes nothing
         self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
+        self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
+        self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         # Messages that have no answer yet, by identity.
         self._held: dict[int, tuple[Exchange | LayerGradient | Claim, Future[Any]]] = {}
@@ -145,15 +152,20 @@ class Service:
             )
         if message.weights is not None:
             shard.initialise(message.weights, message.version)
+        key = message.worker, message.fragment
+        self._codes.pop(key, None)
+        if message.compression is not None:
+            groups = message.groups
+            self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
         if message.shared is None:
             return False
-        before = self._blocks.pop((message.worker, message.fragment), None)
+        before = self._blocks.pop(key, None)
         if before is not None:
             before.close()
         block = attach(message.shared, message.groups)
         if block is None:
             return False
-        self._blocks[message.worker, message.fragment] = block
+        self._blocks[key] = block
         return True
 
     def _exchange(self, message: Exchange) -> Any:
@@ -166,12 +178,25 @@ class Service:
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
-            due = shard.exchange(message, block.tensors if shared and block is not None else message.update)
+            due = shard.exchange(
+                message, block.tensors if shared and block is not None else self._plain(message, shard)
+            )
         except Exception:
             del self._held[id(message)]
             raise
         self._answer(due)
         return future.value() if future.done() else future
+
+    def _plain(self, message: Exchange, shard: Shard) -> tuple[Tensor, ...] | None:
+        """The update of a message that holds one."""
+        codes = self._codes.get((message.worker, message.fragment))
+        if message.update is None or codes is None:
+            return message.update
+        memory = self._scratch.get(message.fragment)
+        if memory is None or shard.keeps_buffers:
+            memory = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard.groups)
+            self._scratch[message.fragment] = memory
+        return codes[0].decode(message.update, memory)
 
     def _average(self, message: LayerGradient) -> Any:
         self._session(message.session)
@@ -213,6 +238,8 @@ class Service:
         self._meet(coordinator)
         for key in [key for key in self._blocks if key[0] == message.worker]:
             self._blocks.pop(key).close()
+        for key in [key for key in self._codes if key[0] == message.worker]:
+            del self._codes[key]
         return True
 
     def _state(self, message: ShardState) -> Any:
@@ -255,10 +282,16 @@ class Service:
     def _answer(self, due: list[Due]) -> None:
         for each in due:
             _, future = self._held.pop(id(each.message))
-            block = self._blocks.get((each.message.worker, each.message.fragment))
-            if block is not None:
-                block.unmap()
-            future.set_result(each.reply)
+            key = each.message.worker, each.message.fragment
+            if key in self._blocks:
+                self._blocks[key].unmap()
+            reply = each.reply
+            if reply.weights is not None and key in self._codes:
+                # A repeated message gets all: nobody knows whether its first answer has arrived.
+                full = each.message.full or reply.verdict is Verdict.REPEATED
+                weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
+                reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
+            future.set_result(reply)
 
     def _end_session(self, why: str) -> None:
         waiting = [(worker, future) for (worker, _), future in self._waiting.items()]
@@ -270,6 +303,8 @@ class Service:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
+        self._codes.clear()
+        self._scratch.clear()
         self._shards.clear()
         self._means = Means()
         self._coordinator = None

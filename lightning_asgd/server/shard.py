@@ -88,6 +88,11 @@ class Shard:
     _steps: int = 0
 
     @property
+    def keeps_buffers(self) -> bool:
+        """Whether a buffer may be needed after the call that it came with."""
+        return self.algorithm.waits
+
+    @property
     def initialised(self) -> bool:
         """Whether the shard has weights."""
         return self.weights is not None

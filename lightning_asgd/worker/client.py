@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.compression import Coded, Compression
 from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, error_from
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
@@ -80,6 +81,7 @@ class Client:
         weights: Sequence[tuple[Tensor, ...]] | None = None,
         versions: Sequence[int] | None = None,
         fragment: int = 0,
+        compression: Compression | None = None,
     ) -> list[bool]:
         """Lay out the shards, and fill them if ``weights`` are given.
 
@@ -90,6 +92,7 @@ class Client:
             weights: per server, one tensor per group.
             versions: per server, the version to count on from.
             fragment: number of the part of the module.
+            compression: code of what is sent by value.
 
         Returns:
             per server, whether it can see the shared block.
@@ -106,6 +109,7 @@ class Client:
                     0 if versions is None else versions[s],
                     shared[s],
                     fragment,
+                    compression,
                 ),
             )
             for s in self._servers()
@@ -119,7 +123,7 @@ class Client:
         *,
         push: bool,
         fetch: bool,
-        updates: Sequence[tuple[Tensor, ...] | None],
+        updates: Sequence[tuple[Coded, ...] | None],
         **about: Any,
     ) -> list[Future[Any]]:
         """Start an exchange with every server: one message each.

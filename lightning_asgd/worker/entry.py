@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.compression import Updates, Weights
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.finite import is_finite
@@ -95,7 +96,8 @@ def enter(
     exchangers = []
     for number, part in enumerate(parts):
         names = [spec.name for spec in part.tensors]
-        blocks = [shared_memory.create(part.shard(s)) for s in range(num_servers)]
+        shards = [part.shard(s) for s in range(num_servers)]
+        blocks = [shared_memory.create(shard) for shard in shards]
         source, gradients = _source(module, names), _gradients(module, names)
         replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix)
         first = client.worker == 0
@@ -106,12 +108,20 @@ def enter(
             weights=replica.weights() if first else None,
             versions=versions if first else None,
             fragment=number,
+            compression=config.compression,
         )
         for server, sees in enumerate(seen):
             if not sees:
                 replica.drop_block(server)
+        code = config.compression
+        codes = [
+            None if sees or code is None else (Updates(code, s), Weights(code, s))
+            for s, sees in zip(shards, seen, strict=True)
+        ]
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        exchangers.append(Exchanger(client, replica, config, on_refused=on_refused, lr=lr, fragment=number, lead=lead))
+        exchangers.append(
+            Exchanger(client, replica, config, on_refused=on_refused, lr=lr, fragment=number, lead=lead, codes=codes)
+        )
     collectives.barrier("servers have the weights")
     sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
     sharing.fetch()

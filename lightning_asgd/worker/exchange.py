@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
+from lightning_asgd.compression import Updates, Weights, nbytes
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
@@ -41,6 +42,7 @@ class _Pending:
     begun: float
     step: int
     local_steps: int
+    nbytes: int  # of the update
 
 
 class Exchanger(Sharing):
@@ -54,6 +56,7 @@ class Exchanger(Sharing):
         lr: the worker's present learning rate.
         fragment: number of the part of the module that it exchanges.
         lead: steps by which its first exchange comes earlier than after ``nsync``.
+        codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
         clock: seconds; given by tests.
     """
 
@@ -67,6 +70,7 @@ class Exchanger(Sharing):
         lr: Callable[[], float] = lambda: 0.0,
         fragment: int = 0,
         lead: int = 0,
+        codes: Sequence[tuple[Updates, Weights] | None] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(replica.layout, client.num_servers)
@@ -80,6 +84,7 @@ class Exchanger(Sharing):
         self._lr = lr
         self._fragment = fragment
         self._lead = lead
+        self._codes = list(codes) or [None] * client.num_servers
         self._clock = clock
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._pace: tuple[int, float] | None = None  # steps taken and the time at the last exchange's beginning
@@ -104,7 +109,7 @@ class Exchanger(Sharing):
         self.replica.resume()
         self._pace = None
         if any(t.holds_at_start for t in self._algorithm.transforms):
-            self._start(push=False, fetch=True)
+            self._start(push=False, fetch=True, full=True)
             yield from self._finish(adopt=True)
 
     def count_step(self) -> None:
@@ -183,7 +188,7 @@ class Exchanger(Sharing):
     def fetching(self, *, park: bool = False) -> Waits:
         """:meth:`fetch`, stopping where it has to wait."""
         yield from self._finish(sync=True)
-        self._start(push=False, fetch=True, may_wait=False)
+        self._start(push=False, fetch=True, may_wait=False, full=True)
         yield from self._finish(adopt=True, park=park, sync=True)
         self.moved = False
 
@@ -198,6 +203,7 @@ class Exchanger(Sharing):
                 fetch=True,
                 updates=self.replica.updates(),
                 fragment=self._fragment,
+                full=True,
             )
         )
         return self.replica.read(self._answers(replies))
@@ -221,7 +227,7 @@ class Exchanger(Sharing):
 
     # ------------------------------------------------------------------ one exchange
 
-    def _start(self, *, push: bool, fetch: bool, may_wait: bool = True, rest: bool = False) -> None:
+    def _start(self, *, push: bool, fetch: bool, may_wait: bool = True, rest: bool = False, full: bool = False) -> None:
         fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
         local_steps = self._since_push if push else 0
         begun = self._clock()
@@ -237,12 +243,18 @@ class Exchanger(Sharing):
             self._pace = (self.stats.steps, begun)
         if fetch:
             self._since_fetch = 0
+        updates: list[Any] = self.replica.updates()
+        if push:
+            updates = [
+                update if code is None or update is None else code[0].encode(update)
+                for code, update in zip(self._codes, updates, strict=True)
+            ]
         futures = self.client.exchange(
             self._seq,
             self.versions,
             push=push,
             fetch=fetch,
-            updates=self.replica.updates(),
+            updates=updates,
             steps=local_steps,
             lr=self._lr(),
             speed=speed,
@@ -250,8 +262,10 @@ class Exchanger(Sharing):
             may_wait=may_wait and not rest,
             rest=rest,
             fragment=self._fragment,
+            full=full,
         )
-        self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps)
+        sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
+        self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps, sent)
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
         pending = self._pending
@@ -277,18 +291,25 @@ class Exchanger(Sharing):
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0
+            for code in self._codes:
+                if code is not None:
+                    code[0].forget()
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetching()
             self._on_refused()
 
     def _answers(self, replies: list[Reply]) -> list[tuple[Tensor, ...]]:
         return [
-            reply.weights if reply.weights is not None else wire
-            for reply, wire in zip(replies, self.replica.wire, strict=True)
+            wire if reply.weights is None else reply.weights if code is None else code[1].decode(reply.weights, wire)
+            for reply, wire, code in zip(replies, self.replica.wire, self._codes, strict=True)
         ]
 
+    def _nbytes(self, server: int, parts: Any) -> int:
+        """Bytes of a shard that went one way, also where they went through shared memory."""
+        return self.replica.layout.shard_nbytes(server) if parts is None else nbytes(parts)
+
     def _record(self, pending: _Pending, replies: list[Reply], wait_s: float, sync: bool) -> None:
-        nbytes = self.replica.layout.nbytes
+        received = sum(self._nbytes(s, r.weights) for s, r in enumerate(replies)) if pending.fetch else 0
         record = ExchangeRecord(
             step=pending.step,
             versions=tuple(r.version for r in replies),
@@ -296,8 +317,8 @@ class Exchanger(Sharing):
             verdicts=tuple(r.verdict for r in replies),
             round_trip_s=self._clock() - pending.begun,
             wait_s=0.0 if sync else wait_s,
-            bytes_pushed=nbytes if pending.push else 0,
-            bytes_fetched=nbytes if pending.fetch else 0,
+            bytes_pushed=pending.nbytes,
+            bytes_fetched=received,
             local_steps=pending.local_steps,
             shared=any(block is not None for block in self.replica.blocks),
         )

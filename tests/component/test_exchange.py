@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asgd.compression import find
 from lightning_asgd.errors import ProtocolError, ServerLostError
 from lightning_asgd.messages import Exchange, Leave, Verdict
 from lightning_asgd.transport import shared_memory
@@ -699,3 +700,73 @@ def test_workers_who_leave_are_left_out_of_the_mean() -> None:
     cluster.services[0].handle(Leave(SESSION, 1, "killed"))
     worker.step(4.0)
     assert worker.w.tolist() == [6.0] * 4
+
+
+# ---------------------------------------------------------------------- compression
+
+CODES = ["bf16", "fp16", "int8", "topk"]
+
+
+@pytest.mark.parametrize("compression", CODES)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_compressed_exchanges_bring_everything_in_the_end(compression: str, servers: int) -> None:
+    cluster = Cluster(servers, 2)
+    n, generator = 3000, torch.Generator().manual_seed(0)
+    settings = {"nsync": 1, "scale": "sum", "compression": compression}
+    workers = [Worker(cluster, rank, [0.0] * n, **settings) for rank in (0, 1)]
+    total = torch.zeros(n)
+    for _ in range(5):
+        for worker in workers:
+            change = torch.randn(n, generator=generator)
+            total += change
+            worker.step(change)
+    for _ in range(80):
+        for worker in workers:
+            worker.step(0.0)
+    for worker in workers:
+        worker.exchanger.flush()
+        worker.exchanger.fetch()
+    assert torch.equal(workers[0].w, workers[1].w)  # a sync point
+    assert torch.allclose(workers[0].w, total, atol=0.05)
+
+
+@pytest.mark.parametrize("compression", CODES)
+def test_statistics_count_the_bytes_that_were_sent(compression: str) -> None:
+    n = 100_000
+    worker = Worker(Cluster(), 0, [0.0] * n, nsync=1, compression=compression)
+    for _ in range(4):
+        worker.step(torch.randn(n))
+    worker.exchanger.advance()
+    factor = find(compression).factor  # type: ignore[union-attr]
+    record = worker.exchanger.stats.records[-1]
+    assert 4 * n / record.bytes_pushed == pytest.approx(factor, rel=0.25)
+    assert 4 * n / record.bytes_fetched == pytest.approx(factor, rel=0.25)
+    worker.exchanger.fetch()
+    assert worker.exchanger.stats.records[-1].bytes_fetched == 4 * n  # sync points are exact
+
+
+@pytest.mark.parametrize("compression", CODES)
+def test_a_refused_update_leaves_nothing_behind(compression: str) -> None:
+    worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, compression=compression)
+    worker.step(torch.randn(500))
+    worker.step(math.nan)
+    worker.exchanger.advance()
+    assert worker.refused == 1
+    worker.step(torch.ones(500))
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert worker.w.isfinite().all()
+
+
+def test_a_look_at_the_weights_does_not_disturb_what_both_ends_know() -> None:
+    worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, scale="sum", compression="int8")
+    total = torch.zeros(500)
+    for seed in range(20):
+        change = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+        total += change
+        worker.step(change)
+        if seed % 3 == 0:
+            assert worker.exchanger.peek()["w"].shape == (500,)
+    for _ in range(20):
+        worker.step(0.0)
+    assert torch.allclose(worker.w, total, atol=0.05)

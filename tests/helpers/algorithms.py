@@ -39,7 +39,7 @@ EVERY: dict[str, Algorithm] = {
     "rennala": ASGD("sum", transforms=[Rennala(2)]),
     "ssp": ASGD(transforms=[StaleSynchronous(1)]),
     "warm": ASGD("sum", transforms=[WarmStart(3)]),
-    "dylu": DelayedNesterov(transforms=[DynamicSteps()]),
+    "dylu": DelayedNesterov(lr=0.3, transforms=[DynamicSteps()]),
     "hogwild_copies": Hogwild(copies=True),
     "layerwise_delayed": LayerWise(delay=2),
 }

@@ -1,0 +1,337 @@
+"""Fewer bytes per exchange: lossy codes for vectors, with what is lost kept for the next time (error feedback).
+
+What a worker pushes is ``code(update + residual)``, and ``residual`` becomes what the code has lost of that. So all
+that is learnt arrives in the end, only later. Weights come back rounded (:class:`Cast`), while the servers and
+optimizers keep theirs in full, or as coded differences to what the worker has been sent so far (:class:`Int8`,
+:class:`TopK`), for which servers keep one vector per worker. At sync points weights are sent in full: all workers hold
+the same bits there.
+
+References:
+    Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback
+    Fixes SignSGD" (2019); Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017), for top-k;
+    Dettmers, "8-Bit Approximations for Parallelism" (2016), for scales of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.algorithms.base import Configurable
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.finite import is_finite
+from lightning_asgd.messages import Role
+
+__all__ = ["Cast", "Coded", "Compression", "Int8", "TopK", "Updates", "Weights", "find", "nbytes"]
+
+Coded = Any
+"""What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
+
+_SAMPLE = 1 << 14  # values looked at to guess which are among the largest
+
+
+class Compression(Configurable):
+    """A code for vectors of floats."""
+
+    differences: ClassVar[bool] = True
+    """Whether weights come back as differences."""
+
+    @property
+    def factor(self) -> float:
+        """Bytes of float32 values divided by those of the code."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Code a vector.
+
+        Args:
+            values: shape ``(n,)``, finite; not changed.
+        """
+        raise NotImplementedError
+
+    def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
+        """Write what a code stands for.
+
+        Args:
+            coded: what :meth:`encode` returned.
+            out: shape ``(n,)``.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Cast(Compression):
+    """Half the bytes: values rounded to ``"bfloat16"`` or ``"float16"``.
+
+    Args:
+        dtype: one of the two.
+
+    Raises:
+        ConfigurationError: it is another.
+    """
+
+    dtype: str = "bfloat16"
+    differences: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ConfigurationError(f"Cast(dtype)={self.dtype!r}. Expected 'bfloat16' or 'float16'.")
+
+    @property
+    def factor(self) -> float:
+        """See :class:`Compression`."""
+        return 2.0
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Compression`."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        limit = torch.finfo(dtype).max
+        return (values.clamp(-limit, limit).to(dtype) if self.dtype == "float16" else values.to(dtype),)
+
+    def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
+        """See :class:`Compression`."""
+        out.copy_(coded[0])
+
+
+@dataclass(frozen=True)
+class Int8(Compression):
+    """A quarter of the bytes: values as whole numbers from -127 to 127 times a scale of their block.
+
+    Args:
+        block: values that share a scale.
+
+    Raises:
+        ConfigurationError: it is below 1.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ConfigurationError(f"Int8(block)={self.block!r}. Expected a whole number of at least 1.")
+
+    @property
+    def factor(self) -> float:
+        """See :class:`Compression`."""
+        return 4 / (1 + 4 / self.block)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Compression`."""
+        blocks, tail = self._blocks(values)
+        parts = [b for b in (blocks, tail) if b.numel()]
+        scales = torch.cat([b.abs().amax(1, keepdim=True).float() / 127 for b in parts])
+        whole = torch.empty(values.numel(), dtype=torch.int8)
+        for b, out, scale in zip(
+            parts, (x for x in self._blocks(whole) if x.numel()), self._of(parts, scales), strict=True
+        ):
+            # Where all are zero so is the scale.
+            out.copy_((b / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127))
+        return whole, scales.flatten()
+
+    def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
+        """See :class:`Compression`."""
+        whole, scales = coded
+        parts = [b for b in self._blocks(whole) if b.numel()]
+        outs = [b for b in self._blocks(out) if b.numel()]
+        for b, o, scale in zip(parts, outs, self._of(parts, scales[:, None]), strict=True):
+            torch.mul(b, scale, out=o)
+
+    def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole blocks, shape ``(m, block)``, and the rest, shape ``(1, r)``."""
+        end = values.numel() // self.block * self.block
+        return values[:end].view(-1, self.block), values[end:].view(1, -1)
+
+    @staticmethod
+    def _of(parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        return list(torch.split(scales, [len(b) for b in parts]))
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """The largest values only, with their places; about as many as asked for.
+
+    Args:
+        fraction: part of the values that is sent, above 0 and at most 0.5.
+
+    Raises:
+        ConfigurationError: it is out of range.
+    """
+
+    fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 0.5:
+            raise ConfigurationError(f"TopK(fraction)={self.fraction!r}. Expected a number above 0 and at most 0.5.")
+
+    @property
+    def factor(self) -> float:
+        """See :class:`Compression`."""
+        return 4 / (6 * self.fraction)  # four bytes for the place, two for the value
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Compression`."""
+        size = values.abs()
+        wanted = max(1, int(self.fraction * len(values)))
+        step = max(1, len(values) // _SAMPLE)
+        sample = size[::step]
+        guess = sample.topk(max(1, min(len(sample), int(self.fraction * len(sample))))).values[-1]
+        places = (size >= guess).nonzero().flatten()
+        if not wanted / 2 <= len(places) <= wanted:
+            # Also where most values are equal, such as zero.
+            among = places if len(places) > wanted else torch.arange(len(values))
+            places = among[size[among].topk(wanted).indices]
+        return places.to(torch.int32), values[places].to(torch.bfloat16)
+
+    def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
+        """See :class:`Compression`."""
+        places, values = coded
+        out.zero_()
+        out[places.long()] = values.to(out.dtype)
+
+
+_NAMED = {"bf16": Cast("bfloat16"), "fp16": Cast("float16"), "int8": Int8(), "topk": TopK()}
+
+
+def find(compression: Any) -> Compression | None:
+    """The compression that a user means.
+
+    Args:
+        compression: an object, the name of one, or None.
+
+    Raises:
+        ConfigurationError: there is no such compression.
+    """
+    if compression is None or isinstance(compression, Compression):
+        return compression
+    if isinstance(compression, str) and compression in _NAMED:
+        return _NAMED[compression]
+    raise ConfigurationError(
+        f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
+        f"{', '.join(sorted(_NAMED))}."
+    )
+
+
+Groups = Sequence[tuple[Role, str, int]]
+
+
+class Updates:
+    """A stream of updates. What the code loses of one is added to the next.
+
+    Args:
+        compression: the code.
+        groups: ``(role, dtype name, number of scalars)`` per group.
+    """
+
+    def __init__(self, compression: Compression, groups: Groups) -> None:
+        self.compression = compression
+        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._residual: dict[int, Tensor] = {}
+
+    def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
+        """Code an update.
+
+        Args:
+            buffers: one tensor per group; those that are coded are overwritten.
+        """
+        if not all(is_finite(buffer) for buffer in buffers):
+            self.forget()  # the servers will refuse it
+            return tuple(buffers)
+        return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What was coded, at the other end.
+
+        Args:
+            parts: per group.
+            out: per group, memory for the result.
+        """
+        return tuple(_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True))
+
+    def forget(self) -> None:
+        """Drop what was lost so far."""
+        self._residual.clear()
+
+    def _encode(self, group: int, buffer: Tensor) -> Coded:
+        residual = self._residual.get(group)
+        if residual is None:
+            residual = self._residual[group] = torch.zeros_like(buffer)
+        buffer.add_(residual)
+        coded = self.compression.encode(buffer)
+        self.compression.decode(coded, residual)
+        torch.sub(buffer, residual, out=residual)
+        return coded
+
+
+class Weights:
+    """A stream of weights, at one of its ends.
+
+    Args:
+        compression: the code.
+        groups: see :class:`Updates`.
+    """
+
+    def __init__(self, compression: Compression, groups: Groups) -> None:
+        self.compression = compression
+        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._known: dict[int, Tensor] = {}  # what both ends have, where differences are sent
+
+    def encode(self, weights: Sequence[Tensor], *, full: bool = False) -> tuple[Coded, ...]:
+        """Code weights.
+
+        Args:
+            weights: one tensor per group; not changed.
+            full: send them as they are.
+        """
+        return tuple(self._encode(i, w, full) if self._coded[i] else w for i, w in enumerate(weights))
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What was coded, at the other end; not to be changed.
+
+        Args:
+            parts: per group.
+            out: per group, memory to work in.
+        """
+        values = [_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True)]
+        return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
+
+    def _encode(self, group: int, weights: Tensor, full: bool) -> Coded:
+        if not self.compression.differences:
+            return weights if full else self.compression.encode(weights)
+        known = self._known.get(group)
+        if known is None or full:
+            self._known[group] = weights.clone()
+            return weights
+        coded = self.compression.encode(weights - known)
+        difference = torch.empty_like(weights)
+        self.compression.decode(coded, difference)
+        known.add_(difference)
+        return coded
+
+    def _decode(self, group: int, part: Coded, value: Tensor) -> Tensor:
+        if not self._coded[group] or not self.compression.differences:
+            return value
+        if isinstance(part, Tensor):
+            self._known[group] = value.clone()
+        else:
+            self._known[group].add_(value)
+        return self._known[group]
+
+
+def nbytes(parts: Sequence[Coded]) -> int:
+    """Bytes that are sent."""
+    return sum(part.nbytes if isinstance(part, Tensor) else sum(tensor.nbytes for tensor in part) for part in parts)
+
+
+def _is_coded(role: Role, dtype: str) -> bool:
+    return role is Role.PARAMETER and dtype in ("float32", "float64")
+
+
+def _plain(compression: Compression, part: Coded, out: Tensor) -> Tensor:
+    if isinstance(part, Tensor):
+        return part
+    compression.decode(part, out)
+    return out
