@@ -28,9 +28,10 @@ from typing import Any
 
 import psutil
 from network import Network, available, two_machines
+from ranks import clean_environment
 from rich.console import Console
 from rich.table import Table
-from throughput import build_loader, build_module, clean_environment, trainer_options
+from throughput import build_loader, build_module, trainer_options
 
 KINDS = ("rss", "pss", "own")
 WORKER_LIMIT, SERVER_LIMIT = 4.0, 3.0

@@ -24,9 +24,10 @@ from typing import Any
 
 import psutil
 from memory import kilobytes
+from ranks import clean_environment
 from rich.console import Console
 from rich.table import Table
-from throughput import build_loader, build_module, clean_environment, trainer_options
+from throughput import build_loader, build_module, trainer_options
 
 SETTLE = 10  # first fits, in which caches fill
 GROWTH_MB = 6.0  # between the first and the last third of the fits; keeping every fit's weights would make 25

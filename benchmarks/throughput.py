@@ -12,30 +12,25 @@ every worker stops by its own clock.
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
-import ctypes
 import json
 import mmap
-import multiprocessing
 import os
 import platform
 import signal
-import socket
 import statistics
 import struct
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 from network import Network, available, two_machines
+from ranks import clean_environment, run_ranks
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -230,55 +225,7 @@ def _figures(strategy: Any) -> dict[str, float]:
     return figures
 
 
-# ---------------------------------------------------------------------- starting the ranks of a run
-
-
-def _rank_process(
-    environment: dict[str, str],
-    enter: Callable[[], None],
-    job: Callable[[], dict[str, Any]],
-    answer: Any,
-    output: IO[bytes],
-) -> None:
-    """What a forked rank does first and last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
-    try:
-        enter()
-        os.environ.update(environment)
-        answer.send(job())
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing's children skip it
-
-
-def clean_environment() -> None:
-    """Forget what a launcher around this program may have set."""
-    names = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in [*os.environ]:
-        if name in names or name.startswith(("LIGHTNING_ASGD_", "TORCHELASTIC_", "SLURM_")):
-            del os.environ[name]
-
-
-def _rank_environment(scenario: Scenario, system: System, rank: int, port: int, network: Network | None) -> dict:
-    if system.kind in ("one alone", "unconnected"):
-        return {}
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
-    if network is None:
-        return common
-    node, local = divmod(rank, scenario.workers // 2)
-    return {
-        **common,
-        "MASTER_ADDR": network.addresses[0],
-        "NODE_RANK": str(node),
-        "LOCAL_RANK": str(local),
-        "GLOO_SOCKET_IFNAME": network.interfaces[node],
-    }
+# ---------------------------------------------------------------------- a run
 
 
 def run(scenario: Scenario, system: System, network: Network | None) -> dict[str, Any]:
@@ -287,58 +234,15 @@ def run(scenario: Scenario, system: System, network: Network | None) -> dict[str
     Raises:
         RuntimeError: a rank failed; the text holds its last output.
     """
-    context = multiprocessing.get_context("fork")
     last_step = mmap.mmap(-1, 8)  # shared with the ranks
-    port = _free_port()
-    ranks = []
-    for rank in range(1 if system.kind == "one alone" else scenario.workers):
-        enter: Callable[[], None] = lambda: None  # noqa: E731
-        if network is not None and system.kind in ("DDP", "A-SGD"):
-            enter = partial(network.enter, rank // (scenario.workers // 2))
-        reader, writer = context.Pipe(duplex=False)
-        output = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = _rank_environment(scenario, system, rank, port, network)
-        job = partial(train, scenario, system, rank, last_step)
-        process = context.Process(target=_rank_process, args=(environment, enter, job, writer, output), daemon=True)
-        ranks.append((rank, process, reader, writer, output))
+    ranks = range(1 if system.kind == "one alone" else scenario.workers)
+    jobs = [partial(train, scenario, system, rank, last_step) for rank in ranks]
     try:
-        answers = _collect(ranks, time.monotonic() + scenario.seconds + START_S)
+        launched = system.kind in ("DDP", "A-SGD")
+        answers = run_ranks(jobs, scenario.seconds + START_S, launched=launched, network=network)
     finally:
-        for _, process, reader, _, output in ranks:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-            reader.close()
-            output.close()
         last_step.close()
     return _evaluate(scenario, answers)
-
-
-def _collect(ranks: list[tuple[int, Any, Any, Any, IO[bytes]]], deadline: float) -> list[dict[str, Any]]:
-    for _, process, _, writer, _ in ranks:
-        process.start()
-        writer.close()
-    answers = []
-    for rank, process, reader, _, output in ranks:
-        problem = "is not done in time"
-        try:
-            if reader.poll(max(0.0, deadline - time.monotonic())):
-                answers.append(reader.recv())
-                continue
-        except EOFError:
-            process.join(5)
-            problem = f"ended with exit code {process.exitcode}"
-        output.seek(0)
-        raise RuntimeError(f"Rank {rank} {problem}. Its last output:\n{output.read().decode(errors='replace')[-4000:]}")
-    for _, process, _, _, _ in ranks:
-        process.join(30)  # servers are stopped meanwhile
-    return answers
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,354 @@
+"""Seconds to an accuracy: one worker alone, DDP, local SGD and A-SGD, where workers or networks are slow.
+
+    python benchmarks/race.py                                # all scenarios, 5 repeats: about 50 minutes
+    python benchmarks/race.py --scenario straggler --repeats 1
+    sudo python benchmarks/race.py --scenario cable-10       # two "machines" joined at 10 Mbit/s
+    python benchmarks/race.py --codes                        # accuracy and bytes with every compression
+
+The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
+The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
+DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's nsync, from the first step on.
+
+Systems take turns; a ratio is taken between neighbours in time. A run that does not get there within --limit seconds
+counts as that long, and says so. Bytes are those of the network interface between the two machines.
+
+Writes results/race.json and results/race.png; exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from network import Network, available, two_machines
+from ranks import clean_environment, run_ranks
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+NSYNC = 10
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who is slow.
+
+    Attributes:
+        title: for people.
+        slow: how many times slower rank 1 is, by sleeping.
+        sleep_s: seconds that rank 1 sleeps in every step besides.
+        mbit: speed of the cable between the two machines; None: both ranks on one.
+        asgd: arguments of the strategy.
+        targets: ``{system: most}``: A-SGD's time divided by the system's.
+        limit_s: when to give up.
+    """
+
+    title: str
+    slow: float = 1.0
+    sleep_s: float = 0.0
+    mbit: float | None = None
+    asgd: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    limit_s: float = 120.0
+
+
+SCENARIOS = {
+    "equal": Scenario("equal workers", targets={"DDP": 0.8}),
+    "straggler": Scenario("one worker 4 times slower", slow=4.0, targets={"DDP": 1 / 2.2}),
+    "sleeper": Scenario("one worker sleeps 0.1 s a step", sleep_s=0.1, targets={"alone": 1.1, "DDP": 1 / 15}),
+    "cable-100": Scenario("100 Mbit/s between the workers", mbit=100, targets={"DDP": 1 / 5}),
+    "cable-10": Scenario(
+        "10 Mbit/s between the workers, int8",
+        mbit=10,
+        asgd={"compression": "int8"},
+        targets={"DDP": 1 / 20},
+        limit_s=600.0,
+    ),
+}
+SYSTEMS = ("alone", "DDP", "local SGD", "A-SGD")
+
+
+# ---------------------------------------------------------------------- in a rank's process
+
+
+def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None) -> dict[str, Any]:
+    """Train until the goal is reached, or for so many epochs."""
+    import pytorch_lightning as pl
+    import torch
+    from digits import DigitsCNN, loaders
+
+    from lightning_asgd import ASGDStrategy
+
+    torch.set_num_threads(1)
+    pl.seed_everything(seed, verbose=False)
+
+    class Slow(DigitsCNN):
+        own_s = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1:
+                # As long as it takes to compute a step: under DDP it would else sleep longer for having waited.
+                time.sleep((scenario.slow - 1) * self.own_s + scenario.sleep_s)
+            self.began_cpu = time.thread_time()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.own_s = time.thread_time() - self.began_cpu
+
+    class Watch(pl.Callback):
+        def __init__(self) -> None:
+            self.accuracy: list[float] = []
+            self.seconds: list[float] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            self.accuracy.append(float(trainer.callback_metrics["val_acc"]))
+            self.seconds.append(time.perf_counter() - self.began)
+            if epochs is None and (self.accuracy[-1] >= goal or self.seconds[-1] > scenario.limit_s):
+                trainer.should_stop = True
+
+    watch = Watch()
+    machines = 2 if scenario.mbit and system != "alone" else 1
+    workers = 1 if system == "alone" else 2
+    strategy: Any = "auto"
+    if system == "DDP":
+        strategy = "ddp"
+    elif system == "local SGD":
+        strategy = local_sgd()
+    elif system == "A-SGD":
+        strategy = ASGDStrategy(NSYNC, **scenario.asgd)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=workers // machines,
+        num_nodes=machines,
+        strategy=strategy,
+        max_epochs=200 if epochs is None else epochs,
+        num_sanity_val_steps=0,
+        callbacks=[watch],
+        **dict.fromkeys(off, False),
+    )
+    sent = _interface_bytes()
+    trainer.fit(Slow(), *loaders())
+    result = {"accuracy": watch.accuracy, "seconds": watch.seconds, "bytes": _interface_bytes() - sent}
+    if system == "A-SGD":
+        result["stats"] = {k: v for k, v in trainer.strategy.stats.summary().items() if k != "histogram"}
+    return result
+
+
+def local_sgd() -> Any:
+    """DDP whose ranks average their weights every so many steps, and exchange no gradients."""
+    import torch.distributed as dist
+    from pytorch_lightning.strategies import DDPStrategy
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+
+    class LocalSGD(DDPStrategy):
+        def configure_ddp(self) -> None:
+            # Gradients are averaged over a subgroup: every rank is one.
+            subgroup, _ = dist.new_subgroups(1)
+            self._ddp_comm_state = hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0)
+            super().configure_ddp()
+
+    state = hook.PostLocalSGDState(None, None, start_localSGD_iter=0)
+    return LocalSGD(ddp_comm_state=state, ddp_comm_hook=hook.post_localSGD_hook, model_averaging_period=NSYNC)
+
+
+def _interface_bytes() -> int:
+    """Bytes that have left this machine, as the kernel counts them."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split()[9]) for line in lines if line.strip().startswith("veth-"))
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def run(
+    scenario: Scenario, system: str, goal: float, seed: int, network: Network | None, epochs: int | None = None
+) -> dict[str, Any]:
+    """One run, and what rank 0 saw."""
+    job = partial(train, scenario, system, goal, seed, epochs)
+    alone = system == "alone"
+    # After its limit a run still ends its epoch.
+    seconds = START_S + 2.0 * scenario.limit_s
+    answers = run_ranks([job] if alone else [job, job], seconds, launched=not alone, network=network)
+    zero = answers[0]
+    reached = next((s for s, a in zip(zero["seconds"], zero["accuracy"], strict=True) if a >= goal), None)
+    traffic = sum(answer["bytes"] for answer in answers)
+    return {
+        **zero,
+        "reached_s": reached if reached is not None else scenario.limit_s,
+        "in_time": reached is not None,
+        "bytes": traffic,
+    }
+
+
+def measure(
+    name: str, scenario: Scenario, systems: Sequence[str], repeats: int, goal: float
+) -> dict[str, list[dict[str, Any]]]:
+    """All runs of a scenario, by system."""
+    CONSOLE.print(f"\n[bold]{name}[/]: {scenario.title}")
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    with two_machines(scenario.mbit) if scenario.mbit else contextlib.nullcontext() as network:
+        for repeat in range(repeats):
+            for system in systems:
+                result = run(scenario, system, goal, repeat, network)
+                runs[system].append(result)
+                late = "" if result["in_time"] else " [red](not reached)[/]"
+                epochs = len(result["accuracy"])
+                CONSOLE.print(
+                    f"  {repeat + 1}/{repeats}  {system:<10}{result['reached_s']:8.2f} s, {epochs} epochs{late}"
+                )
+    return runs
+
+
+def ratios(runs: dict[str, list[dict[str, Any]]], system: str) -> list[float]:
+    """A-SGD's time divided by a system's, per repeat."""
+    return [a["reached_s"] / b["reached_s"] for a, b in zip(runs["A-SGD"], runs[system], strict=True)]
+
+
+def show(name: str, scenario: Scenario, runs: dict[str, list[dict[str, Any]]], goal: float) -> bool:
+    """Print a table, and whether the targets are met."""
+    table = Table(title=f"{scenario.title}: seconds to an accuracy of {goal}", title_justify="left")
+    for heading in ("", "median", "min", "max", "A-SGD / this", "min", "max"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for system, results in runs.items():
+        times = [r["reached_s"] for r in results]
+        row = [f"{f(times):.2f}" for f in (statistics.median, min, max)]
+        if system != "A-SGD":
+            row += [f"{f(ratios(runs, system)):.3f}" for f in (statistics.median, min, max)]
+        table.add_row(system, *row)
+    CONSOLE.print(table)
+    good = True
+    for system, most in scenario.targets.items():
+        if system not in runs:
+            continue
+        median = statistics.median(ratios(runs, system))
+        verdict = "[green]PASS[/]" if median <= most else "[red]FAIL[/]"
+        good &= median <= most
+        CONSOLE.print(f"{verdict}  {name}: A-SGD takes {median:.3f} of the time of {system}, target {most:.3f}")
+    return good
+
+
+def codes(seeds: int, epochs: int) -> bool:
+    """Accuracy and traffic with every compression, beside none; what sync points send in full is the same in all."""
+    scenario = Scenario("compression", mbit=1000, limit_s=300.0)
+    names = [None, "bf16", "fp16", "int8", "topk"]
+    results: dict[str, list[dict[str, Any]]] = {str(name): [] for name in names}
+    with two_machines(scenario.mbit) as network:
+        for seed in range(seeds):
+            for name in names:
+                chosen = Scenario("compression", mbit=1000, asgd={"compression": name, "data": "split"}, limit_s=300.0)
+                result = run(chosen, "A-SGD", math.inf, seed, network, epochs)
+                results[str(name)].append(result)
+                CONSOLE.print(
+                    f"  {seed + 1}/{seeds}  {name!s:<6} {result['accuracy'][-1]:.4f}  {result['bytes']:,} bytes"
+                )
+    base = statistics.median(r["accuracy"][-1] for r in results["None"])
+    table = Table("", "accuracy", "bytes on the cable", "of those without", title="compression", title_justify="left")
+    good = True
+    for name, runs in results.items():
+        accuracy = statistics.median(r["accuracy"][-1] for r in runs)
+        traffic = statistics.median(r["bytes"] for r in runs)
+        share = traffic / statistics.median(r["bytes"] for r in results["None"])
+        good &= accuracy >= base - 0.01
+        table.add_row(name, f"{accuracy:.4f}", f"{traffic:,.0f}", f"1 / {1 / share:.2f}")
+    CONSOLE.print(table)
+    return good
+
+
+def draw(results: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
+    """Bars of the medians with a dot for every run, on a logarithmic scale."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    colours = {"alone": "#b0b0b0", "DDP": "#4c72b0", "local SGD": "#55a868", "A-SGD": "#dd8452"}
+    figure, axes = plt.subplots(1, len(results), figsize=(1 + 2.6 * len(results), 4), squeeze=False, sharey=True)
+    for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
+        for place, (system, each) in enumerate(runs.items()):
+            times = [r["reached_s"] for r in each]
+            axis.bar(place, statistics.median(times), color=colours[system])
+            axis.plot([place] * len(times), times, "k.", markersize=4)
+            axis.text(
+                place, statistics.median(times) * 1.06, f"{statistics.median(times):.1f}", ha="center", fontsize=8
+            )
+        axis.set_yscale("log")
+        axis.set_xticks(range(len(runs)), list(runs), fontsize=8, rotation=20)
+        axis.set_title(SCENARIOS[name].title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("seconds to the accuracy")
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--scenario", choices=list(SCENARIOS), action="append")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="beside A-SGD")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--goal", type=float, default=0.97)
+    parser.add_argument("--codes", action="store_true", help="accuracy and bytes with every compression instead")
+    parser.add_argument("--epochs", type=int, default=10, help="with --codes")
+    args = parser.parse_args()
+    clean_environment()
+    systems = [system for system in SYSTEMS if system in args.systems or system == "A-SGD"]
+    chosen = args.scenario or list(SCENARIOS)
+    if (args.codes or any(SCENARIOS[name].mbit for name in chosen)) and (reason := available()) is not None:
+        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
+        return 2
+    import pytorch_lightning  # noqa: F401  # once, for all forked ranks
+
+    with _told_of_errors():
+        if args.codes:
+            return 0 if codes(args.repeats, args.epochs) else 1
+        results: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        good = True
+        for name in chosen:
+            results[name] = measure(name, SCENARIOS[name], systems, args.repeats, args.goal)
+            good &= show(name, SCENARIOS[name], results[name], args.goal)
+            folder = ROOT / "results"
+            folder.mkdir(exist_ok=True)
+            content = {n: {"scenario": asdict(SCENARIOS[n]), "runs": runs} for n, runs in results.items()}
+            (folder / "race.json").write_text(json.dumps(content, indent=1) + "\n")
+            draw(results, folder / "race.png")
+        return 0 if good else 1
+
+
+@contextlib.contextmanager
+def _told_of_errors() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        CONSOLE.print("\ninterrupted; everything is cleaned up")
+        sys.exit(130)
+    except RuntimeError as error:
+        CONSOLE.print(f"[red]{escape(str(error))}[/]")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

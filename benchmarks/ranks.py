@@ -1,0 +1,137 @@
+"""Ranks of a run, forked from a process that has imported torch and Lightning once, and has done nothing with them.
+
+They are started as an external launcher would start them, on one machine or on the two of :mod:`network`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO, Any
+
+from network import Network
+
+__all__ = ["clean_environment", "run_ranks"]
+
+
+def clean_environment() -> None:
+    """Forget what a launcher around this program may have set."""
+    names = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in [*os.environ]:
+        if name in names or name.startswith(("LIGHTNING_ASGD_", "TORCHELASTIC_", "SLURM_")):
+            del os.environ[name]
+
+
+def run_ranks(
+    jobs: Sequence[Callable[[], dict[str, Any]]],
+    seconds: float,
+    *,
+    launched: bool = True,
+    network: Network | None = None,
+) -> list[dict[str, Any]]:
+    """Run one job per rank, all at once, and return what they return.
+
+    Args:
+        jobs: by rank.
+        seconds: deadline.
+        launched: whether the ranks are those of one Trainer; else each is alone.
+        network: two machines to spread them over, by halves.
+
+    Raises:
+        RuntimeError: a rank failed or is late; the text holds its last output.
+    """
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    ranks = []
+    for rank, job in enumerate(jobs):
+        enter: Callable[[], None] = lambda: None  # noqa: E731
+        if network is not None and launched:
+            enter = partial(network.enter, rank // (len(jobs) // 2))
+        reader, writer = context.Pipe(duplex=False)
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = _environment(rank, len(jobs), port, network) if launched else {}
+        process = context.Process(target=_be, args=(environment, enter, job, writer, output), daemon=True)
+        ranks.append((rank, process, reader, writer, output))
+    try:
+        return _collect(ranks, time.monotonic() + seconds)
+    finally:
+        for _, process, reader, _, output in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            reader.close()
+            output.close()
+
+
+def _be(
+    environment: dict[str, str],
+    enter: Callable[[], None],
+    job: Callable[[], dict[str, Any]],
+    answer: Any,
+    output: IO[bytes],
+) -> None:
+    """What a forked rank does first and last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    try:
+        enter()
+        os.environ.update(environment)
+        answer.send(job())
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's children skip it
+
+
+def _environment(rank: int, workers: int, port: int, network: Network | None) -> dict[str, str]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
+    if network is None:
+        return common
+    node, local = divmod(rank, workers // 2)
+    return {
+        **common,
+        "MASTER_ADDR": network.addresses[0],
+        "NODE_RANK": str(node),
+        "LOCAL_RANK": str(local),
+        "GLOO_SOCKET_IFNAME": network.interfaces[node],
+    }
+
+
+def _collect(ranks: list[tuple[int, Any, Any, Any, IO[bytes]]], deadline: float) -> list[dict[str, Any]]:
+    for _, process, _, writer, _ in ranks:
+        process.start()
+        writer.close()
+    answers = []
+    for rank, process, reader, _, output in ranks:
+        problem = "is not done in time"
+        try:
+            if reader.poll(max(0.0, deadline - time.monotonic())):
+                answers.append(reader.recv())
+                continue
+        except EOFError:
+            process.join(5)
+            problem = f"ended with exit code {process.exitcode}"
+        output.seek(0)
+        raise RuntimeError(f"Rank {rank} {problem}. Its last output:\n{output.read().decode(errors='replace')[-4000:]}")
+    for _, process, _, _, _ in ranks:
+        process.join(30)  # servers are stopped meanwhile
+    return answers
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
