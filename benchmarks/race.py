@@ -165,10 +165,12 @@ def local_sgd() -> Any:
 
     class LocalSGD(DDPStrategy):
         def configure_ddp(self) -> None:
-            # Gradients are averaged over a subgroup: every rank is one.
-            subgroup, _ = dist.new_subgroups(1)
-            self._ddp_comm_state = hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0)
             super().configure_ddp()
+            # Gradients are averaged over a subgroup: every rank is one. Lightning registers hooks on GPUs only.
+            subgroup, _ = dist.new_subgroups(1)
+            self.model.register_comm_hook(
+                hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0), hook.post_localSGD_hook
+            )
 
     state = hook.PostLocalSGDState(None, None, start_localSGD_iter=0)
     return LocalSGD(ddp_comm_state=state, ddp_comm_hook=hook.post_localSGD_hook, model_averaging_period=NSYNC)

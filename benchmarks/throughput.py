@@ -48,7 +48,7 @@ class Scenario:
 
     name: str
     params: int = 600_000
-    nsync: tuple[int, ...] = (10,)
+    nsync: tuple[int | str, ...] = (10,)
     workers: int = 2
     straggler: float = 0.0  # seconds that rank 1 sleeps every step
     bandwidth: float | None = None  # Mbit/s between two halves of the ranks
@@ -77,7 +77,7 @@ class System:
     """One of the things compared."""
 
     kind: str  # "one alone", "unconnected", "DDP" or "A-SGD"
-    nsync: int = 0
+    nsync: int | str = 0
 
     def __str__(self) -> str:
         return f"{self.kind} nsync {self.nsync}" if self.nsync else self.kind
@@ -220,7 +220,7 @@ def _figures(strategy: Any) -> dict[str, float]:
         overseer = supervisor.current()
         times = [psutil.Process(pid).cpu_times() for pid in (overseer.server_pids if overseer else [])]
         figures["server_cpu_s"] = sum(t.user + t.system for t in times)
-        for key in ("exchanges", "pushes", "deferred", "wait_s", "round_trip_s", "staleness_sum"):
+        for key in ("steps", "exchanges", "pushes", "deferred", "wait_s", "round_trip_s", "staleness_sum"):
             figures[key] = getattr(stats, key)
     return figures
 
@@ -263,6 +263,7 @@ def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, An
             "exchanges_per_s": sum(a["exchanges"] / a["at_s"] for a in answers),
             "wait_share": sum(a["wait_s"] for a in answers) / total_s,
             "deferred": sum(a["deferred"] for a in answers),
+            "steps_per_push": sum(a["steps"] for a in answers) / pushes if pushes else 0.0,
             "round_trip_s": sum(a["round_trip_s"] for a in answers) / exchanges if exchanges else 0.0,
             "staleness": sum(a["staleness_sum"] for a in answers) / pushes if pushes else 0.0,
             "server_cpu_share": answers[0]["server_cpu_s"] / answers[0]["at_s"],
@@ -349,6 +350,7 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     CONSOLE.print(speeds)
     columns = {
         "exchanges/s": ("exchanges_per_s", "{:.1f}", 1),
+        "steps/push": ("steps_per_push", "{:.1f}", 1),
         "merged after ms": ("round_trip_s", "{:.0f}", 1000),
         "waiting %": ("wait_share", "{:.1f}", 100),
         "deferred": ("deferred", "{:.0f}", 1),
@@ -467,13 +469,17 @@ def standard_scenarios(base: Scenario) -> list[Scenario]:
     ]
 
 
+def _nsync(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def parse() -> tuple[list[Scenario], argparse.Namespace]:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="measuring window of a run (default %(default)s)")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--nsync", type=int, nargs="+", default=[10], help="steps between exchanges, one or several")
+    parser.add_argument("--nsync", type=_nsync, nargs="+", default=[10], help='steps between exchanges, or "auto"')
     parser.add_argument("--params", type=float, default=0.6e6, help="parameters of the model (default %(default)g)")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--servers", type=int, default=1)
@@ -492,7 +498,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")
     args = parser.parse_args()
-    if args.workers < 1 or args.repeats < 1 or min(args.nsync) < 1:
+    if args.workers < 1 or args.repeats < 1 or any(n != "auto" and n < 1 for n in args.nsync):
         parser.error("--workers, --repeats and --nsync must be at least 1")
     base = Scenario(
         name="custom",

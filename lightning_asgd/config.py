@@ -16,6 +16,7 @@ RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 """``host:port`` of the store where a job's processes find each other; set for the workers that the launcher starts."""
 
 
+_FIRST_NSYNC = 10  # until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
 
 
@@ -50,6 +51,8 @@ class ExchangeConfig:
     """Optimizer steps between two pushes."""
     algorithm: Algorithm = field(default_factory=ASGD)
     """What workers push and what servers do with it."""
+    auto: bool = False
+    """Whether a worker finds both by itself; they are what it begins with."""
     overlap: bool = True
     """Train on while an exchange is under way."""
     max_offline_steps: int = 1000
@@ -75,7 +78,7 @@ class ExchangeConfig:
         """Check what a user gave.
 
         Args:
-            nsync: default of ``nfetch`` and ``npush``.
+            nsync: default of ``nfetch`` and ``npush``; or ``"auto"``, without these.
             nfetch: steps between two fetches; None means ``nsync``.
             npush: steps between two pushes; None means ``nsync``.
             algorithm: an algorithm or its name; None means :class:`ASGD`.
@@ -88,7 +91,12 @@ class ExchangeConfig:
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
         """
-        nsync = positive_int("nsync", nsync)
+        auto = nsync == "auto"
+        if auto and (nfetch is not None or npush is not None):
+            raise ConfigurationError(
+                f"nsync='auto' was given beside nfetch={nfetch!r} and npush={npush!r}. Expected one or the other."
+            )
+        nsync = _FIRST_NSYNC if auto else positive_int("nsync", nsync)
         rule = find(algorithm, scale)
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
@@ -104,6 +112,7 @@ class ExchangeConfig:
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
+            auto=auto,
             algorithm=rule,
             overlap=rule.overlap if overlap is None else overlap,
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),

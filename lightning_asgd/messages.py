@@ -181,6 +181,7 @@ class Reply:
         verdict: what became of the push.
         weights: the shard by value, as the update; None if not asked for or if it lies in the shared block.
         nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
+        busy_s: seconds that the server was busy with it.
     """
 
     version: int
@@ -188,6 +189,7 @@ class Reply:
     verdict: Verdict
     weights: tuple[Any, ...] | None = None
     nsync: int = 0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True)

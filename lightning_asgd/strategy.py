@@ -56,6 +56,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
+            ``"auto"``: as few as cost next to nothing. Every worker measures steps, exchanges and the servers while it
+            trains, and follows their changes.
         nfetch: steps between two fetches of the weights, if not ``nsync``.
         npush: steps between two pushes of what was learnt, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
@@ -110,7 +112,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def __init__(
         self,
-        nsync: int = 10,
+        nsync: int | str = 10,
         *,
         nfetch: int | None = None,
         npush: int | None = None,

@@ -98,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.collectives": {"worker.client"},
     "worker.replica": {"algorithms.base", "errors", "layout", "messages", "transport.shared_memory"},
     "worker.sharing": {"layout", "stats"},
+    "worker.pace": set(),
     "worker.exchange": {
         "algorithms.base",
         "compression",
@@ -105,6 +106,7 @@ ALLOWED: dict[str, set[str]] = {
         "messages",
         "stats",
         "worker.client",
+        "worker.pace",
         "worker.replica",
         "worker.sharing",
     },

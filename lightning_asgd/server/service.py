@@ -175,6 +175,7 @@ class Service:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         block = self._blocks.get((message.worker, message.fragment))
         shared = message.shared and block is not None
+        begun = self._clock()
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
@@ -184,7 +185,7 @@ class Service:
         except Exception:
             del self._held[id(message)]
             raise
-        self._answer(due)
+        self._answer(due, begun)
         return future.value() if future.done() else future
 
     def _plain(self, message: Exchange, shard: Shard) -> tuple[Tensor, ...] | None:
@@ -279,7 +280,7 @@ class Service:
             if held is not None:  # its session may have ended
                 held[1].set_result(grant)
 
-    def _answer(self, due: list[Due]) -> None:
+    def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
             _, future = self._held.pop(id(each.message))
             key = each.message.worker, each.message.fragment
@@ -291,7 +292,7 @@ class Service:
                 full = each.message.full or reply.verdict is Verdict.REPEATED
                 weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
                 reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
-            future.set_result(reply)
+            future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 
     def _end_session(self, why: str) -> None:
         waiting = [(worker, future) for (worker, _), future in self._waiting.items()]

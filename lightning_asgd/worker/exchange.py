@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sharing import Sharing
 
@@ -43,6 +44,9 @@ class _Pending:
     step: int
     local_steps: int
     nbytes: int  # of the update
+    cost_s: float = 0.0  # in which the training thread was busy with it
+    step_s: float = 0.0  # seconds per step before it; 0 if unknown
+    answered: list[float] = field(default_factory=list)  # when each server has
 
 
 class Exchanger(Sharing):
@@ -87,6 +91,8 @@ class Exchanger(Sharing):
         self._codes = list(codes) or [None] * client.num_servers
         self._clock = clock
         self._wished: int | None = None  # steps between two exchanges that the servers want
+        self._auto = Pace(config.npush) if config.auto else None
+        self._busy_s = 0.0  # with exchanges, since the latest one began
         self._pace: tuple[int, float] | None = None  # steps taken and the time at the last exchange's beginning
         self._seq = 0
         self._since_push = 0
@@ -127,12 +133,16 @@ class Exchanger(Sharing):
     @property
     def due(self) -> tuple[bool, bool]:
         """Whether a push, and whether a fetch is due."""
-        config, steps = self.config, self.stats.steps
-        npush, nfetch = self._wished or config.npush, self._wished or config.nfetch
+        steps = self.stats.steps
+        npush, nfetch = self._wished or self._npush, self._wished or (self._npush if self._auto else self.config.nfetch)
         return (
             self._since_push + self._lead >= self._algorithm.period(npush, steps),
             self._since_fetch + self._lead >= self._algorithm.period(nfetch, steps),
         )
+
+    @property
+    def _npush(self) -> int:
+        return self.config.npush if self._auto is None else self._auto.period
 
     @property
     def answered(self) -> bool:
@@ -231,15 +241,17 @@ class Exchanger(Sharing):
         fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
         local_steps = self._since_push if push else 0
         begun = self._clock()
-        speed = 0.0
+        speed = step_s = 0.0
         if push:
             self._seq += 1
             self.replica.pack()
             self._since_push = 0
             if not rest:
                 self._lead = 0
-            if self._pace is not None and begun > self._pace[1]:
-                speed = (self.stats.steps - self._pace[0]) / (begun - self._pace[1])
+            if self._pace is not None and begun > self._pace[1] and self.stats.steps > self._pace[0]:
+                steps, seconds = self.stats.steps - self._pace[0], begun - self._pace[1]
+                speed, step_s = steps / seconds, max(0.0, seconds - self._busy_s) / steps
+            self._busy_s = 0.0
             self._pace = (self.stats.steps, begun)
         if fetch:
             self._since_fetch = 0
@@ -258,14 +270,20 @@ class Exchanger(Sharing):
             steps=local_steps,
             lr=self._lr(),
             speed=speed,
-            nsync=self.config.npush,
+            nsync=self._npush,
             may_wait=may_wait and not rest,
             rest=rest,
             fragment=self._fragment,
             full=full,
         )
         sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
-        self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps, sent)
+        cost_s = self._clock() - begun
+        self._busy_s += cost_s
+        self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps, sent, cost_s, step_s)
+        if self._auto is not None:
+            answered = self._pending.answered
+            for future in futures:
+                future.add_done_callback(lambda _: answered.append(self._clock()))
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
         pending = self._pending
@@ -276,7 +294,8 @@ class Exchanger(Sharing):
             yield pending.futures
         self._pending = None
         replies = self.client.replies(pending.futures)
-        wait_s = self._clock() - waiting_since
+        merging_since = self._clock()
+        wait_s = merging_since - waiting_since
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
@@ -287,7 +306,14 @@ class Exchanger(Sharing):
             else:
                 self.replica.merge(answers, pushed=pending.push, fresh=refused or self._since_push == 0)
         wishes = [r.nsync for r in replies if r.nsync]
-        self._wished = max(wishes) if wishes and max(wishes) != self.config.npush else None
+        self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
+        merge_s = self._clock() - merging_since
+        self._busy_s += merge_s + wait_s
+        if self._auto is not None and not sync and pending.push and pending.fetch:
+            near = any(block is not None for block in self.replica.blocks)  # servers that take this machine's cores
+            taken_s = sum(r.busy_s for r in replies) if near else 0.0
+            trip_s = max(pending.answered, default=merging_since) - pending.begun
+            self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=pending.cost_s + merge_s + taken_s)
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0

@@ -770,3 +770,51 @@ def test_a_look_at_the_weights_does_not_disturb_what_both_ends_know() -> None:
     for _ in range(20):
         worker.step(0.0)
     assert torch.allclose(worker.w, total, atol=0.05)
+
+
+# ---------------------------------------------------------------------- nsync="auto"
+
+
+class Network:
+    """A transport over which an exchange takes so many seconds of a clock that a test turns."""
+
+    def __init__(self, cluster: Cluster, trip_s: float) -> None:
+        self.now, self.trip_s = 0.0, trip_s
+        self.under_way: list[tuple[float, Any, Any]] = []
+        self.inner = cluster.transport
+        self.num_servers = self.inner.num_servers
+
+    def call(self, server: int, message: Any, timeout_s: float) -> Any:
+        answer = self.inner.call(server, message, timeout_s)
+        if not isinstance(message, Exchange) or not message.push:
+            return answer
+        future: Any = torch.futures.Future()
+        self.under_way.append((self.now + self.trip_s, future, answer))
+        return future
+
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
+        for due, future, answer in [x for x in self.under_way if x[0] <= self.now]:
+            before, self.now = self.now, due
+            future.set_result(answer.value())
+            self.now = before
+        self.under_way = [x for x in self.under_way if x[0] > self.now]
+
+
+def test_auto_exchanges_as_often_as_the_network_allows_and_follows_its_changes() -> None:
+    cluster = Cluster()
+    network = Network(cluster, trip_s=0.5)
+    cluster.transport = network  # type: ignore[assignment]
+    worker = Worker(cluster, nsync="auto", clock=lambda: network.now)
+    periods = []
+    for trip_s in (0.5, 2.0, 0.05):
+        network.trip_s = trip_s
+        for _ in range(800):
+            worker.train(0.0)
+            network.turn(0.02)
+            worker.exchanger.advance()
+        periods.append(worker.exchanger.stats.records[-1].local_steps)
+    assert periods[0] in (25, 26)
+    assert periods[1] in (100, 101)
+    assert periods[2] in (3, 4)
+    assert worker.exchanger.stats.wait_s == 0

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.worker.pace import Pace
+
+SECONDS = st.floats(1e-4, 10.0)
+
+
+@given(SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_the_smallest_period_that_hides_the_exchange_and_costs_little(step: float, trip: float, cost: float) -> None:
+    pace = Pace(10)
+    for _ in range(9):
+        pace.note(step_s=step, trip_s=trip, cost_s=cost)
+    period = pace.period
+    hidden, cheap = trip <= period * step * 1.0001, cost <= 0.02501 * period * step
+    assert period == 10_000 or (hidden and cheap)
+    if period > 1:
+        assert (period - 1) * step < trip * 1.0001 or 0.025 * (period - 1) * step < cost * 1.0001
+
+
+def test_it_follows_a_network_that_becomes_slow_and_fast_again_and_ignores_a_single_delay() -> None:
+    pace = Pace(10)
+    for trip, expected in ((0.02, 2), (1.0, 100), (0.05, 5)):
+        for _ in range(9):
+            pace.note(step_s=0.01, trip_s=trip, cost_s=0.0)
+        assert pace.period == expected
+    pace.note(step_s=0.01, trip_s=60.0, cost_s=5.0)
+    assert pace.period == 5
+
+
+def test_before_anything_is_known_it_says_what_it_was_told() -> None:
+    pace = Pace(10)
+    pace.note(step_s=0.0, trip_s=1.0, cost_s=1.0)
+    assert pace.period == 10
+
+
+def test_settings() -> None:
+    config = ExchangeConfig.create(nsync="auto")
+    assert config.auto
+    assert config.npush == config.nfetch == 10
+    assert not ExchangeConfig.create(nsync=10).auto
+    with pytest.raises(ValueError, match="nsync='auto' was given beside nfetch=3 and npush=None"):
+        ExchangeConfig.create(nsync="auto", nfetch=3)
+    with pytest.raises(ValueError, match="nsync='often'"):
+        ExchangeConfig.create(nsync="often")
