@@ -44,6 +44,8 @@ def why_split(trainer: Any) -> str | None:
         return "Lightning has put no distributed sampler into the training dataloader, or there is no batch sampler"
     if not trainer._accelerator_connector.use_distributed_sampler:
         return "use_distributed_sampler=False"
+    if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
+        return f"the sampler deals samples out to {sampler.num_replicas} instead of {workers} workers"
     if type(loop._data_fetcher).__name__ != "_PrefetchDataFetcher":
         return "training_step takes the dataloader's iterator"
     if getattr(trainer, "_val_check_time_interval", None) is not None:
@@ -79,6 +81,7 @@ class LeasedLoop:
         self.run = run
         self._resumed = dict(resumed)
         self._loader: Any = None
+        self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
         self._batches = 0  # of an epoch per worker, if all are equally fast
         self._interval: Any = 0  # of these between two validations
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
@@ -99,23 +102,38 @@ class LeasedLoop:
 
     # ------------------------------------------------------------------ once per epoch
 
+    @property
+    def installed(self) -> bool:
+        """Whether the training dataloader is still the same."""
+        return self._loader is not None and self.trainer.fit_loop._combined_loader.flattened == [self._loader]
+
     def install(self) -> None:
-        """Let the training dataloader yield what is granted. To be called when an epoch begins; does nothing twice."""
+        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins."""
         loop = self.trainer.fit_loop
         (loader,) = loop._combined_loader.flattened
-        if isinstance(loader.batch_sampler, LeasedBatches):
-            return
+        self._uninstall()
         self._loader = loader
         self._batches = int(loop.max_batches)
         self._interval = self.trainer.val_check_batch
         inner, length = loader.batch_sampler, len(loader)
+        if isinstance(inner, LeasedBatches):  # of a fit that failed
+            inner = inner.inner
         sampler = inner.sampler  # deals the samples out to workers: have it give all of them
+        self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
         sampler.set_epoch(loop.epoch_progress.current.processed)
         # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
         object.__setattr__(loader, "batch_sampler", LeasedBatches(inner, self.leases, self._plan, length))
         iter(loop._data_fetcher)
+
+    def _uninstall(self) -> None:
+        """Give the training dataloader back as it was: it may be the user's own."""
+        if self._loader is not None:
+            inner = self._loader.batch_sampler.inner
+            vars(inner.sampler).update(self._dealt)
+            object.__setattr__(self._loader, "batch_sampler", inner)
+            self._loader = None
 
     def _plan(self) -> Plan:
         """The epoch that begins now."""
@@ -269,8 +287,10 @@ class LeasedLoop:
 
     def restore(self) -> None:
         """Give Lightning its own numbers back."""
-        self.trainer.fit_loop.max_batches = self._batches
-        self.trainer.val_check_batch = self._interval
+        if self.installed:
+            self.trainer.fit_loop.max_batches = self._batches
+            self.trainer.val_check_batch = self._interval
+        self._uninstall()
         total = vars(self.trainer.fit_loop.epoch_loop.batch_progress.total)
         _shift(total, self._batches_before - total["ready"])
         for config in self.trainer.lr_scheduler_configs:

@@ -188,6 +188,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
             )
         self._failed = self._told = False
+        self._leased = None
         self._layouts = 0
         self._join(self._job.session)
         overseer = supervisor.current()
@@ -291,10 +292,15 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         together = algorithm.waits or algorithm.payload is Payload.LAYERS
         if self._sharing is None or self._data == "split" or self.world_size == 1 or together:
             return
+        if self._leased is not None and self._leased.installed:
+            return
         trainer = self.lightning_module.trainer
         reason = why_split(trainer)
         if reason is not None:
-            if self._leased is None and not self._told and self.is_global_zero:
+            if self._leased is not None:
+                self._leased.restore()
+                self._leased = None
+            if not self._told and self.is_global_zero:
                 self._told = True
                 self.tree.info(
                     f"Every worker trains a fixed part of the data, since {reason}: a slow worker holds the others up "

@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asgd import ASGDStrategy
 from tests.lightning.models import Regression, dataset, loader, trainer
@@ -205,6 +206,32 @@ def test_what_cannot_be_leased_is_split_and_says_so_once(
     assert reason in said
     trainer(tmp_path, strategy(data="split"), max_epochs=1).fit(Any_(), data())
     assert (tmp_path / "log").read_text() == said
+
+
+def test_a_loader_of_ones_own_with_a_distributed_sampler_is_given_back_as_it_was(tmp_path: Path) -> None:
+    class Own(Watching):
+        def train_dataloader(self) -> DataLoader[Any]:
+            if not hasattr(self, "own"):
+                sampler = DistributedSampler(Numbered(), num_replicas=2, rank=self.global_rank)
+                self.own = DataLoader(Numbered(), BATCH, sampler=sampler)
+            return self.own
+
+        def on_fit_end(self) -> None:
+            super().on_fit_end()
+            assert type(self.own.batch_sampler) is BatchSampler
+            assert len(self.own) == SAMPLES // BATCH // 2
+            assert len(list(self.own)) == SAMPLES // BATCH // 2
+
+    run = trainer(tmp_path, strategy(), max_epochs=1)
+    run.fit(Own(tmp_path, slow_s=0.01))
+    assert Seen(tmp_path).of_epoch(0) == ONCE
+
+    class Whole(Watching):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Numbered(), BATCH, sampler=DistributedSampler(Numbered(), num_replicas=1, rank=0))
+
+    trainer(tmp_path, strategy(), max_epochs=1).fit(Whole(tmp_path, slow_s=0.0))  # everybody trains everything
+    assert Seen(tmp_path).of_epoch(0) == ONCE + ONCE
 
 
 def test_split_gives_everybody_the_same_number_of_batches(tmp_path: Path) -> None:
