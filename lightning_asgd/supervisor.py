@@ -231,8 +231,10 @@ def _child_environment() -> dict[str, str]:
 
 
 def _server_environment() -> dict[str, Any]:
-    # A server needs one core and no accelerator.
+    # A server needs one core and no accelerator. Every message by value brings fresh memory: huge pages make that cheap
+    # (100 MB there and back by RPC: 7.2 times two copies by one thread; 5.2 so, 3.0 with those of the worker too).
     return {
+        "THP_MEM_ALLOC_ENABLE": "1",
         **_child_environment(),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",

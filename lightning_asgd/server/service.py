@@ -174,14 +174,12 @@ class Service:
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         block = self._blocks.get((message.worker, message.fragment))
-        shared = message.shared and block is not None
         begun = self._clock()
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
-            due = shard.exchange(
-                message, block.tensors if shared and block is not None else self._plain(message, shard)
-            )
+            buffer = block.tensors if block is not None and message.shared else self._plain(message, shard)
+            due = shard.exchange(message, buffer)
         except Exception:
             del self._held[id(message)]
             raise

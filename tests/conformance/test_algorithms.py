@@ -40,7 +40,26 @@ def fit(lab: Lab, name: str, servers: int = 1) -> dict[str, Any]:
     return {"loss": loss_of(module), "step": trainer.global_step, "pushes": strategy.stats.pushes}
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
+# One of each kind; the others differ in pure functions, which other tests run over RPC too.
+USUAL = {
+    "downpour_adam",
+    "dylu",
+    "easgd",
+    "hogwild",
+    "layerwise",
+    "local_sgd",
+    "sgmcmc",
+    "softsync",
+    "ssp",
+    "streaming_diloco",
+}
+
+
+def names() -> list[Any]:
+    return [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.slow]) for name in sorted(EVERY)]
+
+
+@pytest.mark.parametrize("name", names())
 def test_every_algorithm_trains(name: str, pair: Pair, tmp_path: Path) -> None:
     outcomes = pair.run(
         partial(fit, name=name, servers=2 if name in ("easgd", "layerwise") else 1), tmp_path, DEADLINE_S

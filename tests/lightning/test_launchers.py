@@ -172,16 +172,17 @@ def test_the_command_line_of_lightning(tmp_path: Path) -> None:
 
 CELLS = [
     """
-import pytorch_lightning as pl, lightning_asgd
+import pytorch_lightning as pl, torch, lightning_asgd
 from tests.lightning.models import Regression, dataset, loader
+torch.manual_seed(0)
 module = Regression()
-options = dict(accelerator="cpu", devices=2, max_epochs=12, logger=False, enable_checkpointing=False)
+options = dict(accelerator="cpu", devices=2, max_epochs=30, logger=False, enable_checkpointing=False)
 trainer = pl.Trainer(strategy="asgd_notebook", **options)
 trainer.fit(module, loader())
 print("loss", float(module.eval().loss(dataset().tensors)), "pushes", trainer.strategy.stats.pushes)
 """,
     """
-trainer = pl.Trainer(strategy="asgd_notebook", **options)  # the same cell once more
+trainer = pl.Trainer(strategy="asgd_notebook", **{**options, "max_epochs": 2})  # the same cell once more
 trainer.fit(module, loader())
 print("again", trainer.strategy.stats.pushes)
 """,

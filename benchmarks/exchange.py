@@ -1,0 +1,149 @@
+"""Seconds of one exchange, beside copying the same bytes: how near is it to what the memory can do?
+
+    python benchmarks/exchange.py                   # 100 MB through shared memory, and by RPC on loopback
+    python benchmarks/exchange.py --megabytes 400
+
+A worker (this process) and a server, with one thread each, exchange a vector of float32: push and fetch in one message,
+the server's addition included. What the worker does before and after (packing, merging) is shown apart. The unit is two
+copies of the vector by one thread, from one buffer to another, since the bytes have to go there and back. All are
+measured in turns; medians with minimum and maximum.
+
+Exits with 1 if an exchange takes more than 1.25 of that by RPC, or more than 1.0 through shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_asgd import supervisor
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.layout import build_layout
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.transport.rpc import RpcTransport
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.replica import Replica
+
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+TARGETS = {"shared memory": 1.0, "RPC": 1.25}
+
+
+class Worker:
+    """One vector, and what is needed to exchange it.
+
+    Args:
+        transport: to a server of its own.
+        name: of its session.
+        n: number of scalars.
+        shared: whether to go through shared memory.
+    """
+
+    def __init__(self, transport: RpcTransport, name: str, n: int, shared: bool) -> None:
+        self.client = Client(transport, name, 0, 1)
+        self.client.join()
+        self.weights = torch.randn(n)
+        layout = build_layout([("w", self.weights)], [], 1)
+        block = shared_memory.create(layout.shard(0)) if shared else None
+        self.replica = Replica(layout, lambda: [self.weights], [block])
+        rule = ExchangeConfig.create(nsync=1).algorithm
+        self.client.initialise(layout, rule, [block.ref if block else None], self.replica.weights())
+        self.versions = [0]
+        self.seq = 0
+
+    def pack(self) -> None:
+        """Put an update on the wire."""
+        self.weights.add_(1e-3)
+        self.replica.pack()
+
+    def exchange(self) -> Any:
+        """Push and fetch."""
+        self.seq += 1
+        futures = self.client.exchange(
+            self.seq, self.versions, push=True, fetch=True, updates=self.replica.updates(), steps=1
+        )
+        replies = self.client.replies(futures)
+        self.versions = [r.version for r in replies]
+        return [r.weights if r.weights is not None else w for r, w in zip(replies, self.replica.wire, strict=True)]
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    result = function()
+    return time.perf_counter() - begun, result
+
+
+def spread(values: list[float]) -> list[str]:
+    """Median, minimum and maximum, in milliseconds."""
+    return [f"{1000 * f(values):.0f}" for f in (statistics.median, min, max)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    n = args.megabytes * 250_000
+    overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK), "lo")
+    rendezvous: Any = overseer.rendezvous
+    addresses = [rendezvous.get(key, "A server", 60.0)["address"] for key in overseer.keys(2)]
+    source, target = torch.randn(n), torch.empty(n)
+    times: dict[str, list[float]] = {}
+    transports = [("shared memory", True, addresses[0]), ("RPC", False, addresses[1])]
+    for name, shared, address in transports:
+        transport = RpcTransport([address])
+        worker = Worker(transport, name, n, shared)
+        server = psutil.Process(overseer.server_pids[[a for _, _, a in transports].index(address)])
+        for kind in ("", ", server's CPU", ", packing", ", merging"):
+            times[name + kind] = []
+        times[f"two copies beside {name}"] = []
+        for repeat in range(args.repeats + 2):
+            copied, _ = timed(lambda: (target.copy_(source), source.copy_(target)))
+            packed, _ = timed(worker.pack)
+            before = sum(server.cpu_times()[:2])
+            took, answers = timed(worker.exchange)
+            cpu = sum(server.cpu_times()[:2]) - before
+            merged, _ = timed(partial(worker.replica.merge, answers))
+            if repeat >= 2:
+                row = {f"two copies beside {name}": copied, name: took}
+                row |= {f"{name}, server's CPU": cpu, f"{name}, packing": packed, f"{name}, merging": merged}
+                for key, value in row.items():
+                    times[key].append(value)
+        worker.replica.close()
+        transport.close()
+    supervisor.close_current()
+    table = Table("", "ms", "min", "max", "of two copies", title=f"{args.megabytes} MB there and back")
+    good = True
+    for name, _, _ in transports:
+        unit = times[f"two copies beside {name}"]
+        for kind in ("", ", server's CPU", ", packing", ", merging"):
+            values = times[name + kind]
+            ratio = statistics.median(v / u for v, u in zip(values, unit, strict=True))
+            table.add_row(
+                name + kind, *(f"{1000 * f(values):.0f}" for f in (statistics.median, min, max)), f"{ratio:.2f}"
+            )
+            if not kind:
+                good &= ratio <= TARGETS[name]
+        table.add_row("two copies", *spread(unit), "1")
+        bandwidth = 2 * args.megabytes / 1000 / statistics.median(unit)
+        CONSOLE.print(f"one thread copies {bandwidth:.1f} GB/s beside {name}")
+    CONSOLE.print(table)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
