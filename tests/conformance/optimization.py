@@ -141,11 +141,11 @@ def one_cycle(lab: Lab) -> Any:
         def configure_optimizers(self: Any) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
             steps = self.trainer.estimated_stepping_batches
-            assert steps == 2 * STEPS
+            assert steps == 6 * STEPS
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    return fit(lab, OneCycle)
+    return fit(lab, OneCycle, max_epochs=6)  # without momentum two epochs leave much to chance, under DDP too
 
 
 @case(GROUP, "`ReduceLROnPlateau`", note="It needs a value that is the same everywhere: log it with `sync_dist=True`.")
