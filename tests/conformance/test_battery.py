@@ -54,11 +54,14 @@ def battery() -> Iterator[Battery]:
         battery.close()
 
 
+LONG = {"compiled", "mlflow"}  # 20 s each, for what they load
+
+
 def cases() -> Iterator[Any]:
-    """All on one Lightning, every eighth on the other too; the rest of these are slow tests."""
+    """All but the long ones on one Lightning, some on the other too; the rest are slow tests."""
     for number, name in enumerate(CASES):
-        yield pytest.param(name, PACKAGES[0], id=name)
-        marks = [] if number % 8 == 0 else [pytest.mark.slow]
+        yield pytest.param(name, PACKAGES[0], id=name, marks=[pytest.mark.slow] if name in LONG else [])
+        marks = [] if number % 16 == 0 and name not in LONG else [pytest.mark.slow]
         yield pytest.param(name, PACKAGES[1], id=f"{name}-{PACKAGES[1]}", marks=marks)
 
 

@@ -47,7 +47,11 @@ assert trainer.strategy.launcher.__class__.__mro__[2].__module__.startswith("{pl
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("pl", "other"), [("pytorch_lightning", "lightning.pytorch"), ("lightning.pytorch", "pytorch_lightning")]
+    ("pl", "other"),
+    [
+        ("pytorch_lightning", "lightning.pytorch"),
+        pytest.param("lightning.pytorch", "pytorch_lightning", marks=pytest.mark.slow),  # every order imports both
+    ],
 )
 def test_either_lightning_takes_the_strategy_in_any_order_of_imports(pl: str, other: str) -> None:
     jobs = {}
