@@ -25,7 +25,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from network import Network, available, two_machines
-from ranks import clean_environment, run_ranks
+from ranks import clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -324,7 +324,7 @@ def main() -> int:
         return 2
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
-    with _told_of_errors():
+    with told_of_errors(CONSOLE):
         if args.codes:
             return 0 if codes(args.repeats, args.epochs) else 1
         results: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -338,18 +338,6 @@ def main() -> int:
             (folder / "race.json").write_text(json.dumps(content, indent=1) + "\n")
             draw(results, folder / "race.png")
         return 0 if good else 1
-
-
-@contextlib.contextmanager
-def _told_of_errors() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        CONSOLE.print("\ninterrupted; everything is cleaned up")
-        sys.exit(130)
-    except RuntimeError as error:
-        CONSOLE.print(f"[red]{escape(str(error))}[/]")
-        sys.exit(1)
 
 
 if __name__ == "__main__":

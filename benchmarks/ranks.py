@@ -6,21 +6,25 @@ They are started as an external launcher would start them, on one machine or on 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import IO, Any
 
 from network import Network
+from rich.console import Console
+from rich.markup import escape
 
-__all__ = ["clean_environment", "run_ranks"]
+__all__ = ["clean_environment", "run_ranks", "told_of_errors"]
 
 
 def clean_environment() -> None:
@@ -29,6 +33,19 @@ def clean_environment() -> None:
     for name in [*os.environ]:
         if name in names or name.startswith(("LIGHTNING_ASGD_", "TORCHELASTIC_", "SLURM_")):
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def told_of_errors(console: Console) -> Iterator[None]:
+    """End the program with a line instead of a trace: when it is interrupted, and when a rank has failed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; everything is cleaned up")
+        sys.exit(130)
+    except RuntimeError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        sys.exit(1)
 
 
 def run_ranks(

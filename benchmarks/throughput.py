@@ -22,7 +22,6 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 
 import psutil
 from network import Network, available, two_machines
-from ranks import clean_environment, run_ranks
+from ranks import clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -534,7 +533,7 @@ def main() -> int:
     results = []
     passed = True
     patience = Patience(args.patience)
-    with _told_of_interrupts():
+    with told_of_errors(CONSOLE):
         for scenario in scenarios:
             runs = measure(scenario, patience)
             results.append((scenario, runs))
@@ -548,18 +547,6 @@ def main() -> int:
         verdicts = [check(scenario, runs) for scenario, runs in results]
         passed = all(verdicts)
     return 0 if passed else 1
-
-
-@contextlib.contextmanager
-def _told_of_interrupts() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        CONSOLE.print("\ninterrupted; everything is cleaned up")
-        sys.exit(130)
-    except RuntimeError as error:
-        CONSOLE.print(f"[red]{escape(str(error))}[/]")
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Configurable
+from lightning_asgd.algorithms.settings import between, whole
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.finite import is_finite
 from lightning_asgd.messages import Role
 
-__all__ = ["Cast", "Coded", "Compression", "Int8", "TopK", "Updates", "Weights", "find", "nbytes"]
+__all__ = ["Cast", "Coded", "Compression", "Int8", "Streams", "TopK", "Updates", "Weights", "find", "nbytes", "streams"]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -111,8 +112,7 @@ class Int8(Compression):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
-            raise ConfigurationError(f"Int8(block)={self.block!r}. Expected a whole number of at least 1.")
+        whole("Int8(block)", self.block, 1)
 
     @property
     def factor(self) -> float:
@@ -121,21 +121,19 @@ class Int8(Compression):
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""
-        blocks, tail = self._blocks(values)
-        parts = [b for b in (blocks, tail) if b.numel()]
+        parts = [b for b in self._blocks(values) if b.numel()]
         scales = torch.cat([b.abs().amax(1, keepdim=True).float() / 127 for b in parts])
-        whole = torch.empty(values.numel(), dtype=torch.int8)
-        for b, out, scale in zip(
-            parts, (x for x in self._blocks(whole) if x.numel()), self._of(parts, scales), strict=True
-        ):
+        rounded = torch.empty(values.numel(), dtype=torch.int8)
+        outs = [b for b in self._blocks(rounded) if b.numel()]
+        for b, out, scale in zip(parts, outs, self._of(parts, scales), strict=True):
             # Where all are zero so is the scale.
             out.copy_((b / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127))
-        return whole, scales.flatten()
+        return rounded, scales.flatten()
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
-        whole, scales = coded
-        parts = [b for b in self._blocks(whole) if b.numel()]
+        rounded, scales = coded
+        parts = [b for b in self._blocks(rounded) if b.numel()]
         outs = [b for b in self._blocks(out) if b.numel()]
         for b, o, scale in zip(parts, outs, self._of(parts, scales[:, None]), strict=True):
             torch.mul(b, scale, out=o)
@@ -164,8 +162,7 @@ class TopK(Compression):
     fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 0.5:
-            raise ConfigurationError(f"TopK(fraction)={self.fraction!r}. Expected a number above 0 and at most 0.5.")
+        between("TopK(fraction)", self.fraction, 0, 0.5, above=True)
 
     @property
     def factor(self) -> float:
@@ -319,6 +316,23 @@ class Weights:
         else:
             self._known[group].add_(value)
         return self._known[group]
+
+
+Streams = tuple[Updates, Weights]
+
+
+def streams(compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]) -> list[Streams | None]:
+    """Per server, a worker's ends of the two streams; None where nothing is compressed.
+
+    Args:
+        compression: the code, if any.
+        shards: per server, its groups.
+        shared: per server, whether what is exchanged with it lies in memory that both see.
+    """
+    return [
+        None if compression is None or here else (Updates(compression, groups), Weights(compression, groups))
+        for groups, here in zip(shards, shared, strict=True)
+    ]
 
 
 def nbytes(parts: Sequence[Coded]) -> int:

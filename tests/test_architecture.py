@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms.staleness",
         "errors",
     },
-    "compression": {"algorithms.base", "errors", "finite", "messages"},
+    "compression": {"algorithms.base", "algorithms.settings", "errors", "finite", "messages"},
     "config": {"algorithms", "compression", "errors"},
     # pipes
     "rendezvous": {"errors"},

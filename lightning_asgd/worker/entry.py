@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.compression import Updates, Weights
+from lightning_asgd.compression import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.finite import is_finite
@@ -113,11 +113,7 @@ def enter(
         for server, sees in enumerate(seen):
             if not sees:
                 replica.drop_block(server)
-        code = config.compression
-        codes = [
-            None if sees or code is None else (Updates(code, s), Weights(code, s))
-            for s, sees in zip(shards, seen, strict=True)
-        ]
+        codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
         exchangers.append(
             Exchanger(client, replica, config, on_refused=on_refused, lr=lr, fragment=number, lead=lead, codes=codes)

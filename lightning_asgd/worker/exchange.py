@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
-from lightning_asgd.compression import Updates, Weights, nbytes
+from lightning_asgd.compression import Streams, nbytes
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
@@ -74,7 +74,7 @@ class Exchanger(Sharing):
         lr: Callable[[], float] = lambda: 0.0,
         fragment: int = 0,
         lead: int = 0,
-        codes: Sequence[tuple[Updates, Weights] | None] = (),
+        codes: Sequence[Streams | None] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(replica.layout, client.num_servers)

@@ -78,7 +78,7 @@ class DataLeases:
         self._trained = self._applied = 0  # units
         self._dry = False  # whether the loader was told that there is nothing more
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
-        self._clock_units = 0.0
+        self._reached = 0.0
         self._begun: float | None = None
         self.pace = 0.0
 
@@ -147,8 +147,8 @@ class DataLeases:
         """Units that all workers have probably trained in this epoch; it never falls."""
         end = self.plan.epoch.ends[self.segment]
         now = min(float(end), self._progress + self._ratio * (self._trained - self._since))
-        self._clock_units = max(self._clock_units, now)
-        return self._clock_units
+        self._reached = max(self._reached, now)
+        return self._reached
 
     @property
     def share(self) -> float:
@@ -195,7 +195,7 @@ class DataLeases:
         more = self._claim(wait=True)
         self._begun = None
         if not more:
-            self._clock_units = float(self.plan.epoch.ends[self.segment])
+            self._reached = float(self.plan.epoch.ends[self.segment])
         return more
 
     def meet(self) -> None:

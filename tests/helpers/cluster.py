@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.compression import Updates, Weights
+from lightning_asgd.compression import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.messages import Initialise, Join
@@ -75,14 +75,10 @@ class Cluster:
         )
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
-        code = config.compression
-        seen = client.initialise(layout, config.algorithm, refs, weights, compression=code)
+        seen = client.initialise(layout, config.algorithm, refs, weights, compression=config.compression)
         assert seen == [ref is not None for ref in refs]
         shards = [layout.shard(s) for s in range(layout.num_servers)]
-        codes = [
-            None if sees or code is None else (Updates(code, shard), Weights(code, shard))
-            for shard, sees in zip(shards, seen, strict=True)
-        ]
+        codes = streams(config.compression, shards, seen)
         exchanger = Exchanger(client, replica, config, clock=clock, on_refused=on_refused, codes=codes)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
