@@ -61,7 +61,7 @@ def cases() -> Iterator[Any]:
     """All but the long ones on one Lightning, some on the other too; the rest are slow tests."""
     for number, name in enumerate(CASES):
         yield pytest.param(name, PACKAGES[0], id=name, marks=[pytest.mark.slow] if name in LONG else [])
-        marks = [] if number % 16 == 0 and name not in LONG else [pytest.mark.slow]
+        marks = [] if number % 32 == 0 and name not in LONG else [pytest.mark.slow]
         yield pytest.param(name, PACKAGES[1], id=f"{name}-{PACKAGES[1]}", marks=marks)
 
 

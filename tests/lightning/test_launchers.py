@@ -116,6 +116,7 @@ def test_a_users_subclass(tmp_path: Path) -> None:
     assert strategy.stats.pushes == 4
 
 
+@pytest.mark.slow  # every process imports everything anew
 @pytest.mark.timeout(120)
 def test_spawned_workers(tmp_path: Path) -> None:
     module = Regression()
@@ -212,11 +213,12 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ["".join(o.get("text", "") for o in cell.outputs if o.get("name") == "stdout") for cell in book.cells]
     loss, pushes = re.search(r"loss ([\d.]+) pushes (\d+)", said[0]).groups()  # type: ignore[union-attr]
     assert float(loss) < 2.5  # of 5 without training; how much is left after so few steps is a matter of luck
-    assert int(pushes) >= 4
-    assert int(re.search(r"again (\d+)", said[1]).group(1)) >= 4  # type: ignore[union-attr]
+    assert int(pushes) >= 20  # one per epoch at the least: the other worker may be the faster one
+    assert int(re.search(r"again (\d+)", said[1]).group(1)) >= 2  # type: ignore[union-attr]
     assert "not compatible with an interactive environment" in said[2]
 
 
+@pytest.mark.slow  # srun itself is among the usual tests
 @pytest.mark.timeout(120)
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
     job = {

@@ -174,6 +174,7 @@ def check_finished(folder: Path, processes: list[Any], seconds: float = 90) -> N
     assert not zero[-1]["initialized"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -212,6 +213,7 @@ def test_a_killed_worker_does_not_stop_the_others(tmp_path: Path) -> None:
     assert sum(r["what"] == "epoch end" for r in Recorder.read(tmp_path, 0)) == 40
 
 
+@pytest.mark.slow  # torchrun on two nodes is among the usual tests
 @pytest.mark.timeout(120)
 def test_torchrun_starts_the_workers_of_one_node(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
