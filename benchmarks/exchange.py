@@ -6,7 +6,8 @@
 A worker (this process) and a server, with one thread each, exchange a vector of float32: push and fetch in one message,
 the server's addition included. What the worker does before and after (packing, merging) is shown apart. The unit is two
 copies of the vector by one thread, from one buffer to another, since the bytes have to go there and back. All are
-measured in turns; medians with minimum and maximum.
+measured in turns; medians with minimum and maximum. "torch's RPC alone" is what anybody can reach with it who writes no
+more than `rpc_sync` and an addition.
 
 Exits with 1 if an exchange takes more than 1.25 of that by RPC, or more than 1.0 through shared memory.
 """
@@ -14,7 +15,9 @@ Exits with 1 if an exchange takes more than 1.25 of that by RPC, or more than 1.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import time
@@ -26,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
+import torch.distributed.rpc as rpc
 from rich.console import Console
 from rich.table import Table
 
@@ -80,6 +84,68 @@ class Worker:
         return [r.weights if r.weights is not None else w for r, w in zip(replies, self.replica.wire, strict=True)]
 
 
+class TorchAlone:
+    """Two processes with nothing but torch's RPC and its defaults.
+
+    Args:
+        n: number of scalars.
+        port: for their rendezvous.
+    """
+
+    def __init__(self, n: int, port: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._processes = [
+            context.Process(target=_serve_alone, args=(port,), daemon=True),
+            context.Process(target=_ask_alone, args=(port, n, theirs), daemon=True),
+        ]
+        for process in self._processes:
+            process.start()
+        theirs.close()
+
+    def exchange(self) -> float:
+        """Seconds of one."""
+        self._pipe.send(True)
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """End both."""
+        self._pipe.send(False)
+        for process in self._processes:
+            process.join(30)
+
+
+_weights = torch.empty(0)
+
+
+def _add(update: torch.Tensor) -> torch.Tensor:
+    """Runs on the server."""
+    global _weights
+    if _weights.numel() != update.numel():
+        _weights = torch.zeros_like(update)
+    return _weights.add_(update)
+
+
+def _init_alone(name: str, rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{LOOPBACK}:{port}")
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def _serve_alone(port: int) -> None:
+    _init_alone("server", 0, port)
+    rpc.shutdown()
+
+
+def _ask_alone(port: int, n: int, pipe: Any) -> None:
+    _init_alone("worker", 1, port)
+    update = torch.randn(n)
+    while pipe.recv():
+        pipe.send(timed(lambda: rpc.rpc_sync("server", _add, args=(update,)))[0])
+    rpc.shutdown()
+
+
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     begun = time.perf_counter()
     result = function()
@@ -98,6 +164,10 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.megabytes * 250_000
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    alone = TorchAlone(n, port)
     overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK), "lo")
     rendezvous: Any = overseer.rendezvous
     addresses = [rendezvous.get(key, "A server", 60.0)["address"] for key in overseer.keys(2)]
@@ -110,21 +180,24 @@ def main() -> int:
         server = psutil.Process(overseer.server_pids[[a for _, _, a in transports].index(address)])
         for kind in ("", ", server's CPU", ", packing", ", merging"):
             times[name + kind] = []
+        times[f"torch's RPC alone beside {name}"] = []
         times[f"two copies beside {name}"] = []
         for repeat in range(args.repeats + 2):
             copied, _ = timed(lambda: (target.copy_(source), source.copy_(target)))
+            bare = alone.exchange()
             packed, _ = timed(worker.pack)
             before = sum(server.cpu_times()[:2])
             took, answers = timed(worker.exchange)
             cpu = sum(server.cpu_times()[:2]) - before
             merged, _ = timed(partial(worker.replica.merge, answers))
             if repeat >= 2:
-                row = {f"two copies beside {name}": copied, name: took}
+                row = {f"two copies beside {name}": copied, f"torch's RPC alone beside {name}": bare, name: took}
                 row |= {f"{name}, server's CPU": cpu, f"{name}, packing": packed, f"{name}, merging": merged}
                 for key, value in row.items():
                     times[key].append(value)
         worker.replica.close()
         transport.close()
+    alone.close()
     supervisor.close_current()
     table = Table("", "ms", "min", "max", "of two copies", title=f"{args.megabytes} MB there and back")
     good = True
@@ -138,6 +211,9 @@ def main() -> int:
             )
             if not kind:
                 good &= ratio <= TARGETS[name]
+        plain = times[f"torch's RPC alone beside {name}"]
+        share = statistics.median(v / u for v, u in zip(plain, unit, strict=True))
+        table.add_row("torch's RPC alone", *spread(plain), f"{share:.2f}")
         table.add_row("two copies", *spread(unit), "1")
         bandwidth = 2 * args.megabytes / 1000 / statistics.median(unit)
         CONSOLE.print(f"one thread copies {bandwidth:.1f} GB/s beside {name}")

@@ -63,6 +63,7 @@ class Service:
         self._means = Means()
         self._leases: Leases | None = None  # of the present epoch; a new layout in the midst of it changes nothing
         self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
+        self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
@@ -175,6 +176,8 @@ class Service:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         block = self._blocks.get((message.worker, message.fragment))
         begun = self._clock()
+        if block is not None and message.shared:
+            self._keep_mapped(message.worker, message.fragment)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
@@ -268,6 +271,17 @@ class Service:
         if self._leases is not None:
             self._hand_out(self._leases.meet(coordinator.living, self._clock()))
 
+    def _keep_mapped(self, worker: int, fragment: int) -> None:
+        """Leave one worker's block mapped, the one in use, and no other.
+
+        If all stayed so, a server would seem to need as much memory as all its workers. Mapping anew takes a quarter of
+        an exchange, which a server with one worker on its machine is spared.
+        """
+        before = self._mapped.get(fragment)
+        if before is not None and before != worker and (before, fragment) in self._blocks:
+            self._blocks[before, fragment].unmap()
+        self._mapped[fragment] = worker
+
     def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
         for message, mean in due:
             self._held.pop(id(message))[1].set_result(mean)
@@ -282,8 +296,8 @@ class Service:
         for each in due:
             _, future = self._held.pop(id(each.message))
             key = each.message.worker, each.message.fragment
-            if key in self._blocks:
-                self._blocks[key].unmap()
+            if key in self._blocks and self._mapped.get(key[1]) != key[0]:
+                self._blocks[key].unmap()  # its answer had to wait
             reply = each.reply
             if reply.weights is not None and key in self._codes:
                 # A repeated message gets all: nobody knows whether its first answer has arrived.
@@ -302,6 +316,7 @@ class Service:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
+        self._mapped.clear()
         self._codes.clear()
         self._scratch.clear()
         self._shards.clear()

@@ -63,7 +63,7 @@ class SharedBlock:
     def unmap(self) -> None:
         """Take the block's pages out of this process; they stay in the file, and come back with the next access.
 
-        A server does so after every exchange, or it would count the blocks of all its workers as memory of its own.
+        A server has one worker's block mapped at a time, or it would count those of all as memory of its own.
         """
         if self.tensors and hasattr(mmap, "MADV_DONTNEED"):
             _madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(self.ref.nbytes), mmap.MADV_DONTNEED)

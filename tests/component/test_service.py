@@ -309,3 +309,25 @@ def test_a_worker_that_comes_with_another_block_leaves_none_behind() -> None:
     for block in blocks:
         assert block is not None
         block.close()
+
+
+@needs_shared_memory
+def test_only_the_block_in_use_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = service()
+    blocks = [shared_memory.create(GROUPS) for _ in range(2)]
+    for worker, block in enumerate(blocks):
+        assert block is not None
+        s.handle(Initialise("s", worker, GROUPS, ASGD(), shared=block.ref))
+    unmapped: list[int] = []
+    monkeypatch.setattr(shared_memory.SharedBlock, "unmap", lambda self: unmapped.append(self.ref.fd))
+    descriptors = [block.ref.fd for block in blocks if block is not None]
+    for seq, worker in enumerate([0, 0, 1, 1, 1, 0], 1):
+        s.handle(Exchange("s", worker, seq, 0, True, True, shared=True))
+    assert unmapped == descriptors
+    s.handle(Leave("s", 0))
+    s.handle(Exchange("s", 1, 7, 0, True, True, shared=True))
+    assert unmapped == descriptors
+    s.close()
+    for block in blocks:
+        assert block is not None
+        block.close()
