@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ __all__ = [
     "Verdict",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -303,9 +303,12 @@ class Claim:
         trained: units that the worker has trained in it.
         applied: those of them whose updates the servers have.
         pace: seconds that a unit takes it; 0 if it does not know yet.
+        trip: seconds in which it is answered.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
     """
+
+    urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
 
     session: str
     worker: int
@@ -314,6 +317,7 @@ class Claim:
     trained: int
     applied: int
     pace: float
+    trip: float = 0.0
     wait: bool = False
     stop: bool = False
 

@@ -23,6 +23,7 @@ from lightning_asgd.messages import Claim, Epoch, Grant
 __all__ = ["Leases"]
 
 _CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
+_TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
 _LATE = 1.05  # a worker is granted a unit if it will be through with it at most that much later than the others
 
 
@@ -35,6 +36,7 @@ class _Worker:
     trained: int = 0  # both count units, since the epoch began
     applied: int = 0
     pace: float = 0.0  # seconds per unit; 0 if unknown
+    trip: float = 0.0  # seconds in which it is answered
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
@@ -127,6 +129,7 @@ class Leases:
         worker = self._workers.setdefault(claim.worker, _Worker())
         self._living.add(claim.worker)
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
+        worker.trip = claim.trip
         answers = [] if worker.waiting is None else [(worker.waiting, Grant())]  # nobody waits for that answer any more
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
@@ -197,7 +200,8 @@ class Leases:
         if loads and mine + worker.pace > _LATE * _through(loads, left):
             return 0
         share = max(0.0, _through([*loads, (mine, worker.pace)], left) - mine) / worker.pace
-        return max(1, min(int(share / 2), int(_CHUNK_S / worker.pace)))
+        size = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
+        return max(1, int(min(size, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)))
 
     def _peers(self, number: int) -> dict[int, _Worker]:
         return {n: self._workers.get(n, _Worker()) for n in self._living if n != number}

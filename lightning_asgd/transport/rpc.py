@@ -72,7 +72,8 @@ class RpcTransport(Transport):
     def __init__(self, addresses: Sequence[str], interface: str = "lo") -> None:
         self.addresses = tuple(addresses)
         self.interface = interface
-        peers = {f"server{i}": address for i, address in enumerate(self.addresses)}
+        names = (_names(i) for i in range(len(self.addresses)))
+        peers = {n: address for pair, address in zip(names, self.addresses, strict=True) for n in pair}
         with _lock:
             _start_agent("worker", peers, interface, self)
 
@@ -88,7 +89,8 @@ class RpcTransport(Transport):
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message; see :meth:`Transport.call`."""
-        future: Future[Any] = _rpc().rpc_async(f"server{server}", _answer, args=(message,), timeout=timeout_s)
+        name = _names(server)[getattr(message, "urgent", False)]
+        future: Future[Any] = _rpc().rpc_async(name, _answer, args=(message,), timeout=timeout_s)
         return future
 
     def close(self) -> None:
@@ -96,6 +98,15 @@ class RpcTransport(Transport):
         with _lock:
             if _owner is self:
                 _stop_agent()
+
+
+def _names(server: int) -> tuple[str, str]:
+    """Two names for one server, each of which gets a connection of its own.
+
+    A connection carries one message after the other. What is small and urgent would wait there until all weights are
+    through that were sent before: 0.4 s for 2.4 MB there and back at 100 Mbit/s.
+    """
+    return f"server{server}", f"server{server}-urgent"
 
 
 def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> str:

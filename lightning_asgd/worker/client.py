@@ -234,27 +234,39 @@ class Client:
         trained: int,
         applied: int,
         pace: float,
+        trip: float,
         *,
         timeout_s: float | None = None,
         **about: bool,
-    ) -> Grant:
+    ) -> Future[Any]:
         """Ask for units of an epoch; see :class:`Claim`.
 
         Args:
-            key: see there, as the next four.
+            key: see there, as the next five.
             segment: see there.
             trained: see there.
             applied: see there.
             pace: see there.
+            trip: see there.
             timeout_s: seconds to wait for an answer that depends on other workers; None for one that does not.
             **about: the other fields of :class:`Claim`.
 
         Returns:
+            a future for :meth:`granted`.
+        """
+        message = Claim(self.session, self.worker, key, segment, trained, applied, pace, trip, **about)
+        return self._send(COORDINATOR, message, None if timeout_s is None else timeout_s + _GRACE_S)
+
+    def granted(self, future: Future[Any], timeout_s: float | None = None) -> Grant:
+        """Wait for the answer to a claim.
+
+        Args:
+            future: what :meth:`claim` returned.
+            timeout_s: what it was given.
+
+        Returns:
             what is granted. If the time is up: nothing, and the segment counts as over.
         """
-        message = Claim(self.session, self.worker, key, segment, trained, applied, pace, **about)
-        limit = None if timeout_s is None else timeout_s + _GRACE_S
-        future = self._send(COORDINATOR, message, limit)
         if timeout_s is not None and not done_within(future, timeout_s):
             return Grant(over=True)
         grant: Grant = self.answer(COORDINATOR, future)

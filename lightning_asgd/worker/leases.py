@@ -13,10 +13,11 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.futures import Future
 
 from lightning_asgd.messages import Epoch
 from lightning_asgd.worker.client import Client
@@ -24,6 +25,7 @@ from lightning_asgd.worker.client import Client
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
 
 _SMOOTH = 0.3  # weight of the latest unit in the pace
+_AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class _Batch:
     samples: Any
     unit: int
     closes: bool  # whether the unit ends with it
+
+
+@dataclass
+class _Asked:
+    """A claim that is under way."""
+
+    future: Future[Any]
+    trained: int
+    begun: float
+    timeout_s: float | None
+    answered: list[float] = field(default_factory=list)
 
 
 class DataLeases:
@@ -80,7 +93,8 @@ class DataLeases:
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
         self._begun: float | None = None
-        self.pace = 0.0
+        self._asked: _Asked | None = None
+        self.pace = self._trip = 0.0
 
     # ------------------------------------------------------------------ the loader's side
 
@@ -91,10 +105,10 @@ class DataLeases:
             self._waiting.extendleft(reversed(self._loading))
             self._loading.clear()
             return
-        pace = self.pace
+        pace, trip = self.pace, self._trip
         self._plan = plan
         self._reset()
-        self.pace = pace
+        self.pace, self._trip = pace, trip
         first = next((last for start, last in sorted(plan.epoch.done) if start == 0), 0)  # unit that is not done
         self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         done = self._client().open_epoch(plan.epoch)
@@ -102,12 +116,15 @@ class DataLeases:
 
     def take(self) -> Any:
         """Samples of the next batch to load; None if there is none now."""
-        if not self._waiting and not self._claim():
+        if not self._waiting and not self._get():
             self._dry = True
             return None
         self._dry = False
         batch = self._waiting.popleft()
         self._loading.append(batch)
+        # While the answer is on its way there is still something to do, also on a slow network.
+        if self._asked is None and len(self._waiting) / self.plan.unit * self.pace <= _AHEAD * self._trip:
+            self._asked = self._ask()
         return batch.samples
 
     # ------------------------------------------------------------------ the training's side
@@ -183,7 +200,7 @@ class DataLeases:
             acknowledged: optimizer steps of this worker that the servers have.
         """
         self._note(acknowledged)
-        return bool(self._loading or self._waiting) or self._claim()
+        return bool(self._loading or self._waiting) or self._get()
 
     def wait(self, acknowledged: int) -> bool:
         """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.
@@ -192,7 +209,7 @@ class DataLeases:
             acknowledged: see :meth:`more`.
         """
         self._note(acknowledged)
-        more = self._claim(wait=True)
+        more = self._take(self._ask(wait=True))
         self._begun = None
         if not more:
             self._reached = float(self.plan.epoch.ends[self.segment])
@@ -206,9 +223,10 @@ class DataLeases:
     def stop(self, acknowledged: int) -> None:
         """Train no more in this epoch: let the others have what is left."""
         self._note(acknowledged)
+        self._settle()  # lest it arrive after what follows
         self._waiting.clear()
         self._loading.clear()
-        self._claim(stop=True)
+        self._take(self._ask(stop=True))
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units whose updates have been applied, of all workers."""
@@ -221,19 +239,40 @@ class DataLeases:
             self._unapplied.popleft()
             self._applied += 1
 
-    def _claim(self, *, wait: bool = False, **about: bool) -> bool:
-        plan = self.plan
-        grant = self._client().claim(
-            plan.epoch.key,
+    def _get(self) -> bool:
+        """Whether there are more units for this worker, as far as is known without waiting for others."""
+        return self._settle() if self._asked is not None else self._take(self._ask())
+
+    def _settle(self) -> bool:
+        """Take what was asked for ahead, if anything was."""
+        asked, self._asked = self._asked, None
+        return asked is not None and self._take(asked)
+
+    def _ask(self, *, wait: bool = False, stop: bool = False) -> _Asked:
+        begun, timeout_s = self._clock(), self._timeout_s if wait else None
+        future = self._client().claim(
+            self.plan.epoch.key,
             self.segment,
             self._trained,
             self._applied,
             self.pace,
+            self._trip,
             wait=wait,
-            timeout_s=self._timeout_s if wait else None,
-            **about,
+            stop=stop,
+            timeout_s=timeout_s,
         )
-        self._progress, self._ratio, self._since = grant.progress, grant.ratio, self._trained
+        asked = _Asked(future, self._trained, begun, timeout_s)
+        future.add_done_callback(lambda _: asked.answered.append(self._clock()))
+        return asked
+
+    def _take(self, asked: _Asked) -> bool:
+        """Take what is granted; whether that is anything."""
+        grant = self._client().granted(asked.future, asked.timeout_s)
+        if asked.timeout_s is None:  # else it was held back
+            took = max(asked.answered, default=self._clock()) - asked.begun
+            self._trip = max(took, (1 - _SMOOTH) * self._trip)
+        self._progress, self._ratio, self._since = grant.progress, grant.ratio, asked.trained
+        plan = self.plan
         for unit in range(grant.first, grant.last):
             first = unit * plan.unit
             samples = plan.batches[first : first + plan.unit]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.futures import Future
 
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.messages import Claim, Epoch, Grant
 from lightning_asgd.server.leases import Leases
+from lightning_asgd.worker.leases import DataLeases, Plan
 
 
 @dataclass
@@ -236,3 +239,64 @@ def test_workers_must_have_the_same_epoch_in_mind() -> None:
         leases.check(Epoch("3", 8, (4, 8), b"b"), 1)
     with pytest.raises(ProtocolError, match="Worker 1 has 9 units"):
         leases.check(Epoch("3", 9, (4, 9), b"a"), 1)
+
+
+class Far:
+    """A worker's connection to a coordinator that is some seconds away. Time passes here only, and while it trains."""
+
+    def __init__(self, leases: Leases, away_s: float) -> None:
+        self.leases, self.away_s = leases, away_s
+        self.now = self.idle_s = 0.0
+        self._under_way: list[tuple[float, Future[Any], Grant]] = []
+
+    def open_epoch(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
+        return self.leases.finished
+
+    def claim(
+        self, key: str, segment: int, trained: int, applied: int, pace: float, trip: float, **about: Any
+    ) -> Future[Any]:
+        about.pop("timeout_s")
+        claim = Claim("s", 0, key, segment, trained, applied, pace, trip, **about)
+        ((_, grant),) = self.leases.claim(claim, self.now)
+        self._under_way.append((self.now + self.away_s, Future(), grant))
+        return self._under_way[-1][1]
+
+    def granted(self, future: Future[Any], timeout_s: float | None) -> Grant:
+        before = self.now
+        while not future.done():
+            self.pass_time(self._under_way[0][0] - self.now)
+        self.idle_s += self.now - before
+        grant: Grant = future.wait()
+        return grant
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._under_way and self._under_way[0][0] <= end:
+            self.now, future, grant = self._under_way.pop(0)
+            future.set_result(grant)
+        self.now = end
+
+
+@pytest.mark.parametrize("away_s", [0.001, 0.1, 0.6])
+def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(away_s: float) -> None:
+    epoch = Epoch("0", 400, (400,))
+    server = Leases(epoch)
+    server.meet([0], 0.0)
+    far = Far(server, away_s)
+    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases.open(Plan(epoch, [[n] for n in range(400)], 1))
+    trained: list[int] = []
+    going = True
+    while going:
+        batch = leases.take()  # as a loader that is one batch ahead
+        while batch is not None:
+            following = leases.take()
+            leases.begin_batch()
+            far.pass_time(0.05)
+            trained += batch
+            leases.end_batch(len(trained))
+            batch = following
+        going = leases.more(len(trained)) or leases.wait(len(trained))
+    assert trained == list(range(400))
+    assert far.now == pytest.approx(400 * 0.05 + far.idle_s)
+    assert far.idle_s <= 7 * away_s  # at the beginning it does not know that, and at the end nobody else has work

@@ -13,7 +13,7 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.messages import Contribution, Joined
+from lightning_asgd.messages import Claim, Contribution, Exchange, Joined
 from lightning_asgd.transport import rpc
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
@@ -100,6 +100,27 @@ def test_everybody_listens_on_loopback_only(processes: Processes) -> None:
         addresses = listening(process)
         assert addresses
         assert set(addresses) == {"127.0.0.1"}
+
+
+def test_what_is_urgent_overtakes_weights(processes: Processes) -> None:
+    transport = processes.connect()
+    client_of(transport, "urgent").join()
+    claim = Claim("urgent", 0, "no such epoch", 0, 0, 0, 0.0)
+    order: list[str] = []
+    done = threading.Event()
+
+    def note(name: str) -> None:
+        order.append(name)
+        if len(order) == 2:
+            done.set()
+
+    transport.call(0, claim, 20.0).wait()  # both connections exist
+    transport.call(0, Exchange("urgent", 0, 1, 0, True, False, (torch.ones(1),)), 20.0).wait()
+    large = Exchange("urgent", 0, 2, 0, True, False, (torch.ones(64 << 20),))  # 256 MB, 0.1 s at the least
+    transport.call(0, large, 20.0).add_done_callback(lambda _: note("weights"))
+    transport.call(0, claim, 20.0).add_done_callback(lambda _: note("claim"))
+    assert done.wait(20.0)
+    assert order == ["claim", "weights"]
 
 
 def listening(process: psutil.Process) -> list[str]:
