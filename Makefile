@@ -36,7 +36,7 @@ format: $(VENV)/.installed-dev ## format the code and mend what can be mended
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-bench: $(VENV)/.installed-examples ## samples per second beside DDP, with fast, slow and distant workers
+bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SGD, with fast, slow and distant workers
 	@$(RUN) benchmarks/throughput.py
 
 race: $(VENV)/.installed-examples ## seconds to an accuracy, beside one worker, DDP and local SGD

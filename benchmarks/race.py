@@ -38,6 +38,7 @@ from ranks import clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rivals import local_sgd
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -135,7 +136,7 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
     if system == "DDP":
         strategy = "ddp"
     elif system == "local SGD":
-        strategy = local_sgd()
+        strategy = local_sgd(NSYNC)
     elif system == "A-SGD":
         strategy = ASGDStrategy(NSYNC, **scenario.asgd)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -155,25 +156,6 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
     if system == "A-SGD":
         result["stats"] = {k: v for k, v in trainer.strategy.stats.summary().items() if k != "histogram"}
     return result
-
-
-def local_sgd() -> Any:
-    """DDP whose ranks average their weights every so many steps, and exchange no gradients."""
-    import torch.distributed as dist
-    from pytorch_lightning.strategies import DDPStrategy
-    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
-
-    class LocalSGD(DDPStrategy):
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-            # Gradients are averaged over a subgroup: every rank is one. Lightning registers hooks on GPUs only.
-            subgroup, _ = dist.new_subgroups(1)
-            self.model.register_comm_hook(
-                hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0), hook.post_localSGD_hook
-            )
-
-    state = hook.PostLocalSGDState(None, None, start_localSGD_iter=0)
-    return LocalSGD(ddp_comm_state=state, ddp_comm_hook=hook.post_localSGD_hook, model_averaging_period=NSYNC)
 
 
 def _interface_bytes() -> int:

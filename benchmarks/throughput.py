@@ -1,12 +1,13 @@
-"""Samples per second of DDP and A-SGD on the same module, and of one worker alone.
+"""Samples per second of DDP, local SGD and A-SGD on the same module, and of one worker alone.
 
-The systems take turns (alone, DDP, A-SGD, alone, DDP, ...), so that a machine that gets slower or busier meets all of
-them, and every ratio is taken between neighbours in time. This process imports torch and Lightning once, does nothing
-with them, and forks the ranks of each run as an external launcher would start them.
+The systems take turns (alone, DDP, local SGD, A-SGD, alone, DDP, ...), so that a machine that gets slower or busier
+meets all of them, and every ratio is taken between neighbours in time. This process imports torch and Lightning once,
+does nothing with them, and forks the ranks of each run as an external launcher would start them.
 
 What counts is a window that starts when every rank has trained for a while and ends before the first rank stops. Under
 DDP all ranks take the same number of steps: rank 0 chooses the last one, a few ahead, when its time is up. Under A-SGD
-every worker stops by its own clock.
+every worker stops by its own clock. Local SGD is DDP with PyTorch's post-local-SGD hook and averager; its period is
+A-SGD's nsync.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from ranks import clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rivals import local_sgd
 
 WARM_UP_S = 1.5  # training before the window starts
-AHEAD = 5  # steps that DDP still takes after its time is up; its ranks are never more than one step apart
+AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
+NETWORKS = ("cnn", "alexnet", "googlenet")
+TOGETHER = ("DDP", "local SGD", "A-SGD")  # their ranks belong to one Trainer
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -47,6 +51,7 @@ class Scenario:
 
     name: str
     params: int = 600_000
+    network: str = "cnn"
     nsync: tuple[int | str, ...] = (10,)
     workers: int = 2
     straggler: float = 0.0  # seconds that rank 1 sleeps every step
@@ -60,10 +65,12 @@ class Scenario:
     @property
     def systems(self) -> list[System]:
         alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
-        return [*alone, System("DDP"), *(System("A-SGD", n) for n in self.nsync)]
+        local = [System("local SGD", n) for n in self.nsync[:1] if n != "auto" and self.workers > 1]
+        return [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
 
     def describe(self) -> str:
-        parts = [f"{self.params / 1e6:g} M parameters", f"{self.workers} workers", f"batch {self.batch}"]
+        model = f"{self.params / 1e6:g} M parameters" if self.network == "cnn" else self.network
+        parts = [model, f"{self.workers} workers", f"batch {self.batch}"]
         if self.straggler:
             parts.append(f"rank 1 sleeps {self.straggler:g} s a step")
         if self.bandwidth:
@@ -75,7 +82,7 @@ class Scenario:
 class System:
     """One of the things compared."""
 
-    kind: str  # "one alone", "unconnected", "DDP" or "A-SGD"
+    kind: str  # "one alone", "unconnected", "DDP", "local SGD" or "A-SGD"
     nsync: int | str = 0
 
     def __str__(self) -> str:
@@ -87,15 +94,15 @@ class Target:
     """The median of ``system / base`` must reach ``at_least``."""
 
     nsync: int
-    base: str  # "DDP", or "ideal": the number of workers times one alone
+    base: str  # "DDP", "local SGD", or "ideal": the number of workers times one alone
     at_least: float
 
 
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def build_module(params: int, straggler: float = 0.0) -> Any:
-    """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for.
+def build_module(params: int, straggler: float = 0.0, network: str = "cnn") -> Any:
+    """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for. Or one of torchvision's.
 
     With 0.6 M parameters one worker alone makes about 1,200 samples/s in bare torch on the machines that the targets
     were set on.
@@ -108,14 +115,23 @@ def build_module(params: int, straggler: float = 0.0) -> Any:
     fixed = c1 * 28 + c2 * (9 * c1 + 1) + classes
     hidden = max(1, round((params - fixed) / (c2 * 64 + 1 + classes)))
 
+    def layers() -> nn.Module:
+        if network != "cnn":
+            import torchvision
+
+            options = {"aux_logits": False, "init_weights": False} if network == "googlenet" else {}
+            made: nn.Module = getattr(torchvision.models, network)(num_classes=classes, **options)
+            return made
+        return nn.Sequential(
+            *(nn.Conv2d(3, c1, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(c1, c2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(c2 * 64, hidden), nn.ReLU(), nn.Linear(hidden, classes)),
+        )
+
     class Net(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(
-                *(nn.Conv2d(3, c1, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-                *(nn.Conv2d(c1, c2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-                *(nn.Flatten(), nn.Linear(c2 * 64, hidden), nn.ReLU(), nn.Linear(hidden, classes)),
-            )
+            self.layers = layers()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if straggler and self.global_rank == 1:
@@ -129,7 +145,7 @@ def build_module(params: int, straggler: float = 0.0) -> Any:
     return Net()
 
 
-def build_loader(samples: int, batch: int, distinct: int = 2048) -> Any:
+def build_loader(samples: int, batch: int, distinct: int = 2048, pixels: int = 32) -> Any:
     """Random images in memory; the same ``distinct`` ones over and over for as many samples as wanted."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -141,7 +157,7 @@ def build_loader(samples: int, batch: int, distinct: int = 2048) -> Any:
         def __len__(self) -> int:
             return samples
 
-    images, labels = torch.randn(distinct, 3, 32, 32), torch.randint(10, (distinct,))
+    images, labels = torch.randn(distinct, 3, pixels, pixels), torch.randint(10, (distinct,))
     return DataLoader(Repeated(images, labels), batch_size=batch, shuffle=True, num_workers=0)
 
 
@@ -175,9 +191,9 @@ def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -
             if not self.figures and now >= self.warm:
                 self.figures.append(_figures(trainer.strategy))
             over = now >= self.warm + scenario.seconds
-            if system.kind == "DDP" and scenario.workers > 1:
+            if system.kind in ("DDP", "local SGD") and scenario.workers > 1:
                 if over and rank == 0 and not _read(last_step):
-                    last_step[:] = struct.pack("q", batch_idx + AHEAD)
+                    last_step[:] = struct.pack("q", batch_idx + AHEAD + 2 * int(system.nsync))
                 over = 0 < _read(last_step) <= batch_idx
             if over and not trainer.should_stop:
                 trainer.should_stop = True
@@ -186,8 +202,10 @@ def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -
     clock = Clock()
     nodes = 2 if scenario.bandwidth else 1
     options: dict[str, Any] = {"devices": 1}
-    if system.kind in ("DDP", "A-SGD"):
+    if system.kind in TOGETHER:
         options = {"devices": scenario.workers // nodes, "num_nodes": nodes, "strategy": "ddp"}
+    if system.kind == "local SGD":
+        options["strategy"] = local_sgd(int(system.nsync))
     if system.kind == "A-SGD":
         from lightning_asgd import ASGDStrategy
 
@@ -195,7 +213,8 @@ def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**trainer_options(), **options, callbacks=[clock])
-    trainer.fit(build_module(scenario.params, scenario.straggler), build_loader(samples, scenario.batch))
+    module = build_module(scenario.params, scenario.straggler, scenario.network)
+    trainer.fit(module, build_loader(samples, scenario.batch, pixels=32 if scenario.network == "cnn" else 64))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
     return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
@@ -237,7 +256,7 @@ def run(scenario: Scenario, system: System, network: Network | None) -> dict[str
     ranks = range(1 if system.kind == "one alone" else scenario.workers)
     jobs = [partial(train, scenario, system, rank, last_step) for rank in ranks]
     try:
-        launched = system.kind in ("DDP", "A-SGD")
+        launched = system.kind in TOGETHER
         answers = run_ranks(jobs, scenario.seconds + START_S, launched=launched, network=network)
     finally:
         last_step.close()
@@ -317,7 +336,7 @@ def measure(scenario: Scenario, patience: Patience) -> dict[str, list[dict[str, 
                     if not patience.repeat(result, time.monotonic() - begun):
                         break
                 runs[str(system)].append(result)
-                text = f"  {repeat + 1}/{scenario.repeats}  {system!s:<16} {result['samples_per_s']:7.0f} samples/s"
+                text = f"  {repeat + 1}/{scenario.repeats}  {system!s:<18} {result['samples_per_s']:7.0f} samples/s"
                 CONSOLE.print(text)
     return runs
 
@@ -327,23 +346,23 @@ def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: st
     mine = [r["samples_per_s"] for r in runs[system]]
     if base == "ideal":
         theirs = [scenario.workers * r["samples_per_s"] for r in runs["one alone"]]
-    else:
-        theirs = [r["samples_per_s"] for r in runs[base]]
+    else:  # "local SGD" stands for the one with whatever period
+        theirs = [r["samples_per_s"] for name, results in runs.items() if name.startswith(base) for r in results]
     return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
 def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the scenario's tables."""
     speeds = Table(title=f"{scenario.name}: {scenario.describe()}", title_justify="left", min_width=90)
-    headings = [
-        name for base in ("samples/s", "/ DDP", f"/ {scenario.workers} x alone") for name in (base, "min", "max")
-    ]
+    bases = [base for base in ("DDP", "local SGD") if any(name.startswith(base) for name in runs)]
+    titles = ["samples/s", *(f"/ {base}" for base in bases), f"/ {scenario.workers} x alone"]
+    headings = [name for title in titles for name in (title, "min", "max")]
     for heading in ("", *headings):
         speeds.add_column(heading, justify="right" if heading else "left")
     for name, results in runs.items():
         row = [name, *_spread([r["samples_per_s"] for r in results], "{:.0f}")]
-        for base in ("DDP", "ideal"):
-            same = name in (base, "one alone")
+        for base in (*bases, "ideal"):
+            same = name.startswith((base, "one alone"))
             row += ["", "", ""] if same else _spread(ratios(scenario, runs, name, base), "{:.2f}")
         speeds.add_row(*row)
     CONSOLE.print(speeds)
@@ -386,12 +405,15 @@ def targets(scenario: Scenario) -> list[Target]:
     """What the project promises of a scenario; nothing for conditions it has not named."""
     conditions = (round(scenario.params, -5), scenario.straggler, scenario.bandwidth)
     promised = {
-        (600_000, 0.0, None): [Target(10, "DDP", 1.3), Target(10, "ideal", 0.95)],
-        (600_000, 0.1, None): [Target(10, "DDP", 3.0)],
-        (600_000, 0.0, 100.0): [Target(10, "DDP", 8.0)],
-        (17_000_000, 0.0, None): [Target(10, "DDP", 1.2), Target(1, "DDP", 0.9)],
+        (600_000, 0.0, None): [Target(10, "DDP", 1.3), Target(10, "local SGD", 1.0), Target(10, "ideal", 0.95)],
+        (600_000, 0.1, None): [Target(10, "DDP", 3.0), Target(10, "local SGD", 2.9)],
+        (600_000, 0.0, 100.0): [Target(10, "DDP", 8.0), Target(10, "local SGD", 1.5)],
+        (17_000_000, 0.0, None): [
+            *(Target(10, "DDP", 1.2), Target(10, "local SGD", 1.0), Target(10, "ideal", 0.95)),
+            Target(1, "DDP", 1.0),
+        ],
     }
-    if scenario.workers != 2 or scenario.batch != 32:
+    if scenario.workers != 2 or scenario.batch != 32 or scenario.network != "cnn":
         return []
     return [t for t in promised.get(conditions, []) if t.nsync in scenario.nsync]
 
@@ -403,7 +425,7 @@ def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
     for target in targets(scenario):
         system = str(System("A-SGD", target.nsync))
         median = statistics.median(ratios(scenario, runs, system, target.base))
-        base = "DDP" if target.base == "DDP" else f"{scenario.workers} x one alone"
+        base = f"{scenario.workers} x one alone" if target.base == "ideal" else target.base
         verdict = "[green]PASS[/]" if median >= target.at_least else "[red]FAIL[/]"
         text = f"{system} is {median:.2f} x {base}, target {target.at_least:.2f}{doubt}"
         CONSOLE.print(f"{verdict}  {scenario.name}: {text}")
@@ -420,7 +442,13 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    colours = {"one alone": "#b0b0b0", "unconnected": "#d8d8d8", "DDP": "#4c72b0", "A-SGD": "#dd8452"}
+    colours = {
+        "one alone": "#b0b0b0",
+        "unconnected": "#d8d8d8",
+        "DDP": "#4c72b0",
+        "local SGD": "#55a868",
+        "A-SGD": "#dd8452",
+    }
     widths = [len(scenario.systems) for scenario, _ in results]
     size = (1 + 0.95 * sum(widths), 4)
     figure, axes = plt.subplots(1, len(results), figsize=size, width_ratios=widths, squeeze=False)
@@ -480,6 +508,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--nsync", type=_nsync, nargs="+", default=[10], help='steps between exchanges, or "auto"')
     parser.add_argument("--params", type=float, default=0.6e6, help="parameters of the model (default %(default)g)")
+    parser.add_argument("--network", choices=NETWORKS, default="cnn", help="64x64 images for those of torchvision")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--straggler", type=float, default=0.0, metavar="SECONDS", help="rank 1 sleeps in every step")
@@ -502,6 +531,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     base = Scenario(
         name="custom",
         params=int(args.params),
+        network=args.network,
         nsync=tuple(dict.fromkeys(args.nsync)),
         workers=args.workers,
         straggler=args.straggler,
@@ -514,7 +544,10 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     )
     scenarios = standard_scenarios(base) if args.all else [base]
     named = {(s.params, s.straggler, s.bandwidth): s.name for s in standard_scenarios(Scenario(""))}
-    scenarios = [replace(s, name=named.get((s.params, s.straggler, s.bandwidth), s.name)) for s in scenarios]
+    if args.network == "cnn":
+        scenarios = [replace(s, name=named.get((s.params, s.straggler, s.bandwidth), s.name)) for s in scenarios]
+    else:
+        scenarios = [replace(s, name=f"{args.network} {s.name}".removesuffix(" custom")) for s in scenarios]
     if any(s.bandwidth and s.workers % 2 for s in scenarios):
         parser.error("--bandwidth splits the workers over two namespaces: --workers must be even")
     return scenarios, args
