@@ -4,6 +4,7 @@
     python benchmarks/race.py --scenario straggler --repeats 1
     sudo python benchmarks/race.py --scenario cable-10       # two "machines" joined at 10 Mbit/s
     python benchmarks/race.py --codes                        # accuracy and bytes with every compression
+    python benchmarks/race.py --epoch                        # an epoch's time beside the ideal, with slow workers
 
 The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -45,6 +47,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 NSYNC = 10
 START_S = 60.0
+EPOCH_TARGET = 1.1  # times what workers need that add up their speeds
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ SYSTEMS = ("alone", "DDP", "local SGD", "A-SGD")
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None) -> dict[str, Any]:
-    """Train until the goal is reached, or for so many epochs."""
+def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None, times: int) -> dict[str, Any]:
+    """Train until the goal is reached, or for so many epochs; an epoch goes over the training set several times."""
     import pytorch_lightning as pl
     import torch
     from digits import DigitsCNN, loaders
@@ -151,8 +154,13 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
         **dict.fromkeys(off, False),
     )
     sent = _interface_bytes()
-    trainer.fit(Slow(), *loaders())
-    result = {"accuracy": watch.accuracy, "seconds": watch.seconds, "bytes": _interface_bytes() - sent}
+    training, validation = loaders()
+    if times > 1:
+        repeated = torch.utils.data.ConcatDataset([training.dataset] * times)
+        training = torch.utils.data.DataLoader(repeated, training.batch_size, shuffle=True)
+    trainer.fit(Slow(), training, validation)
+    result: dict[str, Any] = {"accuracy": watch.accuracy, "seconds": watch.seconds, "steps": len(training)}
+    result["bytes"] = _interface_bytes() - sent
     if system == "A-SGD":
         result["stats"] = {k: v for k, v in trainer.strategy.stats.summary().items() if k != "histogram"}
     return result
@@ -168,10 +176,16 @@ def _interface_bytes() -> int:
 
 
 def run(
-    scenario: Scenario, system: str, goal: float, seed: int, network: Network | None, epochs: int | None = None
+    scenario: Scenario,
+    system: str,
+    goal: float,
+    seed: int,
+    network: Network | None,
+    epochs: int | None = None,
+    times: int = 1,
 ) -> dict[str, Any]:
     """One run, and what rank 0 saw."""
-    job = partial(train, scenario, system, goal, seed, epochs)
+    job = partial(train, scenario, system, goal, seed, epochs, times)
     alone = system == "alone"
     # After its limit a run still ends its epoch.
     seconds = START_S + 2.0 * scenario.limit_s
@@ -261,6 +275,34 @@ def codes(seeds: int, epochs: int) -> bool:
     return good
 
 
+def epoch_times(names: Sequence[str], repeats: int) -> bool:
+    """An epoch's seconds, validation included, beside those of workers that add up their speeds."""
+    table = Table("", "seconds", "min", "max", "of the ideal", "min", "max", title="an epoch of 10 times the digits")
+    good = True
+    for name in names:
+        scenario = SCENARIOS[name]
+        seconds, shares = [], []
+        for repeat in range(repeats):
+            took = {}
+            for system in ("alone", "A-SGD"):
+                result = run(scenario, system, math.inf, repeat, None, epochs=4, times=10)
+                ends = result["seconds"]
+                # Not the first: nobody knows anybody's speed yet.
+                took[system] = statistics.median(b - a for a, b in itertools.pairwise(ends))
+            step_s = took["alone"] / result["steps"]
+            slow_s = scenario.slow * step_s + scenario.sleep_s
+            ideal_s = result["steps"] / (1 / step_s + 1 / slow_s)
+            seconds.append(took["A-SGD"])
+            shares.append(took["A-SGD"] / ideal_s)
+            CONSOLE.print(f"  {name} {repeat + 1}/{repeats}  {took['A-SGD']:.2f} s, ideal {ideal_s:.2f} s")
+        figures = [f"{f(v):.2f}" for v in (seconds, shares) for f in (statistics.median, min, max)]
+        table.add_row(scenario.title, *figures)
+        good &= statistics.median(shares) <= EPOCH_TARGET
+    CONSOLE.print(table)
+    CONSOLE.print("[green]PASS[/]" if good else "[red]FAIL[/]", f"target: at most {EPOCH_TARGET:.2f} of the ideal")
+    return good
+
+
 def draw(results: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
     """Bars of the medians with a dot for every run, on a logarithmic scale."""
     import matplotlib as mpl
@@ -296,11 +338,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--goal", type=float, default=0.97)
     parser.add_argument("--codes", action="store_true", help="accuracy and bytes with every compression instead")
+    parser.add_argument("--epoch", action="store_true", help="an epoch's time beside the ideal instead")
     parser.add_argument("--epochs", type=int, default=10, help="with --codes")
     args = parser.parse_args()
     clean_environment()
     systems = [system for system in SYSTEMS if system in args.systems or system == "A-SGD"]
-    chosen = args.scenario or list(SCENARIOS)
+    chosen = args.scenario or [name for name, scenario in SCENARIOS.items() if not (args.epoch and scenario.mbit)]
     if (args.codes or any(SCENARIOS[name].mbit for name in chosen)) and (reason := available()) is not None:
         CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
         return 2
@@ -309,6 +352,8 @@ def main() -> int:
     with told_of_errors(CONSOLE):
         if args.codes:
             return 0 if codes(args.repeats, args.epochs) else 1
+        if args.epoch:
+            return 0 if epoch_times(chosen, args.repeats) else 1
         results: dict[str, dict[str, list[dict[str, Any]]]] = {}
         good = True
         for name in chosen:
