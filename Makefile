@@ -37,7 +37,7 @@ format: $(VENV)/.installed-dev ## format the code and mend what can be mended
 	@$(RUN) -m ruff format .
 
 bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SGD, with fast, slow and distant workers
-	@$(RUN) benchmarks/throughput.py
+	@$(RUN) benchmarks/throughput.py --all
 
 race: $(VENV)/.installed-examples ## seconds to an accuracy, beside one worker, DDP and local SGD
 	@$(RUN) benchmarks/race.py
