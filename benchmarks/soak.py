@@ -57,8 +57,9 @@ def soak(mode: str, fits: int) -> None:
         strategy = ASGDStrategy(nsync=2, **how)
         trainer = pl.Trainer(**trainer_options(), strategy=strategy, devices=devices, limit_train_batches=5)
         trainer.fit(build_module(100_000), build_loader(5 * 8 * devices, 8, distinct=64))
-        if strategy.stats.steps != 5:
-            raise RuntimeError(f"Worker 0 took {strategy.stats.steps} steps instead of 5.")
+        least, most = (5, 5) if devices == 1 else (1, 9)  # of ten in all: the faster worker takes more
+        if not least <= strategy.stats.steps <= most:
+            raise RuntimeError(f"Worker 0 took {strategy.stats.steps} steps. Expected {least} to {most}.")
         del strategy, trainer
         gc.collect()  # a Trainer is a web of cycles: what is still there now is held by somebody
         print(json.dumps({**figures(), "seconds": time.monotonic() - begun}), file=report, flush=True)
