@@ -206,9 +206,7 @@ def main() -> int:
         for kind in ("", ", server's CPU", ", packing", ", merging"):
             values = times[name + kind]
             ratio = statistics.median(v / u for v, u in zip(values, unit, strict=True))
-            table.add_row(
-                name + kind, *(f"{1000 * f(values):.0f}" for f in (statistics.median, min, max)), f"{ratio:.2f}"
-            )
+            table.add_row(name + kind, *spread(values), f"{ratio:.2f}")
             if not kind:
                 good &= ratio <= TARGETS[name]
         plain = times[f"torch's RPC alone beside {name}"]

@@ -174,14 +174,14 @@ class Service:
         shard = self._shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
-        block = self._blocks.get((message.worker, message.fragment))
+        block = self._blocks.get((message.worker, message.fragment)) if message.shared else None
         begun = self._clock()
-        if block is not None and message.shared:
+        if block is not None:
             self._keep_mapped(message.worker, message.fragment)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
-            buffer = block.tensors if block is not None and message.shared else self._plain(message, shard)
+            buffer = block.tensors if block is not None else self._plain(message, shard)
             due = shard.exchange(message, buffer)
         except Exception:
             del self._held[id(message)]

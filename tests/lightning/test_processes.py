@@ -174,7 +174,7 @@ def check_finished(folder: Path, processes: list[Any], seconds: float = 90) -> N
     assert not zero[-1]["initialized"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # four scripts at once, each of which imports everything
 @pytest.mark.timeout(120)
 def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
