@@ -65,11 +65,12 @@ clean: ## remove .venv, caches and results
 	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. pip compiles everything,
-# which takes a minute: where PYTHONDONTWRITEBYTECODE is set, each of the tests' processes would do it again otherwise.
+# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. Compiling everything would
+# take a minute, so Python compiles what it imports, and keeps it: every process of the tests would do it again otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(RUN)
 	@echo "Installing the project and its $* extras into $(VENV): torch is large, the first time takes some minutes."
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
 	@$(if $(filter dev,$*),touch $(VENV)/.installed-examples)
 

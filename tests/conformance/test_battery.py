@@ -21,16 +21,19 @@ DEADLINE_S = 60.0
 
 
 class Battery:
-    """Keeps the processes, and what DDP did."""
+    """Keeps the processes, and what came of every case."""
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], Pair] = {}
-        self.ddp: dict[str, list[Outcome]] = {}
+        self.outcomes: dict[tuple[str, str, str], list[Outcome]] = {}
 
     def run(self, case: Case, package: str, strategy: str, folder: Path) -> list[Outcome]:
-        where = folder / strategy
-        where.mkdir()
-        return self.pair(package, strategy).run(case.run, where, DEADLINE_S)
+        key = (case.name, package, strategy)
+        if key not in self.outcomes:
+            where = folder / strategy
+            where.mkdir()
+            self.outcomes[key] = self.pair(package, strategy).run(case.run, where, DEADLINE_S)
+        return self.outcomes[key]
 
     def pair(self, package: str, strategy: str) -> Pair:
         if (package, strategy) not in self.pairs:
@@ -57,15 +60,15 @@ def battery() -> Iterator[Battery]:
 LONG = {"compiled", "mlflow"}  # 20 s each, for what they load
 
 
-def cases() -> Iterator[Any]:
-    """All but the long ones on one Lightning, some on the other too; the rest are slow tests."""
-    for number, name in enumerate(CASES):
-        yield pytest.param(name, PACKAGES[0], id=name, marks=[pytest.mark.slow] if name in LONG else [])
-        marks = [] if number % 32 == 0 and name not in LONG else [pytest.mark.slow]
-        yield pytest.param(name, PACKAGES[1], id=f"{name}-{PACKAGES[1]}", marks=marks)
+def cases(names: list[str], *every: int) -> Iterator[Any]:
+    """All on both Lightnings; but on each only one in so many is not slow."""
+    for number, name in enumerate(names):
+        for package, stride in zip(PACKAGES, every, strict=True):
+            usual = number % stride == 0 and name not in LONG
+            yield pytest.param(name, package, id=f"{name}-{package}", marks=[] if usual else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "package"), cases())
+@pytest.mark.parametrize(("name", "package"), cases(list(CASES), 1, 32))
 def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
     case = CASES[name]
     ours = battery.run(case, package, ASGD, tmp_path)
@@ -76,17 +79,18 @@ def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None
         for outcome in ours:
             assert not outcome.error, outcome.trace or outcome.error
         check_same_bits(ours)
-    if not case.ddp:
-        return
-    if name not in battery.ddp:
-        battery.ddp[name] = battery.run(case, package, DDP, tmp_path)
-    theirs = battery.ddp[name]
+
+
+@pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 3, len(CASES)))
+def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
+    case = CASES[name]
+    theirs = battery.run(case, package, DDP, tmp_path)
     if case.ddp_fails:
         assert all(outcome.error for outcome in theirs)
     else:
         assert not any(outcome.error for outcome in theirs), theirs[0].trace or theirs[1].trace
         if not case.refused:
-            compare(case, facts(ours), facts(theirs))
+            compare(case, facts(battery.run(case, package, ASGD, tmp_path)), facts(theirs))
 
 
 def write(lab: Lab) -> None:

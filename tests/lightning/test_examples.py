@@ -19,7 +19,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
         (copy / name).write_text((ROOT / "examples" / name).read_text())
     done = subprocess.run(
         [sys.executable, str(copy / "quickstart.py"), "--only", "asgd", "--fast"],
-        env=environment(),
+        env=environment(lean=False),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def test_the_paper_s_experiments_end_with_a_table_verdicts_and_a_picture(tmp_pat
         (copy / name).write_text((ROOT / "examples" / name).read_text())
     done = subprocess.run(
         [sys.executable, str(copy / "paine2013.py"), "--quick"],
-        env=environment(),
+        env=environment(lean=False),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -138,9 +138,11 @@ run.fit(Regression(), loader())
 """
 
 
-def environment(**extra: str) -> dict[str, str]:
+def environment(*, lean: bool = True, **extra: str) -> dict[str, str]:
+    """Variables of a process that imports this project, and with ``lean`` little else: see tests/helpers/lean."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_ASGD")}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+    path = os.pathsep.join([*([str(ROOT / "tests" / "helpers" / "lean")] if lean else []), str(ROOT)])
+    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
 def start(folder: Path, options: str = "{}", command: list[str] | None = None, **extra: str) -> Any:
@@ -183,6 +185,7 @@ def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
         check_finished(folder, [job])
 
 
+@pytest.mark.slow  # the same with forked workers is among the usual tests
 @pytest.mark.timeout(240)
 def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 1_000_000}")
