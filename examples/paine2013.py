@@ -1,6 +1,6 @@
 """The three experiments of the founding paper, at the size of a laptop.
 
-    python examples/paine2013.py            # digits, about four minutes on two cores
+    python examples/paine2013.py            # digits, about nine minutes on two cores
     python examples/paine2013.py --quick    # the same in small; too short for its answers to mean anything
     python examples/paine2013.py --data cifar10 --root PATH     # where the data is there: nothing is downloaded
 
@@ -41,6 +41,8 @@ from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+SEEDS = 5  # of experiment 1: with the sum of all pushes, one validation of one run may be ten per cent off
+NEAR = 0.01  # of the accuracy of one worker
 
 
 # ---------------------------------------------------------------- what is trained
@@ -64,12 +66,14 @@ class Task:
 def task(data: str, root: Path | None, quick: bool) -> Task:
     """What to train: 22 passes as in the paper but for digits, a network like its for ImageNet, plain SGD throughout.
 
-    The learning rate for digits is one at which four workers, whose pushes are added whole, still learn: at five times
-    that they do not, though one does. Momentum would have the effect of a larger one.
+    The learning rate for digits is one at which four workers, whose pushes are added whole, still learn: at ten times
+    that they do not, though one does. They need a number of steps each for it, whatever the data: after 22 passes,
+    500 steps each, they are at 0.79 where one is at 0.92, after 32 there is no difference. Momentum would have the
+    effect of a larger learning rate.
     """
     if data == "digits":
         train, val = datasets()
-        return Task(train, val, lambda: DigitsCNN().net, 0.02, 16, 2 if quick else 16, 0.3, 0.01, 60)
+        return Task(train, val, lambda: DigitsCNN().net, 0.01, 16, 2 if quick else 32, 0.3, 0.01, 60)
     from torchvision import datasets as tv
     from torchvision import models
     from torchvision import transforms as tf
@@ -137,14 +141,16 @@ class Classifier(LightningModule):
 class Run:
     """One training run.
 
-    Cold runs take every pass over the data that the single worker takes (``passes``), once per worker, so that all
-    last about as long; the accuracy after the first ``passes`` is that of experiment 1. Warm runs last ``seconds``.
+    Cold runs take the passes over the data that the single worker takes (``passes``) as often as there are workers, so
+    that all last about as long; the accuracy after the first ``passes`` is that of experiment 1, which is repeated with
+    other seeds, without the rest. Warm runs last ``seconds``.
     """
 
     workers: int
     nsync: int = 10
     warm: bool = False
     seconds: float | None = None
+    seed: int = 1
 
 
 class Recorder(Callback):
@@ -218,13 +224,14 @@ def train(run: Run, task: Task, checkpoint: Path, folder: Path) -> dict[str, Any
     """Train, and return what worker 0 recorded."""
     print(f"=== {name(run)} ...", end=" ", flush=True)
     begun = time.perf_counter()
-    seed_everything(2 if run.warm else 1, verbose=False)  # after a warm start no batch comes a second time in order
+    # After a warm start no batch comes a second time in order.
+    seed_everything(1000 + run.seed if run.warm else run.seed, verbose=False)
     module = Classifier(task.network(), task.lr)
     saves = None
     steps = len(task.train) * task.passes // task.batch // run.workers  # type: ignore[arg-type]
     if run.warm:
         module.load_state_dict(torch.load(checkpoint, weights_only=False)["state_dict"])
-    elif run.workers == 1:
+    elif run == Run(1):
         saves = (checkpoint, round(steps * task.warm))
     # The end of an epoch is a sync point, where all wait for each other and push what they have: with epochs of one
     # pass, 22 steps for each of four workers, there would be no nsync of 100. So all passes are one epoch here.
@@ -239,7 +246,7 @@ def train(run: Run, task: Task, checkpoint: Path, folder: Path) -> dict[str, Any
         strategy=ASGDStrategy(
             run.nsync, algorithm=ASGD("sum"), overlap=False, start_method="spawn" if gpus else "fork"
         ),
-        max_epochs=run.workers,
+        max_epochs=run.workers if run.seed == 1 else 1,
         callbacks=[recorder],
         logger=False,
         num_sanity_val_steps=0,
@@ -294,6 +301,9 @@ def main() -> None:
         for nsync in nsyncs:
             if nsync != single.nsync:
                 do(Run(most, nsync, warm=True, seconds=seconds))
+        for seed in range(2, 2 if args.quick else SEEDS + 1):
+            for workers in (1, 2, 4):
+                do(Run(workers, seed=seed))
     figures = Figures(results, chosen)
     print_table(figures)
     print_claims(figures)
@@ -326,12 +336,14 @@ class Figures:
     def __init__(self, results: dict[Run, dict[str, Any]], task: Task) -> None:
         self.results, self.task = results, task
         self.single = Run(1)
-        self.cold = [run for run in results if not run.warm]
+        self.cold = [run for run in results if not run.warm and run.seed == 1]
         self.warm = [run for run in results if run.warm and run.nsync == self.single.nsync]
         self.most = max(run.workers for run in results)
         self.nsyncs = sorted((run for run in results if run.warm and run.workers == self.most), key=lambda r: r.nsync)
         self.start_s = results[self.single]["checkpoint_s"]
-        self.end_s = min(self.seconds(run)[-1] for run in results)  # so that all are compared over the same time
+        self.end_s = min(
+            self.seconds(run)[-1] for run in results if run.seed == 1
+        )  # so that all are compared over the same time
 
     def seconds(self, run: Run) -> list[float]:
         """When every mini-batch was through. A warm run begins where the single worker's checkpoint was written."""
@@ -356,10 +368,14 @@ class Figures:
             (sums[end] - sums[end - width]) / width for end in ends
         ]
 
-    def accuracy(self, run: Run) -> Mean:
-        """Accuracy on the validation data after the passes that the single worker takes, by all workers together."""
-        share, count = self.results[run]["accuracy"][0], len(self.task.val)  # type: ignore[arg-type]
-        return Mean(share, math.sqrt(max(share * (1 - share), 1 / count) / count))
+    def accuracies(self, workers: int) -> list[float]:
+        """Accuracy on the validation data after the passes that the single worker takes, of every seed, ascending."""
+        runs = (run for run in self.results if run.workers == workers and not run.warm)
+        return sorted(self.results[run]["accuracy"][0] for run in runs)
+
+    def accuracy(self, workers: int) -> float:
+        """Its median."""
+        return statistics.median(self.accuracies(workers))
 
     def slower(self, run: Run, other: Run, begin: float, end: float, stretches: int = 10) -> list[int]:
         """For stretches of equal time: 1 where the error of ``run`` is above that of ``other``, -1 where below."""
@@ -396,15 +412,15 @@ def print_table(f: Figures) -> None:
         "\nper s",
         f"training error\n- {f.start_s:.1f} s",
         f"\n- {f.end_s:.0f} s",
-        f"accuracy after\n{f.task.passes} passes",
+        f"accuracy after\n{f.task.passes} passes, median",
         "\nat the end",
         "mean\nstaleness",
     ):
         table.add_column(column, justify="right")
-    for run, r in f.results.items():
+    for run, r in ((run, r) for run, r in f.results.items() if run.seed == 1):
         early = "" if run.warm else f"{f.error(run, 0, f.start_s).value:.3f}"
         late = f"{f.error(run, f.start_s, f.end_s).value:.3f}"
-        accuracy = "" if run.warm else f"{f.accuracy(run).value:.3f}"
+        accuracy = "" if run.warm else f"{f.accuracy(run.workers):.3f}"
         rate = f"{len(r['seconds']) / r['seconds'][-1]:.0f}"
         cells = [str(len(r["errors"])), rate, early, late, accuracy, f"{r['accuracy'][-1]:.3f}"]
         table.add_row(name(run), *cells, "" if run.workers == 1 else f"{r['staleness']:.1f}")
@@ -412,15 +428,20 @@ def print_table(f: Figures) -> None:
 
 
 def print_claims(f: Figures) -> None:
-    """Whether each claim was seen. A difference counts from two standard errors on, within these runs, one of each."""
+    """Whether each claim was seen.
+
+    For accuracies the medians over the seeds count. A difference of errors counts from two standard errors on, within
+    one run of each.
+    """
     print("\nWhat the paper claims, and what was seen here (± two standard errors, of one run each):\n")
     more = [run for run in f.cold if run.workers > 1]
     for run in more:
-        gap = f.accuracy(run) - f.accuracy(f.single)
         claim = f"{run.workers} workers reach the accuracy of one in as many passes"
-        found = f"{100 * f.accuracy(run).value:.1f} % against {100 * f.accuracy(f.single).value:.1f} %"
+        both = [f.accuracies(workers) for workers in (run.workers, 1)]
+        found, other = (f"{100 * statistics.median(a):.1f} % ({100 * a[0]:.1f} to {100 * a[-1]:.1f})" for a in both)
         last = f.results[run]["accuracy"][-1]
-        say("1", claim, gap.sign >= 0, f"{found} ({gap}); {100 * last:.1f} % in as many seconds")
+        seen_one = f.accuracy(run.workers) >= f.accuracy(1) - NEAR
+        say("1", claim, seen_one, f"{found} against {other}; {100 * last:.1f} % in as many seconds, one run")
     for run in more:
         signs = f.slower(run, f.single, 0, f.end_s)
         decided = [sign for sign in signs if sign]
@@ -485,7 +506,7 @@ def save_picture(f: Figures, path: Path) -> None:
         return "1 worker" if run.workers == 1 else f"{run.workers} workers"
 
     for run in f.cold:
-        last = 100 * f.accuracy(run).value
+        last = 100 * f.accuracy(run.workers)
         draw(cold, run, f"{count(run)} ({last:.1f} %)", COLORS[run.workers])
     for run in f.cold:
         if run.workers > 1:

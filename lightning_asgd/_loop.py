@@ -70,13 +70,20 @@ class LeasedLoop:
         run: name of the fit.
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
+        come_back: see :class:`DataLeases`.
     """
 
     def __init__(
-        self, trainer: Any, client: Callable[[], Any], run: str, timeout_s: float, resumed: Mapping[str, Any]
+        self,
+        trainer: Any,
+        client: Callable[[], Any],
+        run: str,
+        timeout_s: float,
+        resumed: Mapping[str, Any],
+        come_back: Callable[[], None],
     ) -> None:
         self.trainer = trainer
-        self.leases = DataLeases(client, timeout_s=timeout_s)
+        self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
         self.workers: int = trainer.world_size
         self.run = run
         self._resumed = dict(resumed)
@@ -207,13 +214,16 @@ class LeasedLoop:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
 
-    def after_batch(self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None]) -> bool:
+    def after_batch(
+        self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
+    ) -> bool:
         """A batch has been trained: find out whether there is another one before all workers meet.
 
         Args:
             steps: optimizer steps of this worker.
             acknowledged: those of them that the servers have.
             flush: pushes the rest.
+            discard: forgets what was trained since the latest push.
 
         Returns:
             whether training goes on after everything was pushed.
@@ -222,7 +232,8 @@ class LeasedLoop:
             return False
         self._ended = True
         leases, progress = self.leases, self.trainer.fit_loop.epoch_loop.batch_progress
-        leases.end_batch(steps)
+        if not leases.end_batch(steps):
+            discard()
         resumes = False
         more = leases.more(acknowledged())
         if not more:

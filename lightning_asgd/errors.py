@@ -7,6 +7,7 @@
     ├── LaunchError                            a server or a worker did not start
     ├── ServerLostError                        a server died or does not answer
     ├── WorkerLostError                        a worker died, or this worker was declared dead
+    │   └── WorkerAwayError                    this worker was silent for long; it joins again by itself
     ├── LayoutMismatchError                    workers hold modules of different shape
     ├── ProtocolError                          a message that does not fit the session
     ├── CollectiveMismatchError                workers called different collectives
@@ -27,6 +28,7 @@ __all__ = [
     "LayoutMismatchError",
     "ProtocolError",
     "ServerLostError",
+    "WorkerAwayError",
     "WorkerLostError",
     "error_from",
 ]
@@ -50,6 +52,10 @@ class ServerLostError(ASGDError):
 
 class WorkerLostError(ASGDError):
     """A worker that others need is gone, or this worker was declared dead by the others."""
+
+
+class WorkerAwayError(WorkerLostError):
+    """This worker gave no sign of life for so long that the others go on without it. It joins again by itself."""
 
 
 class LayoutMismatchError(ASGDError):
@@ -76,6 +82,7 @@ _BY_NAME: dict[str, type[ASGDError]] = {
         LaunchError,
         ServerLostError,
         WorkerLostError,
+        WorkerAwayError,
         LayoutMismatchError,
         ProtocolError,
         CollectiveMismatchError,

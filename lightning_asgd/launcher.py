@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import pickle
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -28,6 +32,8 @@ from lightning_asgd.transport import rpc
 from lightning_asgd.transport.rpc import RpcTransport
 
 __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
+
+log = logging.getLogger(__name__)
 
 _STOP_S = 3.0  # for a worker to end after SIGTERM
 _jobs = itertools.count()
@@ -168,6 +174,48 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         return function(*args, **kwargs)
 
 
+class _Worker:
+    """The process of a worker.
+
+    Args:
+        session: that it trains in.
+        rank: the worker's.
+        process: it is that, but for what stands here.
+        needed: whether the others cannot do without it. If they can, it does not look like a failure however it ends.
+    """
+
+    def __init__(self, session: str, rank: int, process: Any, *, needed: bool) -> None:
+        self._session = session
+        self._rank = rank
+        self._process = process
+        self._needed = needed
+        self._reported = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def terminate(self) -> None:
+        """End it soon: one that is stopped would heed SIGTERM only when it goes on."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
+                self._process.kill()
+        self._process.terminate()
+
+    @property
+    def exitcode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        if self._needed:
+            return code
+        if code and not self._reported:
+            self._reported = True
+            overseer = supervisor.current()
+            if overseer is not None:
+                overseer.bury(self._session, self._rank, f"its process ended with exit code {code}")
+            if code < 0:  # else it has said why
+                log.warning("Worker %d ended with exit code %d; the others go on without it.", self._rank, code)
+        return 0 if code else code
+
+
 class MultiProcessLauncher(Extension):  # type: ignore[misc]
     """Starts the servers, then forks or spawns every worker; this process only waits for them.
 
@@ -177,11 +225,13 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         job: shared with the strategy.
         strategy: the strategy, whose copies the workers use.
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+        abort: whether the failure of any worker ends the others.
     """
 
-    def __init__(self, job: Job, strategy: Any, start_method: str) -> None:
+    def __init__(self, job: Job, strategy: Any, start_method: str, *, abort: bool = False) -> None:
         super().__init__(strategy, start_method=start_method)
         self.job = job
+        self.abort = abort
 
     @property
     def procs(self) -> list[Any]:
@@ -195,6 +245,9 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             watch = supervisor.ensure_watch()
             for process in processes:
                 watch.register(process.pid)
+            # In place: it is the list of torch's context, which ends all workers when one of these has failed.
+            needed = {0} if not self.abort else set(range(len(processes)))
+            processes[:] = [_Worker(self.job.session, r, p, needed=r in needed) for r, p in enumerate(processes)]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
@@ -221,6 +274,9 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         except BaseException as error:
             # Lightning reports exceptions to the strategy in the main process only, which is not a worker here.
             self._strategy.on_exception(error)
+            rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if rank and not self.abort and isinstance(error, Exception):
+                log.warning("Worker %d failed; the others go on without it.", rank, exc_info=True)
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
@@ -230,17 +286,21 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
                 os.rmdir(os.path.dirname(worker_output.weights_path))
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """Send worker 0's statistics and samples along with Lightning's results."""
+        """Send worker 0's statistics and samples along with Lightning's results.
+
+        In a file, as Lightning sends the weights: its queue is a pipe that the main process reads when all workers have
+        ended, and a worker that puts more there than the pipe takes (64 KiB) never ends.
+        """
         strategy = trainer.strategy
-        return {
-            **super().get_extra_results(trainer),
-            "lightning_asgd": pickle.dumps((strategy.stats, strategy.samples)),
-        }
+        descriptor, path = tempfile.mkstemp(prefix="lightning_asgd-")
+        with os.fdopen(descriptor, "wb") as file:
+            pickle.dump((strategy.stats, strategy.samples), file)
+        return {**super().get_extra_results(trainer), "lightning_asgd": path}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         """Keep worker 0's statistics and samples."""
         super().update_main_process_results(trainer, extra)
-        results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(
-            extra["lightning_asgd"]
-        )  # our own child's
+        path = Path(extra["lightning_asgd"])
+        results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(path.read_bytes())  # our own child's
+        path.unlink()
         trainer.strategy.stats, trainer.strategy.samples = results

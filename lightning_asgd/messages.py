@@ -14,6 +14,8 @@ from torch import Tensor
 
 __all__ = [
     "PROTOCOL",
+    "Beat",
+    "Beaten",
     "Claim",
     "Contribution",
     "Epoch",
@@ -26,6 +28,7 @@ __all__ = [
     "LayerGradient",
     "Leave",
     "OpenEpoch",
+    "Policy",
     "Reply",
     "Role",
     "Samples",
@@ -34,7 +37,7 @@ __all__ = [
     "Verdict",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -79,6 +82,21 @@ class SharedRef:
 
 
 @dataclass(frozen=True)
+class Policy:
+    """What a session does about workers that are silent or gone.
+
+    Attributes:
+        silence_s: seconds without a sign of life after which a worker counts as away; 0: never.
+        min_workers: with fewer of them the session is ended.
+        abort: whether the session is ended as soon as one is away or gone.
+    """
+
+    silence_s: float = 0.0
+    min_workers: int = 1
+    abort: bool = False
+
+
+@dataclass(frozen=True)
 class Join:
     """A worker enters a session.
 
@@ -86,12 +104,20 @@ class Join:
         session: names one run of ``fit``, ``validate``, ``test`` or ``predict``; all its workers send the same.
         worker: global rank.
         world_size: number of workers of the session.
+        policy: the same from all workers; the first one's counts.
+        again: whether the worker was told that it counts as away, and begins anew with the servers' weights.
+        after: the session that this one goes on from, with the same workers; who is gone there is gone here.
+        server: number of the server that this is sent to.
         protocol: version of the messages the worker speaks.
     """
 
     session: str
     worker: int
     world_size: int
+    policy: Policy = Policy()
+    again: bool = False
+    after: str = ""
+    server: int = 0
     protocol: int = PROTOCOL
 
 
@@ -100,6 +126,34 @@ class Joined:
     """Answer to :class:`Join`."""
 
     pid: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life, sent a few times within :attr:`Policy.silence_s`.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        heard: number of news that the worker has been told.
+    """
+
+    urgent: ClassVar[bool] = True  # behind weights it might come too late
+
+    session: str
+    worker: int
+    heard: int = 0
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """Answer to :class:`Beat`.
+
+    Attributes:
+        news: what became of workers since the last time, for people.
+    """
+
+    news: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +205,8 @@ class Exchange:
         shared: whether update and answer go through the shared block.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
+        epoch: the epoch that the worker claims units of; empty if it does not.
+        units: units of it that the worker has trained since it began or came back, those of this push included.
     """
 
     session: str
@@ -169,6 +225,8 @@ class Exchange:
     shared: bool = False
     fragment: int = 0
     full: bool = False
+    epoch: str = ""
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,7 +358,7 @@ class Claim:
         worker: global rank of the sender.
         key: which epoch.
         segment: number of times that all have met in it.
-        trained: units that the worker has trained in it.
+        trained: units that the worker has trained in it since it began, or came back.
         applied: those of them whose updates the servers have.
         pace: seconds that a unit takes it; 0 if it does not know yet.
         trip: seconds in which it is answered.
@@ -332,6 +390,8 @@ class Grant:
         over: whether all units of the segment are trained and applied.
         progress: units that all have trained so far, as far as is known.
         ratio: units that all train while this worker trains one.
+        void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
+            comes late needs a batch to notice that a segment is over.
     """
 
     first: int = 0
@@ -339,6 +399,7 @@ class Grant:
     over: bool = False
     progress: float = 0.0
     ratio: float = 1.0
+    void: bool = False
 
 
 @dataclass(frozen=True)
@@ -364,11 +425,13 @@ class Leave:
         session: session to leave.
         worker: global rank of the one who leaves.
         reason: why; empty for an orderly end.
+        final: whether its process is gone, so that it won't be in later sessions of the same job either.
     """
 
     session: str
     worker: int
     reason: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True)

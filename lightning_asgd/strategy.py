@@ -33,11 +33,13 @@ from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.messages import Policy
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
+from lightning_asgd.worker.heartbeat import Heartbeat
 from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["ASGDStrategy"]
@@ -45,6 +47,7 @@ __all__ = ["ASGDStrategy"]
 log = logging.getLogger(__name__)
 
 _DATA = ("leases", "split")
+_ON_FAILURE = ("continue", "abort")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -76,6 +79,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             ``"topk"``, or an object of :mod:`lightning_asgd.compression`. Weights at sync points are sent in full.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
+        min_workers: training is ended when fewer than these are left.
+        on_worker_failure: ``"continue"``: when a worker dies or hangs the others take its data and go on; one that
+            hung joins again when it wakes. ``"abort"``: end training on all workers, and say why. Worker 0 logs and
+            writes the checkpoints: nothing goes on without it.
         timeouts: how long to wait for processes that hang.
         max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
         accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
@@ -123,6 +130,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         compression: Compression | str | None = None,
         num_servers: int = 1,
         start_method: str = "popen",
+        min_workers: int = 1,
+        on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
         max_offline_steps: int = 1000,
         accelerator: Any = None,
@@ -146,6 +155,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
         if data not in _DATA:
             raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
+        if on_worker_failure not in _ON_FAILURE:
+            expected = " or ".join(map(repr, _ON_FAILURE))
+            raise ConfigurationError(f"on_worker_failure={on_worker_failure!r}. Expected {expected}.")
+        self._policy = Policy(
+            silence_s=self.config.timeouts.silence_s,
+            min_workers=positive_int("min_workers", min_workers),
+            abort=on_worker_failure == "abort",
+        )
         self._given = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -157,6 +174,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.stats = ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
         self.collectives = Collectives()
+        self._heartbeat: Heartbeat | None = None
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
         self._data = data
@@ -176,7 +194,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
-            self._launcher = launcher(self._job, self, self._start_method)
+            self._launcher = launcher(self._job, self, self._start_method, abort=self._policy.abort)
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
@@ -238,10 +256,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """End the session. Servers and connection stay for the Trainer's next call."""
         client = self.collectives.client
         if client is not None:
+            try:
+                if not self._failed:
+                    with self._explained():
+                        self.collectives.phase = Phase.SYNC
+                        self.collectives.barrier("teardown")
+            finally:
+                self._stop_heartbeat()
             if not self._failed:
-                with self._explained():
-                    self.collectives.phase = Phase.SYNC
-                    self.collectives.barrier("teardown")
                 client.leave()
             self.collectives = Collectives()
         overseer = supervisor.current()
@@ -255,6 +277,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others at once, so that nobody waits for this worker."""
         self._failed = True
+        self._stop_heartbeat()
         client = self.collectives.client
         if client is not None:
             client.leave(f"it raised {type(exception).__name__}: {exception}" if str(exception) else repr(exception))
@@ -265,6 +288,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Between two batches: merge what has come, exchange if it is time."""
         if self._sharing is None:
             return
+        if self._heartbeat is not None and self._heartbeat.error is not None:
+            raise self._heartbeat.error  # the session was ended: do not train on until the next exchange
         with self._explained():
             if self.collectives.phase is Phase.SYNC:
                 if newly_trainable(self.lightning_module, self._sharing.layout):
@@ -311,7 +336,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if self._leased is None:
                 resumed, self._resume_data = self._resume_data, {}
                 patience = self.config.timeouts.collective_s
-                self._leased = LeasedLoop(trainer, self._connected, self._job.session, patience, resumed)
+                self._leased = LeasedLoop(
+                    trainer, self._connected, self._job.session, patience, resumed, self._come_back
+                )
             self._leased.install()
 
     def end_batch(self) -> None:
@@ -324,7 +351,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._leased is not None:
             with self._explained():
                 steps = sharing.stats.steps
-                if self._leased.after_batch(steps, lambda: steps - sharing.unacknowledged, sharing.flush):
+                acknowledged = lambda: steps - sharing.unacknowledged  # noqa: E731
+                if self._leased.after_batch(steps, acknowledged, sharing.flush, sharing.fetch):
                     sharing.begin()
 
     def sync_point(self, name: str) -> None:
@@ -476,11 +504,43 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         timeouts = self.config.timeouts
         # Where answers are held back for other workers, those may take as long as to a sync point.
         patience = timeouts.collective_s if self.config.algorithm.waits else timeouts.exchange_s
-        client = Client(transport, session, self.global_rank, self.world_size, timeout_s=patience)
+        before = self.collectives.client
+        client = Client(
+            transport,
+            session,
+            self.global_rank,
+            self.world_size,
+            timeout_s=patience,
+            policy=self._policy,
+            after="" if before is None else before.session,
+        )
+        self._stop_heartbeat()
         self.collectives = Collectives(client, timeouts.collective_s)
         with self._explained():
             client.join()
+            if self.world_size > 1:
+                self._heartbeat = Heartbeat(
+                    client, self._policy.silence_s, log.warning if self.is_global_zero else None
+                )
             self.collectives.barrier("join")
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+
+    def _come_back(self) -> None:
+        """The others have gone on without this worker, which was silent."""
+        log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", self.global_rank)
+        if self._sharing is not None:
+            self._sharing.come_back()
+
+    def _lose_leases(self) -> None:
+        if self._leased is not None:
+            self._leased.leases.lose()
+
+    def _units_trained(self) -> tuple[str, int]:
+        return ("", 0) if self._leased is None else self._leased.leases.trained
 
     def _connected(self) -> Client:
         client = self.collectives.client
@@ -500,6 +560,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             versions=versions,
             on_refused=self._heal_optimizers,
             lr=self._lr,
+            on_away=self._lose_leases,
+            trained=self._units_trained,
             late=not looks_at_gradients(self.lightning_module),
         )
 

@@ -42,11 +42,23 @@ class _Server:
         arguments = ServerArguments(f"server{index}", self.key, host, port, interface, os.getpid())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,
             env=_server_environment(),
         )
+
+    def bury(self, **obituary: Any) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # the server is gone too
+                self.process.stdin.write(json.dumps(obituary).encode() + b"\n")
+                self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.output.close()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
 
     def last_lines(self) -> str:
         size = self.output.seek(0, os.SEEK_END)
@@ -115,6 +127,11 @@ class Supervisor:
         """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
         self._on_worker_exit = callback
 
+    def bury(self, session: str, worker: int, reason: str) -> None:
+        """Tell the servers that a worker is gone, from a process that is not a worker itself."""
+        for server in self._servers:
+            server.bury(session=session, worker=worker, reason=reason)
+
     def obituary(self) -> str | None:
         """What is known of the first server that died; None while all live."""
         for server in self._servers:
@@ -134,7 +151,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
-            server.output.close()
+            server.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
         # Workers may still be finishing: the reaper stays for them and goes with this process.

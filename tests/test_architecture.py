@@ -103,6 +103,7 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms.base",
         "compression",
         "config",
+        "errors",
         "messages",
         "stats",
         "worker.client",
@@ -120,7 +121,8 @@ ALLOWED: dict[str, set[str]] = {
         "worker.collectives",
         "worker.sharing",
     },
-    "worker.leases": {"messages", "worker.client"},
+    "worker.heartbeat": {"errors", "worker.client"},
+    "worker.leases": {"errors", "messages", "worker.client"},
     "worker.layerwise": {"layout", "worker.client", "worker.sharing"},
     "worker.entry": {
         "algorithms",
@@ -205,6 +207,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "finite",
         "launcher",
+        "messages",
         "resume",
         "optim",
         "stats",
@@ -212,6 +215,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.client",
         "worker.collectives",
         "worker.entry",
+        "worker.heartbeat",
         "worker.sharing",
     },
     # what users import

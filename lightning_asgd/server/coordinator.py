@@ -1,8 +1,12 @@
 """Who takes part in a session, and the collectives of those who do. A pure state machine: no network, no threads.
 
-A collective is completed by the *living*: the workers that were expected and have not left. Workers number their
-collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and name, so a worker that
-skips, repeats or reorders one is told so at once instead of leaving everybody hanging.
+A collective is completed by the *living*: the workers that were expected and are neither gone nor away. Workers number
+their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and name, so a worker
+that skips, repeats or reorders one is told so at once instead of leaving everybody hanging.
+
+A worker that gives no sign of life is *away*. Nobody waits for it; what the others' collectives came to is kept for it,
+so that it can catch up when it wakes: it gets the answers that they got, and takes part again from the first one that
+is still open. Only worker 0, which logs and writes checkpoints, is waited for at sync points as long as it is not gone.
 
 Every method returns the answers that became due, as :class:`Delivery` objects for the service to send.
 """
@@ -17,11 +21,16 @@ from lightning_asgd.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     ProtocolError,
+    WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution
+from lightning_asgd.messages import Contribution, Policy
 
 __all__ = ["Coordinator", "Delivery"]
+
+_SLEPT_S = 2.0  # between two calls of expire(): longer, and it was this process that slept
+_SOONER = 0.7  # part of the patience that is the other servers'
+_MISSED_AT_MOST = 1000  # collectives that are kept for workers that are away
 
 
 @dataclass(frozen=True)
@@ -45,28 +54,74 @@ class _Operation:
 
 
 @dataclass
+class _Missed:
+    """A collective that was completed without workers that are away."""
+
+    first: Contribution
+    values: dict[int, Any]
+    absent: set[int]
+
+
+@dataclass
 class Coordinator:
     """Membership and collectives of one session.
 
     Args:
         session: the session's name, for error texts.
         world_size: number of workers expected.
+        policy: what is done about workers that are silent or gone.
+        index: number of the server that this belongs to. The first one's word counts; the others lose patience sooner,
+            so that they never take a push which it would refuse.
+        left: workers that are gone, and why; empty for an orderly end.
     """
 
     session: str
     world_size: int
+    policy: Policy = field(default_factory=Policy)
+    index: int = 0
+    left: dict[int, str] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
-    left: dict[int, str] = field(default_factory=dict)  # worker -> reason, empty for an orderly end
+    final: set[int] = field(default_factory=set)  # those who left that have no process any more
+    away: dict[int, str] = field(default_factory=dict)  # silent, and why nobody waits for them
+    behind: set[int] = field(default_factory=set)  # back, but with collectives to catch up on
+    news: list[str] = field(default_factory=list)  # for people
+    aborted: str = ""  # why the session is over
+    _heard: dict[int, float] = field(default_factory=dict)  # when
+    _looked: float | None = None
     _operations: dict[int, _Operation] = field(default_factory=dict)
+    _missed: dict[int, _Missed] = field(default_factory=dict)
     _last_seq: dict[int, int] = field(default_factory=dict)
 
     @property
     def living(self) -> set[int]:
-        """Workers that are expected and have not left."""
-        return set(range(self.world_size)) - set(self.left)
+        """Workers that are expected, and neither gone nor away."""
+        return set(range(self.world_size)) - set(self.left) - set(self.away) - self.behind
 
-    def join(self, worker: int) -> None:
-        """Let a worker in; joining again (a new connection of the same worker) changes nothing.
+    @property
+    def _awaited(self) -> set[int]:
+        """Workers without which no collective is completed."""
+        return self.living | ({0} - set(self.left))
+
+    def check(self, worker: int) -> None:
+        """Whether a worker may train.
+
+        Raises:
+            WorkerLostError: the session was ended, or the worker was declared gone.
+            WorkerAwayError: the others go on without it, until it joins again.
+        """
+        if self.aborted:
+            raise WorkerLostError(self.aborted)
+        if self.left.get(worker):
+            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker]}).")
+        if worker in self.away:
+            raise WorkerAwayError(f"Worker {worker} {self.away[worker]}. Expected it to join again.")
+
+    def hear(self, worker: int, now: float) -> None:
+        """Take any message as a sign of life."""
+        self._heard[worker] = now
+
+    def join(self, worker: int, now: float = 0.0) -> None:
+        """Let a worker in; joining again (a new connection, or one that was away) does no harm.
 
         Raises:
             ProtocolError: the rank is not one of the session's.
@@ -83,23 +138,46 @@ class Coordinator:
                 f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
             )
         self.joined.add(worker)
+        self._heard[worker] = now
+        if self.away.pop(worker, None) is not None:
+            if any(worker in missed.absent for missed in self._missed.values()):
+                self.behind.add(worker)
+            else:
+                self._welcome(worker)
 
-    def leave(self, worker: int, reason: str = "") -> list[Delivery]:
+    def leave(self, worker: int, reason: str = "", *, final: bool = False) -> list[Delivery]:
         """Take a worker out; collectives that waited for it alone are completed by the others.
+
+        Args:
+            worker: which one.
+            reason: why; empty for an orderly end.
+            final: whether its process is gone.
 
         Returns:
             the answers that became due. A broadcast whose source left, and everything once worker 0 left for a
             reason (it alone logs and writes checkpoints), fails.
         """
+        if final:
+            self.final.add(worker)
         if worker in self.left:
             return []
-        self.left[worker] = reason
+        self._give_up(worker, reason)
         due: list[Delivery] = []
         for seq, operation in list(self._operations.items()):
             if operation.contributions.pop(worker, self) is not self:
                 due.append(Delivery(worker, seq, error=self._gone(worker, operation.first)))
-            due += self._settle(seq)
-        return due
+        if reason:
+            self._lose(worker, f"is gone ({reason})")
+        return due + self._settle_all()
+
+    def abort(self, why: str) -> list[Delivery]:
+        """End the session for all workers.
+
+        Returns:
+            the answers that became due.
+        """
+        self._end(why)
+        return self._settle_all()
 
     def contribute(self, message: Contribution, now: float) -> list[Delivery]:
         """Take a worker's part in a collective.
@@ -111,42 +189,128 @@ class Coordinator:
         worker, seq = message.worker, message.seq
         if worker in self.left:
             return [Delivery(worker, seq, error=self._gone(worker, message))]
+        if self.aborted:
+            return [Delivery(worker, seq, error=WorkerLostError(self.aborted))]
+        if seq in self._missed and worker in self._missed[seq].absent:
+            return [self._tell(message)]
         last = self._last_seq.get(worker, 0)
         operation = self._operations.get(seq)
         if seq <= last and not (operation is not None and worker in operation.contributions):
             error: ASGDError = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
             return [Delivery(worker, seq, error=error)]
         self._last_seq[worker] = max(last, seq)
+        if worker in self.behind or worker in self.away:
+            self._welcome(worker)
         if operation is None:
             operation = self._operations[seq] = _Operation(message, now + message.timeout_s)
         elif operation.signature() != _signature(message):
-            error = CollectiveMismatchError(
-                f"Workers disagree about collective {seq} of session {self.session!r}: worker {worker} called "
-                f"{message.kind} {message.name!r} where {_workers(set(operation.contributions))} called "
-                f"{operation.first.kind} {operation.first.name!r}. Expected every worker to make the same calls in "
-                "the same order: look for a hook or callback that makes a collective call on some ranks only."
-            )
+            error = self._disagree(message, operation.first, set(operation.contributions))
             return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
         operation.contributions[worker] = message.payload
         operation.deadline = max(operation.deadline, now + message.timeout_s)
         return self._settle(seq)
 
     def expire(self, now: float) -> list[Delivery]:
-        """Fail the collectives whose time is up, naming the workers that are missing."""
-        due: list[Delivery] = []
+        """Go on without workers that are silent; fail the collectives whose time is up, naming who is missing.
+
+        To be called a few times a second.
+        """
+        due = self._go_without_the_silent(now)
         for seq, operation in list(self._operations.items()):
             if now >= operation.deadline:
-                missing = self.living - set(operation.contributions)
+                missing = self._awaited - set(operation.contributions)
                 never = missing - self.joined
                 first = operation.first
                 hint = f" {_workers(never)} never joined." if never else ""
                 error = CollectiveTimeoutError(
                     f"{first.kind} {first.name!r} (collective {seq} of session {self.session!r}) was not completed "
                     f"within {first.timeout_s:g} s: {_workers(missing)} did not call it.{hint} Expected all of "
-                    f"{sorted(self.living)}. Look at the missing workers' output, or raise timeouts.collective_s."
+                    f"{sorted(self._awaited)}. Look at the missing workers' output, or raise timeouts.collective_s."
                 )
                 due += self._fail(seq, error)
         return due
+
+    def _go_without_the_silent(self, now: float) -> list[Delivery]:
+        slept = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if slept > _SLEPT_S:  # nobody could have been heard
+            self._heard = {worker: at + slept for worker, at in self._heard.items()}
+        patience = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
+        silent = {w for w in self.joined - set(self.left) - set(self.away) if now - self._heard.get(w, now) > patience}
+        if not patience or not silent:
+            return []
+        for worker in sorted(silent):
+            reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
+            self.away[worker] = f"{reason}, so the others went on without it"
+            self.behind.discard(worker)
+            if not self._lose(worker, reason):
+                self.news.append(f"Worker {worker} {reason}; the others go on without it. It may come back.")
+        return self._settle_all()
+
+    def _give_up(self, worker: int, reason: str) -> None:
+        """Keep nothing for a worker any more."""
+        self.left[worker] = reason
+        self.away.pop(worker, None)
+        self.behind.discard(worker)
+        for seq in list(self._missed):
+            self._caught_up(worker, seq)
+
+    def _lose(self, worker: int, fate: str) -> bool:
+        """End the session if it cannot or must not do without a worker."""
+        left = len(self.living | self.behind)
+        why = ""
+        if worker == 0 and 0 in self.left:
+            why = f"Worker 0, which logs and writes the checkpoints, {fate}."
+        elif self.policy.abort:
+            why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
+        elif 0 < left < self.policy.min_workers:  # with none left, it may be this process's network that is away
+            why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
+        if why:
+            self._end(f"{why} Start the job again with trainer.fit(..., ckpt_path='last').")
+        return bool(why)
+
+    def _end(self, why: str) -> None:
+        if not self.aborted:
+            self.aborted = why
+            self.news.append(why)
+
+    def _welcome(self, worker: int) -> None:
+        self.away.pop(worker, None)
+        self.behind.discard(worker)
+        self.news.append(f"Worker {worker} is back.")
+
+    def _tell(self, message: Contribution) -> Delivery:
+        """Answer one that is late as the others were answered."""
+        worker, seq = message.worker, message.seq
+        missed = self._missed[seq]
+        self._last_seq[worker] = max(seq, self._last_seq.get(worker, 0))
+        self._caught_up(worker, seq)
+        if _signature(message) != _signature(missed.first):
+            return Delivery(worker, seq, error=self._disagree(message, missed.first, set(missed.values)))
+        return Delivery(worker, seq, value=missed.values)
+
+    def _caught_up(self, worker: int, seq: int) -> None:
+        self._missed[seq].absent.discard(worker)
+        if not self._missed[seq].absent:
+            del self._missed[seq]
+
+    def _keep_for_the_absent(self, seq: int, operation: _Operation, values: dict[int, Any]) -> None:
+        absent = (set(self.away) | self.behind) - set(operation.contributions)
+        if not absent:
+            return
+        kept = values if operation.first.target is None else {}
+        self._missed[seq] = _Missed(operation.first, kept, absent)
+        if len(self._missed) > _MISSED_AT_MOST:
+            for worker in list(self._missed[min(self._missed)].absent):
+                self._give_up(worker, f"it missed more than {_MISSED_AT_MOST} collectives")
+
+    def _disagree(self, message: Contribution, first: Contribution, others: set[int]) -> ASGDError:
+        return CollectiveMismatchError(
+            f"Workers disagree about collective {message.seq} of session {self.session!r}: worker {message.worker} "
+            f"called {message.kind} {message.name!r} where {_workers(others)} called {first.kind} {first.name!r}. "
+            "Expected every worker to make the same calls in the same order: look for a hook or callback that makes a "
+            "collective call on some ranks only."
+        )
 
     def _gone(self, worker: int, message: Contribution) -> ASGDError:
         return WorkerLostError(
@@ -158,17 +322,21 @@ class Coordinator:
         """Why an operation can never be completed, None if it can."""
         first = operation.first
         source = first.source
-        if self.left.get(0):
-            return WorkerLostError(
-                f"Worker 0, which logs and writes the checkpoints, is gone ({self.left[0]}). "
-                "Start the job again with trainer.fit(..., ckpt_path='last')."
-            )
-        if source is None or source in operation.contributions or source in self.living:
+        if self.aborted:
+            return WorkerLostError(self.aborted)
+        if source is None or source in operation.contributions or source in self._awaited:
             return None
-        fate = f"is gone ({self.left[source] or 'it left'})" if source in self.left else "does not exist"
+        fate = "does not exist"
+        if source in self.left:
+            fate = f"is gone ({self.left[source] or 'it left'})"
+        elif source < self.world_size:
+            fate = self.away.get(source, "is behind")
         return WorkerLostError(
             f"{first.kind} {first.name!r} cannot be completed: worker {source}, whose value is needed, {fate}."
         )
+
+    def _settle_all(self) -> list[Delivery]:
+        return [delivery for seq in list(self._operations) for delivery in self._settle(seq)]
 
     def _settle(self, seq: int) -> list[Delivery]:
         """Answer an operation if everybody is there or if it is hopeless."""
@@ -176,13 +344,14 @@ class Coordinator:
         error = self._hopeless(operation)
         if error is not None:
             return self._fail(seq, error)
-        if not self.living <= set(operation.contributions):
+        if not self._awaited <= set(operation.contributions):
             return []
         del self._operations[seq]
         values = dict(sorted(operation.contributions.items()))
         source = operation.first.source
         if source is not None:
             values = {source: values[source]}
+        self._keep_for_the_absent(seq, operation, values)
         target = operation.first.target
         return [
             Delivery(worker, seq, value=values if target in (None, worker) else {})

@@ -15,9 +15,9 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Claim, Epoch, Grant
 
 __all__ = ["Leases"]
@@ -101,20 +101,37 @@ class Leases:
                 "and Trainer arguments on every worker, or data='split'."
             )
 
-    def meet(self, living: Collection[int], now: float) -> list[tuple[Claim, Grant]]:
+    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[tuple[Claim, Grant]]:
         """Take notice of who takes part.
+
+        Args:
+            living: workers that are waited for.
+            now: time in seconds.
+            behind: workers that may train too, but that nobody waits for.
 
         Returns:
             answers to claims that have waited.
         """
         self._living = set(living)
-        answers = []
-        for number in set(self._workers) - self._living:
-            worker = self._workers.pop(number)
-            self._give_back(worker, trained_too=True)
-            if worker.waiting is not None:
-                answers.append((worker.waiting, Grant(over=True)))
+        answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
         return answers + self.retry(now)
+
+    def forget(self, number: int, now: float) -> list[tuple[Claim, Grant]]:
+        """Let others have all that a worker holds: it begins anew.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        return [*self._drop(number), *self.retry(now)] if number in self._workers else []
+
+    def applied(self, number: int, units: int) -> None:
+        """Note that the servers have the updates of a worker's first so many units, when the update itself comes.
+
+        So a unit is either done or granted to others, whenever a worker is lost.
+        """
+        worker = self._workers.get(number)
+        if worker is not None:
+            self._apply(worker, units)
 
     def claim(self, claim: Claim, now: float) -> list[tuple[Claim, Grant]]:
         """Grant units to a worker.
@@ -126,6 +143,9 @@ class Leases:
         Returns:
             answers that have become due; that to a claim that waits comes later.
         """
+        if claim.worker not in self._workers and claim.trained:
+            # What it held was granted to others while it was silent.
+            raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
         self._living.add(claim.worker)
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
@@ -158,13 +178,19 @@ class Leases:
                 if claim is None:
                     continue
                 first, last = self._choose(number, worker, claim, now)
-                over = self._over(claim.segment)
+                over = first == last and self._over(claim.segment)
                 if first == last and not over:
                     continue
                 worker.waiting = None
                 if first < last:
                     self._take(worker, first, last)
-                answers.append((claim, self._grant(worker, first, last, now, over=over and first == last)))
+                    grant = self._grant(worker, first, last, now)
+                elif worker.served < claim.segment:
+                    worker.served, end = claim.segment, self.epoch.ends[claim.segment]
+                    grant = replace(self._grant(worker, end - 1, end, now), void=True)
+                else:
+                    grant = self._grant(worker, 0, 0, now, over=True)
+                answers.append((claim, grant))
                 again = True
         return answers
 
@@ -240,7 +266,7 @@ class Leases:
     def _apply(self, worker: _Worker, applied: int) -> None:
         """Note that the first so many of the units granted to a worker have been applied."""
         fresh = applied - worker.applied
-        worker.applied = applied
+        worker.applied = max(worker.applied, applied)
         while fresh > 0 and worker.held:
             first, last = worker.held.popleft()
             part = min(fresh, last - first)
@@ -262,6 +288,11 @@ class Leases:
                 self._release(first + part, last)
                 worker.granted -= last - first - part
         worker.held = kept
+
+    def _drop(self, number: int) -> list[tuple[Claim, Grant]]:
+        worker = self._workers.pop(number)
+        self._give_back(worker, trained_too=True)
+        return [] if worker.waiting is None else [(worker.waiting, Grant(over=True))]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, cut at the segments' ends."""

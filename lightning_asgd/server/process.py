@@ -22,6 +22,7 @@ __all__ = ["ServerArguments", "main"]
 
 _TICK_S = 0.25
 _START_S = 60.0
+_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,24 @@ def main(argv: list[str] | None = None) -> int:
     address = rpc.serve(service.handle, arguments.name, arguments.interface)
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
+    threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
     while not stopped.wait(_TICK_S) and os.getppid() == arguments.parent:
         service.tick()
+    if not stopped.is_set():
+        service.abort(
+            f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look at "
+            "its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+        )
+        stopped.wait(_LAST_WORDS_S)
     service.close()
     rpc.stop()
     return 0
+
+
+def _listen(service: Service) -> None:
+    """Read on stdin which workers' processes have ended: the main process, their parent, knows it at once."""
+    for line in sys.stdin:
+        service.bury(**json.loads(line))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.compression import Updates, Weights
-from lightning_asgd.errors import ASGDError, ProtocolError
+from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
     PROTOCOL,
+    Beat,
+    Beaten,
     Claim,
     Contribution,
     Exchange,
@@ -61,16 +63,20 @@ class Service:
         self._coordinator: Coordinator | None = None
         self._shards: dict[int, Shard] = {}  # by fragment
         self._means = Means()
-        self._leases: Leases | None = None  # of the present epoch; a new layout in the midst of it changes nothing
+        # By epoch, the present one last; a new layout in the midst of it changes nothing. Those before are kept for
+        # workers that have fallen behind.
+        self._leases: dict[str, Leases] = {}
         self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
         self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
+        self._buried: list[tuple[str, int, str]] = []  # session, worker, reason
         # Messages that have no answer yet, by identity.
         self._held: dict[int, tuple[Exchange | LayerGradient | Claim, Future[Any]]] = {}
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Join: self._join,
+            Beat: self._beat,
             Initialise: self._initialise,
             Exchange: self._exchange,
             LayerGradient: self._average,
@@ -103,10 +109,34 @@ class Service:
     def tick(self) -> None:
         """Fail collectives whose time is up, look after claims that wait. To be called a few times a second."""
         with self._lock:
+            coordinator = self._coordinator
+            if coordinator is not None:
+                before = coordinator.living
+                self._deliver(coordinator.expire(self._clock()))
+                if coordinator.living != before or coordinator.aborted:
+                    self._meet(coordinator)
+            for leases in self._leases.values():
+                self._hand_out(leases.retry(self._clock()))
+
+    def bury(self, session: str, worker: int, reason: str) -> None:
+        """Take a worker out, whose process is known to have ended.
+
+        Args:
+            session: the one that the launcher began; those with a new layout go on from it.
+            worker: global rank.
+            reason: why.
+        """
+        with self._lock:
+            self._buried.append((session, worker, reason))
+            if self._coordinator is not None and _goes_on_from(self._coordinator.session, session):
+                self._leave(Leave(self._coordinator.session, worker, reason))
+
+    def abort(self, why: str) -> None:
+        """End the present session for all its workers."""
+        with self._lock:
             if self._coordinator is not None:
-                self._deliver(self._coordinator.expire(self._clock()))
-            if self._leases is not None:
-                self._hand_out(self._leases.retry(self._clock()))
+                self._deliver(self._coordinator.abort(why))
+                self._meet(self._coordinator)
 
     def status(self) -> dict[str, Any]:
         """Figures of the current session: version, live workers, counts."""
@@ -134,12 +164,36 @@ class Service:
             )
         current = self._coordinator
         if current is None or current.session != message.session:
+            gone = self._gone(current, message)
             self._end_session(f"session {message.session!r} began")
-            self._coordinator = Coordinator(message.session, message.world_size)
+            about = (message.session, message.world_size, message.policy, message.server)
+            self._coordinator = Coordinator(*about, gone)
+            self._coordinator.final |= set() if current is None else current.final
         coordinator = self._session(message.session)
-        coordinator.join(message.worker)
+        coordinator.join(message.worker, self._clock())
+        if message.again:
+            for leases in self._leases.values():
+                self._hand_out(leases.forget(message.worker, self._clock()))
         self._meet(coordinator)
         return Joined(os.getpid())
+
+    def _gone(self, before: Coordinator | None, message: Join) -> dict[int, str]:
+        """Who is missing from the beginning of a session, after another one."""
+        gone = {w: why for session, w, why in self._buried if _goes_on_from(message.session, session)}
+        if before is None:
+            return gone
+        gone |= {worker: before.left[worker] for worker in before.final}
+        if message.after == before.session:
+            gone |= {worker: why for worker, why in before.left.items() if why} | before.away
+            gone |= dict.fromkeys(before.behind, "it was behind when the layout changed")
+        return {worker: why for worker, why in gone.items() if worker < message.world_size}
+
+    def _beat(self, message: Beat) -> Beaten:
+        coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
+        if coordinator.aborted:
+            raise WorkerLostError(coordinator.aborted)
+        return Beaten(tuple(coordinator.news[message.heard :]))
 
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)
@@ -170,7 +224,10 @@ class Service:
         return True
 
     def _exchange(self, message: Exchange) -> Any:
-        self._session(message.session)
+        coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
+        if message.push:
+            coordinator.check(message.worker)
         shard = self._shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
@@ -186,6 +243,8 @@ class Service:
         except Exception:
             del self._held[id(message)]
             raise
+        if message.push and message.epoch in self._leases:
+            self._leases[message.epoch].applied(message.worker, message.units)
         self._answer(due, begun)
         return future.value() if future.done() else future
 
@@ -201,7 +260,7 @@ class Service:
         return codes[0].decode(message.update, memory)
 
     def _average(self, message: LayerGradient) -> Any:
-        self._session(message.session)
+        self._member(message)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         self._give(self._means.add(message))
@@ -209,23 +268,30 @@ class Service:
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
         future: Future[Any] = Future()
         self._waiting[message.worker, message.seq] = future
+        before = coordinator.living
         self._deliver(coordinator.contribute(message, self._clock()))
+        if coordinator.living != before:
+            self._meet(coordinator)
         return future
 
     def _open_epoch(self, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
-        coordinator = self._session(message.session)
-        if self._leases is None or self._leases.epoch.key != message.epoch.key:
-            self._leases = Leases(message.epoch)
+        coordinator = self._member(message)
+        key = message.epoch.key
+        if key not in self._leases:
+            if not (coordinator.away or coordinator.behind):
+                self._leases.clear()
+            self._leases[key] = Leases(message.epoch)
             self._meet(coordinator)
-        self._leases.check(message.epoch, message.worker)
-        return self._leases.finished
+        self._leases[key].check(message.epoch, message.worker)
+        return self._leases[key].finished
 
     def _claim(self, message: Claim) -> Any:
-        self._session(message.session)
-        leases = self._leases
-        if leases is None or leases.epoch.key != message.key:
+        self._member(message)
+        leases = self._leases.get(message.key)
+        if leases is None:
             raise ProtocolError(f"Worker {message.worker} claims units of epoch {message.key}, which was not opened.")
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
@@ -236,7 +302,7 @@ class Service:
         coordinator = self._coordinator
         if coordinator is None or coordinator.session != message.session:
             return False  # that session is over: nothing to leave
-        self._deliver(coordinator.leave(message.worker, message.reason))
+        self._deliver(coordinator.leave(message.worker, message.reason, final=message.final))
         self._meet(coordinator)
         for key in [key for key in self._blocks if key[0] == message.worker]:
             self._blocks.pop(key).close()
@@ -257,6 +323,13 @@ class Service:
 
     # ------------------------------------------------------------------ helpers
 
+    def _member(self, message: Any) -> Coordinator:
+        """The session of a message that only those who take part in it may send."""
+        coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
+        coordinator.check(message.worker)
+        return coordinator
+
     def _session(self, session: str) -> Coordinator:
         if self._coordinator is None or self._coordinator.session != session:
             current = self._coordinator.session if self._coordinator else None
@@ -268,8 +341,12 @@ class Service:
         self._give(self._means.meet(coordinator.living))
         for shard in self._shards.values():
             self._answer(shard.meet(coordinator.living))
-        if self._leases is not None:
-            self._hand_out(self._leases.meet(coordinator.living, self._clock()))
+        for leases in self._leases.values():
+            self._hand_out(leases.meet(coordinator.living, self._clock(), coordinator.behind))
+        if coordinator.aborted:
+            for _, future in self._held.values():
+                future.set_result(Failure("WorkerLostError", coordinator.aborted))
+            self._held.clear()
 
     def _keep_mapped(self, worker: int, fragment: int) -> None:
         """Leave one worker's block mapped, the one in use, and no other.
@@ -284,7 +361,8 @@ class Service:
 
     def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
         for message, mean in due:
-            self._held.pop(id(message))[1].set_result(mean)
+            if id(message) in self._held:
+                self._held.pop(id(message))[1].set_result(mean)
 
     def _hand_out(self, due: list[tuple[Claim, Grant]]) -> None:
         for claim, grant in due:
@@ -294,7 +372,9 @@ class Service:
 
     def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
-            _, future = self._held.pop(id(each.message))
+            _, future = self._held.pop(id(each.message), (None, None))
+            if future is None:  # the session was ended
+                continue
             key = each.message.worker, each.message.fragment
             if key in self._blocks and self._mapped.get(key[1]) != key[0]:
                 self._blocks[key].unmap()  # its answer had to wait
@@ -332,3 +412,8 @@ class Service:
                 future.set_result(Failure(type(delivery.error).__name__, str(delivery.error)))
             else:
                 future.set_result(delivery.value)
+
+
+def _goes_on_from(session: str, first: str) -> bool:
+    """Whether a session is one that a launcher began, or a later one of the same run, with a new layout."""
+    return session == first or session.startswith(f"{first}.")

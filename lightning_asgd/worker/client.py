@@ -11,9 +11,11 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Coded, Compression
-from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, error_from
+from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, WorkerAwayError, WorkerLostError, error_from
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
+    Beat,
+    Beaten,
     Claim,
     Contribution,
     Epoch,
@@ -25,6 +27,7 @@ from lightning_asgd.messages import (
     LayerGradient,
     Leave,
     OpenEpoch,
+    Policy,
     Reply,
     Samples,
     ShardState,
@@ -47,31 +50,79 @@ class Client:
         worker: this worker's global rank.
         world_size: number of workers.
         timeout_s: seconds for a server to answer anything but a collective.
+        policy: what the session does about workers that are silent or gone.
+        after: the session that this one goes on from.
     """
 
     def __init__(
-        self, transport: Transport, session: str, worker: int, world_size: int, *, timeout_s: float = 300.0
+        self,
+        transport: Transport,
+        session: str,
+        worker: int,
+        world_size: int,
+        *,
+        timeout_s: float = 300.0,
+        policy: Policy | None = None,
+        after: str = "",
     ) -> None:
         self.transport = transport
         self.session = session
         self.worker = worker
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._policy = policy or Policy()
+        self._after = after
         self._collectives = 0
+        self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
 
     @property
     def num_servers(self) -> int:
         """Number of servers."""
         return self.transport.num_servers
 
-    def join(self) -> None:
+    def join(self, *, again: bool = False, server: int | None = None) -> None:
         """Enter the session on every server.
+
+        Args:
+            again: whether this worker was told that it counts as away.
+            server: the only one to join; None for all.
 
         Raises:
             ProtocolError: a server refuses this worker; the message says why.
+            WorkerLostError: the worker was declared gone, or the session was ended.
             ServerLostError: a server does not answer.
         """
-        self._wait_all([self._send(s, Join(self.session, self.worker, self.world_size)) for s in self._servers()])
+        servers = self._servers() if server is None else [server]
+        about = (self.session, self.worker, self.world_size, self._policy, again, self._after)
+        futures = [self._send(s, Join(*about, s)) for s in servers]
+        for s, future in zip(servers, futures, strict=True):
+            self.answer(s, future)
+
+    def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
+        """Give all servers a sign of life. One that does not answer is not this method's business.
+
+        Args:
+            heard: number of news heard of before.
+            timeout_s: seconds to wait for the coordinator's answer.
+
+        Returns:
+            what became of workers since, from the coordinator.
+
+        Raises:
+            WorkerLostError: the session was ended for want of a worker.
+        """
+        news: tuple[str, ...] = ()
+        for server in self._servers():
+            try:
+                future = self.transport.call(server, Beat(self.session, self.worker, heard), self.timeout_s)
+                answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
+            except RuntimeError:
+                continue
+            if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
+                raise WorkerLostError(answer.message)
+            if isinstance(answer, Beaten):
+                news = answer.news
+        return news
 
     def initialise(
         self,
@@ -139,23 +190,22 @@ class Client:
         Returns:
             futures for :meth:`replies`.
         """
-        return [
-            self._send(
-                s,
-                Exchange(
-                    self.session,
-                    self.worker,
-                    seq,
-                    base_versions[s],
-                    push,
-                    fetch,
-                    updates[s] if push else None,
-                    shared=updates[s] is None,
-                    **about,
-                ),
+        messages = [
+            Exchange(
+                self.session,
+                self.worker,
+                seq,
+                base_versions[s],
+                push,
+                fetch,
+                updates[s] if push else None,
+                shared=updates[s] is None,
+                **about,
             )
             for s in self._servers()
         ]
+        self._exchanges[messages[0].fragment] = messages
+        return [self._send(s, message) for s, message in zip(self._servers(), messages, strict=True)]
 
     def gradient(self, server: int, phase: int, step: int, layer: int, gradient: Tensor | None) -> Future[Any]:
         """Send one layer's gradient; see :class:`LayerGradient`.
@@ -179,14 +229,31 @@ class Client:
             )
         return self._value(server, future)
 
-    def replies(self, futures: Sequence[Future[Any]]) -> list[Reply]:
+    def replies(self, futures: Sequence[Future[Any]], fragment: int = 0) -> list[Reply]:
         """Wait for an exchange's answers.
+
+        The coordinator decides whether a push is applied: where it did and another server refused this worker as away,
+        the message is sent there again. Those lose patience sooner, so that it is hardly ever the other way round.
+
+        Args:
+            futures: what :meth:`exchange` returned.
+            fragment: number of the part of the module.
 
         Raises:
             ServerLostError: a server is gone or does not answer.
+            WorkerAwayError: the others have gone on without this worker.
             ASGDError: what a server reported.
         """
-        return self._wait_all(futures)
+        replies: list[Reply] = []
+        for server, future in enumerate(futures):
+            try:
+                replies.append(self.answer(server, future))
+            except WorkerAwayError:
+                if server == COORDINATOR:
+                    raise
+                self.join(again=True, server=server)
+                replies.append(self.answer(server, self._send(server, self._exchanges[fragment][server])))
+        return replies
 
     def state(self, fragment: int = 0, states: Sequence[Any] | None = None) -> list[Any]:
         """What the servers keep beside the weights; or, given that, put it back.
@@ -316,11 +383,15 @@ class Client:
         return values
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
-        """Leave the session on every server, or report that another worker is gone; a lost server is ignored."""
+        """Leave the session on every server, or report that another worker's process is gone.
+
+        A lost server is ignored.
+        """
         gone = self.worker if worker is None else worker
         for s in self._servers():
             try:
-                future = self.transport.call(s, Leave(self.session, gone, reason), self.timeout_s)
+                message = Leave(self.session, gone, reason, final=worker is not None)
+                future = self.transport.call(s, message, self.timeout_s)
                 done_within(future, 5.0)
             except RuntimeError:  # the server is gone too: nothing to leave
                 continue

@@ -41,6 +41,8 @@ def enter(
     versions: list[int] | None = None,
     on_refused: Callable[[], None] = lambda: None,
     lr: Callable[[], float] = lambda: 0.0,
+    on_away: Callable[[], None] = lambda: None,
+    trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     late: bool = False,
 ) -> Sharing:
     """Lay the module out over the servers, fill them with worker 0's weights, and take these.
@@ -54,6 +56,8 @@ def enter(
         versions: per server, to count on from; worker 0's count.
         on_refused: see :class:`Exchanger`.
         lr: see :class:`Exchanger`.
+        on_away: see :class:`Exchanger`.
+        trained: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
 
     Returns:
@@ -115,9 +119,10 @@ def enter(
                 replica.drop_block(server)
         codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        exchangers.append(
-            Exchanger(client, replica, config, on_refused=on_refused, lr=lr, fragment=number, lead=lead, codes=codes)
-        )
+        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away}
+        if len(parts) == 1:  # else a unit is done when all fragments have it
+            about["trained"] = trained
+        exchangers.append(Exchanger(client, replica, config, fragment=number, lead=lead, codes=codes, **about))
     collectives.barrier("servers have the weights")
     sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
     sharing.fetch()

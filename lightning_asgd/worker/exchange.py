@@ -22,9 +22,10 @@ from torch.futures import Future
 from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.compression import Streams, nbytes
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.client import Client, done_within
 from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sharing import Sharing
@@ -61,6 +62,8 @@ class Exchanger(Sharing):
         fragment: number of the part of the module that it exchanges.
         lead: steps by which its first exchange comes earlier than after ``nsync``.
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
+        on_away: called when the others have gone on without this worker, before it joins again.
+        trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
         clock: seconds; given by tests.
     """
 
@@ -75,6 +78,8 @@ class Exchanger(Sharing):
         fragment: int = 0,
         lead: int = 0,
         codes: Sequence[Streams | None] = (),
+        on_away: Callable[[], None] = lambda: None,
+        trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(replica.layout, client.num_servers)
@@ -89,6 +94,8 @@ class Exchanger(Sharing):
         self._fragment = fragment
         self._lead = lead
         self._codes = list(codes) or [None] * client.num_servers
+        self._on_away = on_away
+        self._trained = trained
         self._clock = clock
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._auto = Pace(config.npush) if config.auto else None
@@ -200,13 +207,29 @@ class Exchanger(Sharing):
         yield from self._finish(sync=True)
         self._start(push=False, fetch=True, may_wait=False, full=True)
         yield from self._finish(adopt=True, park=park, sync=True)
+        self._since_push = 0
         self.moved = False
+
+    def come_back(self) -> None:
+        """See :class:`Sharing`. What was not applied is lost: others train those data."""
+        _go_through(self._coming_back())
+
+    def _coming_back(self) -> Waits:
+        pending, self._pending = self._pending, None
+        if pending is not None and not all(f.done() for f in pending.futures):
+            yield pending.futures  # another server may still read what is on the wire
+            _settle(pending.futures, self.client.timeout_s)
+        self._on_away()
+        self.client.join(again=True)
+        self._since_push = 0
+        self._forget_residuals()
+        yield from self.fetching()
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
-        replies = self.client.replies(
-            self.client.exchange(
+        while True:
+            futures = self.client.exchange(
                 self._seq,
                 self.versions,
                 push=False,
@@ -215,8 +238,11 @@ class Exchanger(Sharing):
                 fragment=self._fragment,
                 full=True,
             )
-        )
-        return self.replica.read(self._answers(replies))
+            try:
+                return self.replica.read(self._answers(self.client.replies(futures, self._fragment)))
+            except WorkerAwayError:
+                _settle(futures, self.client.timeout_s)
+                self.come_back()
 
     def state(self) -> list[list[Any]]:
         """See :class:`Sharing`."""
@@ -256,6 +282,7 @@ class Exchanger(Sharing):
         if fetch:
             self._since_fetch = 0
         updates: list[Any] = self.replica.updates()
+        epoch, units = self._trained()
         if push:
             updates = [
                 update if code is None or update is None else code[0].encode(update)
@@ -275,6 +302,8 @@ class Exchanger(Sharing):
             rest=rest,
             fragment=self._fragment,
             full=full,
+            epoch=epoch,
+            units=units,
         )
         sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
         cost_s = self._clock() - begun
@@ -292,8 +321,12 @@ class Exchanger(Sharing):
         waiting_since = self._clock()
         if not self.answered:
             yield pending.futures
+        try:
+            replies = self.client.replies(pending.futures, self._fragment)
+        except WorkerAwayError:
+            yield from self._coming_back()
+            return
         self._pending = None
-        replies = self.client.replies(pending.futures)
         merging_since = self._clock()
         wait_s = merging_since - waiting_since
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
@@ -317,12 +350,15 @@ class Exchanger(Sharing):
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0
-            for code in self._codes:
-                if code is not None:
-                    code[0].forget()
+            self._forget_residuals()
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetching()
             self._on_refused()
+
+    def _forget_residuals(self) -> None:
+        for code in self._codes:
+            if code is not None:
+                code[0].forget()
 
     def _answers(self, replies: list[Reply]) -> list[tuple[Tensor, ...]]:
         return [
@@ -350,6 +386,12 @@ class Exchanger(Sharing):
         )
         self.stats.sync_wait_s += wait_s if sync else 0.0
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+
+
+def _settle(futures: list[Future[Any]], timeout_s: float) -> None:
+    """Wait until nothing is under way, whatever came of it."""
+    for future in futures:
+        done_within(future, timeout_s)
 
 
 def _go_through(waits: Waits) -> None:

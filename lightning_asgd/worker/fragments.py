@@ -71,6 +71,11 @@ class Fragments(Sharing):
             exchanger.fetch(park=park)
         self.versions = self._exchangers[0].versions
 
+    def come_back(self) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.come_back()
+
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Sharing`."""
         return {name: value for exchanger in self._exchangers for name, value in exchanger.peek().items()}

@@ -13,14 +13,15 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.futures import Future
 
+from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.messages import Epoch
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.client import Client, done_within
 
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
 
@@ -48,6 +49,7 @@ class _Batch:
     samples: Any
     unit: int
     closes: bool  # whether the unit ends with it
+    void: bool = False  # whether others have trained it, or will
 
 
 @dataclass
@@ -58,6 +60,7 @@ class _Asked:
     trained: int
     begun: float
     timeout_s: float | None
+    stop: bool
     answered: list[float] = field(default_factory=list)
 
 
@@ -67,6 +70,7 @@ class DataLeases:
     Args:
         client: gives the connection to the servers, which may change.
         timeout_s: seconds to wait for the others at a segment's end.
+        come_back: joins again when the others have gone on without this worker; calls :meth:`lose`.
         clock: seconds; given by tests.
     """
 
@@ -75,10 +79,12 @@ class DataLeases:
         client: Callable[[], Client],
         *,
         timeout_s: float = 1800.0,
+        come_back: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
+        self._come_back = come_back
         self._clock = clock
         self._plan: Plan | None = None
         self._reset()
@@ -111,7 +117,7 @@ class DataLeases:
         self.pace, self._trip = pace, trip
         first = next((last for start, last in sorted(plan.epoch.done) if start == 0), 0)  # unit that is not done
         self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
-        done = self._client().open_epoch(plan.epoch)
+        done = self._open(plan.epoch)
         self._progress = float(sum(last - first for first, last in done))
 
     def take(self) -> Any:
@@ -157,7 +163,14 @@ class DataLeases:
         batch = self._loading[0] if self._loading else None
         total = len(self.plan.batches)
         short = total % self.plan.unit != 0 and batch is not None and batch.unit == total // self.plan.unit
-        return short and batch is not None and batch.closes and len(self._loading) == 1 and not self._waiting
+        return (
+            short
+            and batch is not None
+            and not batch.void
+            and batch.closes
+            and len(self._loading) == 1
+            and not self._waiting
+        )
 
     @property
     def progress(self) -> float:
@@ -177,14 +190,23 @@ class DataLeases:
         if self._begun is None:
             self._begun = self._clock()
 
-    def end_batch(self, steps: int) -> None:
+    def end_batch(self, steps: int) -> bool:
         """A batch is through.
 
         Args:
             steps: optimizer steps that this worker has taken since fit began.
+
+        Returns:
+            whether what was made of it counts. If not, it must not reach the servers.
         """
-        if not self._loading or not self._loading.popleft().closes:
-            return
+        if not self._loading:
+            return True
+        batch = self._loading.popleft()
+        if batch.void:
+            self._begun = None
+            return False
+        if not batch.closes:
+            return True
         now = self._clock()
         if self._begun is not None:
             took = now - self._begun
@@ -192,6 +214,26 @@ class DataLeases:
         self._begun = now
         self._trained += 1
         self._unapplied.append(steps)
+        return True
+
+    @property
+    def trained(self) -> tuple[str, int]:
+        """The epoch, and how many of the units granted in it were trained: what a push holds the updates of."""
+        return self.opened, self._trained
+
+    def lose(self) -> None:
+        """The others have gone on without this worker: what it held is theirs, and it begins to count anew.
+
+        To be called before it joins again. Batches that the loader has fetched already are trained in vain.
+        """
+        asked, self._asked = self._asked, None
+        if asked is not None:  # lest it arrive after the worker has joined again
+            done_within(asked.future, self._timeout_s)
+        self._waiting.clear()
+        self._loading = deque(replace(batch, void=True) for batch in self._loading)
+        self._unapplied.clear()
+        self._trained = self._applied = self._since = 0
+        self._begun = None
 
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch in this segment, as far as is known without waiting.
@@ -230,9 +272,16 @@ class DataLeases:
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units whose updates have been applied, of all workers."""
-        return self._client().open_epoch(self.plan.epoch)
+        return self._open(self.plan.epoch)
 
     # ------------------------------------------------------------------ helpers
+
+    def _open(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
+        while True:
+            try:
+                return self._client().open_epoch(epoch)
+            except WorkerAwayError:
+                self._come_back()
 
     def _note(self, acknowledged: int) -> None:
         while self._unapplied and self._unapplied[0] <= acknowledged:
@@ -261,13 +310,17 @@ class DataLeases:
             stop=stop,
             timeout_s=timeout_s,
         )
-        asked = _Asked(future, self._trained, begun, timeout_s)
+        asked = _Asked(future, self._trained, begun, timeout_s, stop)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
 
     def _take(self, asked: _Asked) -> bool:
         """Take what is granted; whether that is anything."""
-        grant = self._client().granted(asked.future, asked.timeout_s)
+        try:
+            grant = self._client().granted(asked.future, asked.timeout_s)
+        except WorkerAwayError:
+            self._come_back()
+            return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop))
         if asked.timeout_s is None:  # else it was held back
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
@@ -276,7 +329,8 @@ class DataLeases:
         for unit in range(grant.first, grant.last):
             first = unit * plan.unit
             samples = plan.batches[first : first + plan.unit]
-            self._waiting.extend(_Batch(s, unit, i + 1 == len(samples)) for i, s in enumerate(samples))
+            granted = [_Batch(s, unit, i + 1 == len(samples), grant.void) for i, s in enumerate(samples)]
+            self._waiting.extend(granted[:1] if grant.void else granted)
         return grant.last > grant.first
 
 

@@ -58,6 +58,9 @@ class Sharing:
         """
         self.moved = False
 
+    def come_back(self) -> None:
+        """The others have gone on without this worker: join again, and begin with the weights that they have."""
+
     def peek(self) -> dict[str, Tensor]:
         """The common weights by name, without touching the module."""
         return {}

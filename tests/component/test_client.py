@@ -91,7 +91,7 @@ def test_a_fetch_sends_no_update() -> None:
 def test_joining_tells_every_server() -> None:
     transport = Answers(Joined(1), Joined(2))
     client(transport).join()
-    assert [(s, m) for s, m, _ in transport.sent] == [(0, Join("s", 3, 4)), (1, Join("s", 3, 4))]
+    assert [(s, m) for s, m, _ in transport.sent] == [(0, Join("s", 3, 4)), (1, Join("s", 3, 4, server=1))]
 
 
 def test_initialise_brings_each_server_its_part() -> None:
@@ -181,7 +181,7 @@ def test_leaving_ignores_servers_that_are_gone(transport: type[Answers]) -> None
 def test_another_worker_can_be_reported() -> None:
     link = Answers(True, True)
     client(link).leave("killed", worker=1)
-    assert [m for _, m, _ in link.sent] == [Leave("s", 1, "killed")] * 2
+    assert [m for _, m, _ in link.sent] == [Leave("s", 1, "killed", final=True)] * 2
 
 
 def test_waiting_ends_with_the_answer_or_with_the_time() -> None:

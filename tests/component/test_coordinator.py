@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_asgd.errors import (
     ASGDError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     ProtocolError,
+    WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution
+from lightning_asgd.messages import Contribution, Policy
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 
 
@@ -400,3 +403,203 @@ def test_in_every_order_a_mismatch_leaves_nobody_waiting(odd: int, call: int) ->
         assert not any(world.waiting), "somebody waits for ever"
         kinds |= {type(answers[-1]) for answers in world.answers if isinstance(answers[-1], ASGDError)}
     assert CollectiveMismatchError in kinds
+
+
+# ---------------------------------------------------------------- workers that are silent
+
+
+def watched(workers: int, **policy: Any) -> Coordinator:
+    result = Coordinator("7.1", workers, Policy(**{"silence_s": 10.0, **policy}))
+    for rank in range(workers):
+        result.join(rank, 0.0)
+    return result
+
+
+def pass_time(c: Coordinator, until: float, *heard: int) -> list[Delivery]:
+    """Let time pass in steps of a second, in which some workers give signs of life."""
+    due: list[Delivery] = []
+    start = int(c._looked or 0)
+    for now in range(start, int(until) + 1):
+        for worker in heard:
+            c.hear(worker, float(now))
+        due += c.expire(float(now))
+    return due
+
+
+def test_a_silent_worker_is_not_waited_for() -> None:
+    c = watched(3)
+    c.contribute(say(0), 0.0)
+    c.contribute(say(1), 0.0)
+    assert pass_time(c, 10, 0, 1) == []
+    due = pass_time(c, 11, 0, 1)
+    assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {0: "value 0", 1: "value 1"}}
+    assert c.living == {0, 1}
+    assert c.news == ["Worker 2 gave no sign of life for 11 s; the others go on without it. It may come back."]
+    with pytest.raises(WorkerAwayError, match="Worker 2 gave no sign of life for 11 s"):
+        c.check(2)
+    c.check(1)
+
+
+def test_it_is_told_what_it_missed_and_then_takes_part_again() -> None:
+    c = watched(2)
+    pass_time(c, 11, 0)
+    assert values(c.contribute(say(0, 1), 11.0)) == {0: {0: "value 0"}}
+    assert values(c.contribute(say(0, 2, "broadcast", "seed", source=0), 11.0)) == {0: {0: "value 0"}}
+    assert values(c.contribute(say(0, 3, "gather", "states", target=0), 11.0)) == {0: {0: "value 0"}}
+    c.join(1, 12.0)
+    c.check(1)  # it may train
+    assert c.living == {0}  # but nobody waits for it
+    assert c.behind == {1}
+    assert values(c.contribute(say(1, 1), 12.0)) == {1: {0: "value 0"}}
+    assert values(c.contribute(say(1, 2, "broadcast", "seed", source=0), 12.0)) == {1: {0: "value 0"}}
+    assert values(c.contribute(say(1, 3, "gather", "states", target=0), 12.0)) == {1: {}}
+    assert c.contribute(say(0, 4), 12.0) == [Delivery(0, 4, value={0: "value 0"})]  # still behind: 4 was not waited for
+    assert values(c.contribute(say(1, 4), 12.0)) == {1: {0: "value 0"}}
+    assert c.contribute(say(1, 5), 12.0) == []  # the first that is open
+    assert c.living == {0, 1}
+    assert c.news[-1] == "Worker 1 is back."
+    both = {0: "value 0", 1: "value 1"}
+    assert values(c.contribute(say(0, 5), 12.0)) == {0: both, 1: both}
+    assert not c._missed
+
+
+def test_one_that_has_missed_nothing_takes_part_at_once() -> None:
+    c = watched(2)
+    pass_time(c, 11, 0)
+    c.join(1, 12.0)
+    assert c.living == {0, 1}
+    assert not c.behind
+
+
+def test_one_that_waits_in_a_collective_gets_its_answer_when_it_wakes() -> None:
+    c = watched(2)
+    c.contribute(say(1), 0.0)
+    pass_time(c, 11, 0)
+    both = {0: "value 0", 1: "value 1"}
+    assert values(c.contribute(say(0), 11.0)) == {0: both, 1: both}
+
+
+def test_what_it_missed_must_fit_what_it_calls() -> None:
+    c = watched(2)
+    pass_time(c, 11, 0)
+    c.contribute(say(0, name="loss"), 11.0)
+    c.join(1, 12.0)
+    (error,) = errors(c.contribute(say(1, name="accuracy"), 12.0)).values()
+    assert isinstance(error, CollectiveMismatchError)
+    assert "worker 1 called all_gather 'accuracy' where worker 0 called all_gather 'loss'" in str(error)
+
+
+def test_worker_0_is_waited_for_at_sync_points_and_not_for_its_data() -> None:
+    c = watched(2)
+    pass_time(c, 11, 1)
+    assert c.living == {1}
+    assert c.contribute(say(1), 11.0) == []
+    assert set(values(c.contribute(say(0), 12.0))) == {0, 1}
+    assert c.living == {0, 1}
+
+
+def test_a_coordinator_that_slept_declares_nobody_away() -> None:
+    c = watched(2)
+    pass_time(c, 5, 0, 1)
+    assert c.expire(100.0) == []
+    assert c.living == {0, 1}
+    assert pass_time(c, 109, 0) == []
+    pass_time(c, 111, 0)
+    assert c.living == {0}
+
+
+def test_without_patience_nobody_is_away() -> None:
+    c = coordinator(2)
+    assert pass_time(c, 1000) == []
+    assert c.living == {0, 1}
+
+
+def test_too_few_workers_end_the_session() -> None:
+    c = watched(3, min_workers=2)
+    c.contribute(say(0), 0.0)
+    assert c.leave(2, "killed") == []
+    (error,) = errors(c.leave(1, "killed too")).values()
+    assert isinstance(error, WorkerLostError)
+    assert "Worker 1 is gone (killed too). 1 are left, and min_workers=2. Start the job again" in str(error)
+    with pytest.raises(WorkerLostError, match="min_workers=2"):
+        c.check(0)
+    (error,) = errors(c.contribute(say(0, 2), 0.0)).values()
+    assert "min_workers=2" in str(error)
+
+
+def test_orderly_leaving_ends_nothing() -> None:
+    c = watched(3, min_workers=3, abort=True)
+    c.leave(2)
+    c.leave(1)
+    c.check(0)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_abort_names_who_and_why(hangs: bool) -> None:
+    c = watched(3, abort=True)
+    c.contribute(say(0), 0.0)
+    due = pass_time(c, 11, 0, 1) if hangs else c.leave(2, "out of memory")
+    (error,) = errors(due).values()
+    fate = "gave no sign of life for 11 s" if hangs else "is gone (out of memory)"
+    assert f"Worker 2 {fate}, and on_worker_failure='abort'." in str(error)
+
+
+def test_one_that_misses_too_much_is_gone_for_good() -> None:
+    c = watched(2)
+    pass_time(c, 11, 0)
+    for seq in range(1, 1002):
+        c.contribute(say(0, seq), 11.0)
+    assert not c._missed
+    with pytest.raises(WorkerLostError, match="it missed more than 1000 collectives"):
+        c.join(1, 12.0)
+
+
+EVENTS = st.tuples(st.sampled_from(["time", "sleep", "wake", "call"]), st.sampled_from(range(3)))
+
+
+@given(st.lists(EVENTS, max_size=80))
+@settings(max_examples=100)
+def test_whatever_sleeps_all_living_get_the_same_answers_and_nobody_waits_for_ever(events: list[Any]) -> None:
+    """Workers 1 and 2 sleep and wake as they like; 0 goes on. All see the same answers in the same order."""
+    workers, rounds = 3, 6
+    c = watched(workers)
+    now = 0.0
+    asleep: set[int] = set()
+    called = dict.fromkeys(range(workers), 0)
+    answered: dict[int, dict[int, Any]] = {w: {} for w in range(workers)}
+
+    def take(due: list[Delivery]) -> None:
+        for d in due:
+            assert d.error is None, d.error
+            answered[d.worker][d.seq] = d.value
+
+    for what, who in events:
+        if what == "time":
+            for _ in range(11):
+                now += 1
+                for worker in set(range(workers)) - asleep:
+                    c.hear(worker, now)
+                take(c.expire(now))
+        elif what == "sleep" and who != 0:
+            asleep.add(who)
+        elif what == "wake" and who in asleep:
+            asleep.discard(who)
+            c.hear(who, now)
+            c.join(who, now)
+        elif what == "call" and who not in asleep and called[who] == len(answered[who]) < rounds:
+            called[who] += 1
+            take(c.contribute(say(who, called[who], payload=(who, called[who])), now))
+    asleep.clear()  # and whatever happened, all can finish
+    for worker in range(1, workers):
+        c.join(worker, now)
+    for _ in range(rounds * workers):
+        for worker in range(workers):
+            if called[worker] == len(answered[worker]) < rounds:
+                called[worker] += 1
+                take(c.contribute(say(worker, called[worker], payload=(worker, called[worker])), now))
+    for worker in range(workers):
+        assert answered[worker] == answered[0]
+        assert list(answered[worker]) == list(range(1, rounds + 1))
+        assert all(0 in value for value in answered[worker].values())
+    assert not c._missed
+    assert not c._operations

@@ -13,6 +13,7 @@ from torch.futures import Future
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.messages import (
     PROTOCOL,
+    Beat,
     Contribution,
     Exchange,
     Failure,
@@ -20,6 +21,7 @@ from lightning_asgd.messages import (
     Join,
     Joined,
     Leave,
+    Policy,
     Reply,
     Role,
     Verdict,
@@ -74,6 +76,66 @@ def test_a_worker_of_another_protocol_is_refused() -> None:
     error, text = failure(Service().handle(Join("s", 1, 2, protocol=PROTOCOL + 1)))
     assert error == "ProtocolError"
     assert f"Worker 1 speaks protocol {PROTOCOL + 1}. Expected {PROTOCOL}. Install the same version" in text
+
+
+def test_the_dead_are_missed_by_nobody_from_the_beginning_and_in_new_layouts() -> None:
+    s = Service()
+    s.bury("1.1", 1, "killed")
+    for session in ("1.1", "1.1.1"):
+        s.handle(Join(session, 0, 2))
+        assert s.status()["living"] == [0]
+    s.handle(Join("1.2", 0, 2))
+    assert s.status()["living"] == [0, 1]
+    s.bury("1.2", 1, "killed again")
+    assert s.status()["living"] == [0]
+
+
+def test_who_has_no_process_is_gone_in_later_sessions_too() -> None:
+    s = service(3)
+    s.handle(Leave("s", 1, "it raised an error"))
+    s.handle(Leave("s", 2, "killed", final=True))
+    s.handle(Join("t", 0, 3))
+    assert s.status()["living"] == [0, 1]
+    s.handle(Leave("t", 1, "it raised an error"))
+    s.handle(Join("u", 0, 3, after="t"))
+    assert s.status()["living"] == [0]
+
+
+def test_a_push_of_one_that_is_away_is_refused_and_changes_nothing() -> None:
+    clock = Clock()
+    s = Service(clock)
+    for rank in range(2):
+        s.handle(Join("s", rank, 2, Policy(silence_s=10.0)))
+    s.handle(Initialise("s", 0, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    for _ in range(11):
+        clock.now += 1
+        s.handle(Beat("s", 0))
+        s.tick()
+    (news,) = s.handle(Beat("s", 0)).news
+    assert "Worker 1 gave no sign of life for 11 s" in news
+    assert s.handle(Beat("s", 0, heard=1)).news == ()
+    assert failure(s.handle(push(1, 1.0, worker=1)))[0] == "WorkerAwayError"
+    s.handle(Join("s", 1, 2, Policy(silence_s=10.0), again=True))
+    assert s.handle(push(1, 2.0, worker=1)).verdict is Verdict.APPLIED
+    assert torch.equal(s.handle(fetch()).weights[0], torch.full((3,), 2.0))
+
+
+def test_when_the_session_is_ended_all_that_wait_are_told() -> None:
+    s = Service()
+    for rank in range(2):
+        s.handle(Join("s", rank, 2, Policy(abort=True)))
+    waiting = s.handle(Contribution("s", 0, 1, "barrier", "end"))
+    s.handle(Leave("s", 1, "killed"))
+    assert "Worker 1 is gone (killed), and on_worker_failure='abort'" in failure(waiting)[1]
+    assert failure(s.handle(Beat("s", 0)))[0] == "WorkerLostError"
+
+
+def test_the_end_of_the_main_process_ends_the_session() -> None:
+    s = service()
+    waiting = s.handle(Contribution("s", 0, 1, "barrier", "end"))
+    s.abort("The main process has ended.")
+    assert failure(waiting) == ("WorkerLostError", "The main process has ended.")
+    assert failure(s.handle(push(1, 1.0, worker=1))) == ("WorkerLostError", "The main process has ended.")
 
 
 def test_a_refused_worker_does_not_end_the_session() -> None:

@@ -41,8 +41,8 @@ Tested in `tests/lightning/`, each with real processes.
 | launcher | | note |
 |---|---|---|
 | `start_method="popen"`, `strategy="asgd"` | works | a worker that dies does not stop the others |
-| `start_method="fork"`, `strategy="asgd_fork"` | works | a worker that dies ends the job |
-| `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies ends the job |
+| `start_method="fork"`, `strategy="asgd_fork"` | works | a worker that dies does not stop the others |
+| `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies does not stop the others |
 | notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook itself before |
 | `torchrun`, one node and two | works | |
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |

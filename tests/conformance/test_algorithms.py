@@ -146,8 +146,8 @@ def fit_plain(lab: Lab, asgd: bool, kind: type = object, **options: Any) -> dict
     ("options", "late"),
     [
         ({}, 2),
-        ({"gradient_clip_val": 0.5}, 0),
-        ({"accumulate_grad_batches": 3}, 2),
+        pytest.param({"gradient_clip_val": 0.5}, 0, marks=pytest.mark.slow),
+        pytest.param({"accumulate_grad_batches": 3}, 2, marks=pytest.mark.slow),
         ({"kind": Attentive}, 3),  # two linear layers and the attention, but not its output layer
     ],
     ids=["plain", "clipped", "accumulated", "attentive"],

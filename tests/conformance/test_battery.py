@@ -57,7 +57,7 @@ def battery() -> Iterator[Battery]:
         battery.close()
 
 
-LONG = {"compiled", "mlflow"}  # 20 s each, for what they load
+LONG = {"compiled", "mlflow", "wandb"}  # 7 to 20 s each, for what they load
 
 
 def cases(names: list[str], *every: int) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None
         check_same_bits(ours)
 
 
-@pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 3, len(CASES)))
+@pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 4, len(CASES)))
 def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
     case = CASES[name]
     theirs = battery.run(case, package, DDP, tmp_path)

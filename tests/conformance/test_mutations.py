@@ -136,7 +136,7 @@ def short_fit(lab: Lab) -> None:
     trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
 
 
-@pytest.mark.parametrize("mutation", ["skip", "repeat", "reorder"])
+@pytest.mark.parametrize("mutation", ["skip", pytest.param("repeat", marks=pytest.mark.slow), "reorder"])
 def test_no_mutation_of_any_collective_of_a_fit_hangs(mutation: str, pair: Pair, tmp_path: Path) -> None:
     """Every collective of ours and Lightning's, one at a time. Only the very last ones can go unnoticed."""
     calls = pair.run(count_calls, tmp_path, DEADLINE_S)[1].facts["calls"]

@@ -98,7 +98,10 @@ class Recorder(pl.Callback):
                 "stats": {k: v for k, v in trainer.strategy.stats.summary().items() if k != "histogram"},
             }
         )
-        (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(self.seen))
+        file = self.folder / f"rank{trainer.global_rank}.json"
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(self.seen))
+        written.rename(file)  # somebody may be reading it
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.note(trainer, pl_module, "fit start")

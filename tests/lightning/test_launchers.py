@@ -47,15 +47,19 @@ assert trainer.strategy.launcher.__class__.__mro__[2].__module__.startswith("{pl
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("pl", "other"),
+    ("pl", "other", "orders"),
     [
-        ("pytorch_lightning", "lightning.pytorch"),
-        pytest.param("lightning.pytorch", "pytorch_lightning", marks=pytest.mark.slow),  # every order imports both
+        ("pytorch_lightning", "lightning.pytorch", ("ours first", "the other one first")),
+        pytest.param("pytorch_lightning", "lightning.pytorch", tuple(ORDERS), marks=pytest.mark.slow),
+        pytest.param("lightning.pytorch", "pytorch_lightning", tuple(ORDERS), marks=pytest.mark.slow),
     ],
 )
-def test_either_lightning_takes_the_strategy_in_any_order_of_imports(pl: str, other: str) -> None:
+def test_either_lightning_takes_the_strategy_in_any_order_of_imports(
+    pl: str, other: str, orders: tuple[str, ...]
+) -> None:
     jobs = {}
-    for order, code in ORDERS.items():
+    for order in orders:
+        code = ORDERS[order]
         program = code.format(pl=pl, other=other) + CHECK.format(pl=pl)
         if order == "ours first":  # with only one of the two installed
             top = {"pytorch_lightning", "lightning_fabric"} if pl.startswith("lightning.") else {"lightning"}
@@ -218,7 +222,7 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not compatible with an interactive environment" in said[2]
 
 
-@pytest.mark.slow  # srun itself is among the usual tests
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
     job = {

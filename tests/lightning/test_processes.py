@@ -18,7 +18,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.transport import rpc
 from tests.lightning.models import Recorder, Regression, loader, trainer
@@ -27,15 +27,21 @@ ROOT = Path(__file__).parents[2]
 
 
 class Signpost(pl.Callback):
-    """Touches a file per rank once training is under way."""
+    """Writes a file per rank, with its process number, once training is under way; ends it when told to."""
 
     def __init__(self, folder: Path, step: int = 5) -> None:
         self.folder = folder
         self.step = step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step >= self.step:
-            (self.folder / f"training{trainer.global_rank}").touch()
+        file = self.folder / f"training{trainer.global_rank}"
+        if trainer.global_step >= self.step and not file.exists():
+            new = file.with_suffix(".new")
+            new.write_text(str(os.getpid()))
+            new.rename(file)  # somebody may be reading it
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop |= (self.folder / "stop").exists()
 
 
 class Faulty(Regression):
@@ -44,14 +50,15 @@ class Faulty(Regression):
             raise KeyError("no such sample")
 
 
-def main_process(folder: Path, module: Regression) -> None:
+def main_process(folder: Path, module: Regression, **settings: Any) -> None:
     """A job's main process: trains for ever with two forked workers and two servers."""
     file = (folder / "output").open("w")
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     os.environ.pop(RENDEZVOUS_ENV, None)
-    strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork")
-    trainer(folder, strategy, max_epochs=1_000_000, callbacks=[Signpost(folder)]).fit(module, loader())
+    strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork", **settings)
+    callbacks = [Signpost(folder), Recorder(folder)]
+    trainer(folder, strategy, max_epochs=1_000_000, callbacks=callbacks).fit(module, loader())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +111,7 @@ def test_no_process_is_left_when_a_signal_ends_the_main_process(
 
 
 def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: Path, mains: Any) -> None:
-    main = mains(target=main_process, args=(tmp_path, Faulty()))
+    main = mains(target=main_process, args=(tmp_path, Faulty()), kwargs={"on_worker_failure": "abort"})
     main.start()
     family: list[psutil.Process] = []
 
@@ -124,11 +131,99 @@ def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: 
     assert "KeyError: 'no such sample'" in (tmp_path / "output").read_text()
 
 
+def worker_of(main: Any, folder: Path, rank: int) -> psutil.Process:
+    """The process of a forked worker, which has told its number."""
+    pid = int((folder / f"training{rank}").read_text())
+    assert pid in [p.pid for p in psutil.Process(main.pid).children()]
+    return psutil.Process(pid)
+
+
+def epochs(folder: Path, rank: int = 0) -> int:
+    """Epochs that a rank has ended."""
+    return sum(r["what"] == "epoch end" for r in Recorder.read(folder, rank))
+
+
+@pytest.mark.parametrize("fate", ["killed", "raises"])
+def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate: str) -> None:
+    main = mains(target=main_process, args=(tmp_path, Faulty() if fate == "raises" else Regression()))
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        if fate == "killed":
+            worker_of(main, tmp_path, 1).kill()
+        wait_until(lambda: "go on without it" in (tmp_path / "output").read_text(), 20, "the warning")
+        before = epochs(tmp_path)
+        wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the lost worker")
+        (tmp_path / "stop").touch()
+        main.join(20)
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    assert main.exitcode == 0, output
+    expected = "Worker 1 ended with exit code -9" if fate == "killed" else "Worker 1 failed"
+    assert f"{expected}; the others go on without it." in output
+    assert ("KeyError: 'no such sample'" in output) == (fate == "raises")
+    assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
+
+
+def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, mains: Any) -> None:
+    settings = {"timeouts": Timeouts(silence_s=1.0)}
+    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        wait_until(lambda: epochs(tmp_path) > 1, 20, "an epoch")
+        worker = worker_of(main, tmp_path, 1)
+        worker.suspend()
+        before = epochs(tmp_path)
+        wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the worker that hangs")
+        worker.resume()
+        wait_until(lambda: "Worker 1 is back." in (tmp_path / "output").read_text(), 20, "its coming back")
+        before = epochs(tmp_path)
+        wait_until(lambda: epochs(tmp_path, 1) > before, 20, "training with it")
+        (tmp_path / "stop").touch()
+        main.join(20)
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    assert main.exitcode == 0, output
+    assert "Worker 1 gave no sign of life for" in output
+    assert "the others go on without it. It may come back." in output
+    assert "Worker 1 is back." in output
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert zero[-1]["what"] == one[-1]["what"] == "train end"
+    assert zero[-1]["digest"] == one[-1]["digest"]
+    assert epochs(tmp_path, 0) == epochs(tmp_path, 1)
+
+
+@pytest.mark.parametrize("fate", ["killed", "hangs"])
+def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> None:
+    settings = {"on_worker_failure": "abort", "timeouts": Timeouts(silence_s=1.0)}
+    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        family = psutil.Process(main.pid).children(recursive=True)
+        worker = worker_of(main, tmp_path, 1)
+        worker.kill() if fate == "killed" else worker.suspend()
+        main.join(20)
+        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    assert main.exitcode == 1, output
+    expected = "process 1 terminated with signal SIGKILL"
+    assert (expected if fate == "killed" else "Worker 1 gave no sign of life for") in output
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
 import pytorch_lightning as pl
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import ASGDStrategy, Timeouts
 from tests.lightning.models import Recorder, Regression, loader, trainer
 from tests.lightning.test_processes import Signpost
 folder = Path(sys.argv[1])
@@ -198,8 +293,9 @@ def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
     wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
 
 
+@pytest.mark.slow  # the same with forked workers is among the usual tests
 @pytest.mark.timeout(240)
-def test_a_killed_worker_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_killed_worker_of_a_script_does_not_stop_the_others(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 40}")
     try:
         wait_until(lambda: training(tmp_path), 120, "training")

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: slurmctld slurmd munge)"),
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons need root"),
     pytest.mark.timeout(150),
+    pytest.mark.slow,  # torchrun on two nodes, which starts the workers too, is among the usual tests
 ]
 CONFIGURATION = """
 ClusterName=test

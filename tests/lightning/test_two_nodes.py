@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import network
-from tests.lightning.test_processes import check_finished, start, wait_until
+from tests.lightning.test_processes import check_finished, start, training, wait_until
 
-PORTS = ("29555", "29556")  # in a namespace of its own every port is free
+PORTS = ("29555", "29556", "29557")  # in a namespace of its own every port is free
 
 REASON = network.available()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(150)]
@@ -41,7 +42,7 @@ def test_lightnings_own_environment(tmp_path: Path, machines: network.Network) -
     jobs = [
         start(
             tmp_path,
-            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 60}",
+            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 20}",
             command=[*machines.prefix(node), sys.executable],
             NODE_RANK=str(node),
             MASTER_ADDR=machines.addresses[0],
@@ -70,3 +71,27 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
         for node in (0, 1)
     ]
     check_finished(tmp_path, jobs)
+
+
+def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines: network.Network) -> None:
+    jobs = [
+        start(
+            tmp_path,
+            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 1_000_000}",
+            command=[*machines.prefix(node), sys.executable],
+            NODE_RANK=str(node),
+            MASTER_ADDR=machines.addresses[0],
+            MASTER_PORT=PORTS[2],
+        )
+        for node in (0, 1)
+    ]
+    try:
+        wait_until(lambda: training(tmp_path), 90, "training")
+        jobs[0].kill()
+        assert jobs[1].wait(20) == 1
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    said = (tmp_path / "output1").read_text()
+    assert re.search("WorkerLostError: The main process .* has ended without a word", said), said

@@ -13,7 +13,7 @@ CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issu
 
 def test_the_tree_in_the_docstring_is_the_one_that_exists() -> None:
     tree = (errors.__doc__ or "").split("::")[1].split("\n\n")[1]
-    drawn = {line.strip("├└─ ").split()[0] for line in tree.splitlines()}
+    drawn = {line.strip("│├└─ ").split()[0] for line in tree.splitlines()}
     assert drawn == {cls.__name__ for cls in CLASSES}
 
 

@@ -124,7 +124,9 @@ def plan(workers: int, nsync: int, rate: float, cls: Any = SGMCMC, samples: int 
 RATES = {(1, 1): 0.04, (1, 10): 0.04, (4, 1): 0.015, (4, 10): 0.0013}
 
 
-@pytest.mark.parametrize(("workers", "nsync"), RATES)
+@pytest.mark.parametrize(
+    ("workers", "nsync"), [pytest.param(*k, marks=[pytest.mark.slow] if k == (4, 10) else []) for k in RATES]
+)
 def test_mean_and_variance_are_the_posteriors(workers: int, nsync: int) -> None:
     rate = RATES[workers, nsync]
     rule, steps = plan(workers, nsync, rate)
@@ -142,6 +144,7 @@ def test_momentum_samples_the_same_posterior() -> None:
     assert 0.9 < found.variance_ratio < 1.1
 
 
+@pytest.mark.slow
 def test_preconditioning_samples_the_same_posterior() -> None:
     """V is averaged over more steps than the chain takes to forget, so that it does not follow the weights."""
     rate = 0.004

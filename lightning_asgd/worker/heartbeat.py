@@ -1,0 +1,56 @@
+"""Signs of life: while a worker is in a session, the servers hear of it a few times within the time they wait for one.
+
+A thread of its own sends them, since the training thread may be in a long step, in a validation, or waiting. A process
+that is stopped or has lost its network sends none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from lightning_asgd.errors import ASGDError
+from lightning_asgd.worker.client import Client
+
+__all__ = ["Heartbeat"]
+
+_PER_PATIENCE = 5  # signs within the time after which a worker counts as away
+
+
+class Heartbeat:
+    """Sends signs of life of one worker until it is stopped.
+
+    Args:
+        client: connection to the servers, joined.
+        silence_s: seconds after which a worker that sends none counts as away.
+        on_news: told what became of other workers; None if nobody wants to know.
+    """
+
+    def __init__(self, client: Client, silence_s: float, on_news: Callable[[str], None] | None = None) -> None:
+        self._client = client
+        self._period_s = silence_s / _PER_PATIENCE
+        self._on_news = on_news
+        self._told = 0
+        self._stopped = threading.Event()
+        self.error: ASGDError | None = None
+        """Why the session was ended, once it was."""
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more. Returns when the thread has ended."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            try:
+                news = self._client.beat(self._told, self._period_s)
+            except ASGDError as error:
+                self.error = self.error or error
+                return
+            self._told += len(news)
+            for line in news:
+                if self._on_news is not None:
+                    self._on_news(line)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+
+from lightning_asgd.errors import WorkerLostError
+from lightning_asgd.worker.heartbeat import Heartbeat
+
+DEADLINE_S = 10.0
+
+
+class Scripted:
+    """Answers beats with what the test has put there, and tells the test of them."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue[Any] = queue.Queue()
+        self.beats: queue.Queue[int] = queue.Queue()
+
+    def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
+        self.beats.put(heard)
+        answer = self.answers.get(timeout=DEADLINE_S)
+        if isinstance(answer, Exception):
+            raise answer
+        result: tuple[str, ...] = answer
+        return result
+
+
+def test_news_are_told_once_and_the_end_of_the_session_is_kept() -> None:
+    client = Scripted()
+    told: list[str] = []
+    heartbeat = Heartbeat(client, 0.05, told.append)  # type: ignore[arg-type]
+    client.answers.put(("worker 1 is away", "worker 2 is away"))
+    assert client.beats.get(timeout=DEADLINE_S) == 0
+    client.answers.put(("worker 1 is back",))
+    assert client.beats.get(timeout=DEADLINE_S) == 2
+    assert heartbeat.error is None
+    client.answers.put(WorkerLostError("too few workers"))
+    assert client.beats.get(timeout=DEADLINE_S) == 3
+    heartbeat._thread.join(DEADLINE_S)
+    assert told == ["worker 1 is away", "worker 2 is away", "worker 1 is back"]
+    assert str(heartbeat.error) == "too few workers"
+    heartbeat.stop()
+
+
+@pytest.mark.parametrize("beats", [0, 2])
+def test_it_ends_when_it_is_stopped(beats: int) -> None:
+    client = Scripted()
+    heartbeat = Heartbeat(client, 1000.0 if beats == 0 else 0.05)  # type: ignore[arg-type]
+    for _ in range(beats):
+        client.answers.put(("news that nobody wants",))
+        client.beats.get(timeout=DEADLINE_S)
+    client.answers.put(())  # for one that has begun
+    heartbeat.stop()
+    assert not heartbeat._thread.is_alive()
+    assert heartbeat.error is None

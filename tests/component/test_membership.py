@@ -1,0 +1,202 @@
+"""Workers that sleep at any moment, are declared away, and come back: nothing is applied twice, nothing is lost.
+
+Real services, clients, exchangers and leases, over a wire on which messages wait until it is their turn. Training unit
+u adds 1 to weight u, so at the end every weight must be exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.layout import build_layout
+from lightning_asgd.messages import Beat, Epoch, Policy
+from lightning_asgd.server.service import Service
+from lightning_asgd.transport.base import Transport
+from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import exchange as exchange_module
+from lightning_asgd.worker import leases as leases_module
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.leases import DataLeases, Plan
+from lightning_asgd.worker.replica import Replica
+from tests.helpers.turns import Turns
+
+PATIENCE_S = 3.0
+UNITS, ENDS = 18, (7, 18)
+
+
+class Wire:
+    """Messages on their way: in order on each connection, in any order between them."""
+
+    def __init__(self, services: list[Service]) -> None:
+        self.services = services
+        self.queues: dict[tuple[int, int, bool], deque[tuple[Any, Future[Any]]]] = {}
+
+    @property
+    def busy(self) -> list[tuple[int, int, bool]]:
+        return sorted(key for key, queue in self.queues.items() if queue)
+
+    def deliver(self, key: tuple[int, int, bool]) -> None:
+        message, future = self.queues[key].popleft()
+        answer = self.services[key[1]].handle(message)
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda done: future.set_result(done.value()))
+        else:
+            future.set_result(answer)
+
+
+class End(Transport):
+    """A worker's end of the wire."""
+
+    def __init__(self, wire: Wire, worker: int) -> None:
+        self._wire, self._worker = wire, worker
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._wire.services)
+
+    def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        future: Future[Any] = Future()
+        key = (self._worker, server, getattr(message, "urgent", False))
+        self._wire.queues.setdefault(key, deque()).append((message, future))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """Servers and workers whose order of events is a seed's."""
+
+    def __init__(self, seed: int, workers: int, *, sleeps: bool) -> None:
+        self.now = 0.0
+        self.sleeps = sleeps
+        self.asleep_until = [0.0] * workers
+        self.ended = [False] * workers
+        self.services = [Service(lambda: self.now) for _ in range(2)]
+        self.wire = Wire(self.services)
+        self.turns = Turns(seed, self.asleep)
+        self.config = ExchangeConfig.create(
+            nsync=self.turns.random.randint(1, 3), algorithm=ASGD("sum"), overlap=self.turns.random.random() < 0.5
+        )
+        self.weights = [torch.zeros(UNITS) for _ in range(workers)]
+        self.came_back = 0
+        self.layout = build_layout([("w", self.weights[0])], [], len(self.services))
+        self.joined = 0
+        for rank in range(workers):
+            self.turns.add(str(rank), lambda rank=rank: self.live(rank))  # type: ignore[misc]
+        self.turns.add("network", self.network)
+        self.turns.add("time", self.time)
+
+    def asleep(self, name: str) -> bool:
+        return name.isdigit() and self.now < self.asleep_until[int(name)]
+
+    def run(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (client_module, exchange_module, leases_module):
+                patch.setattr(module, "done_within", self.turns.done_within)
+            self.turns.run(lambda: all(self.ended))
+
+    # ------------------------------------------------------------------ what takes turns
+
+    def network(self) -> None:
+        while True:
+            self.turns.wait_until(lambda: bool(self.wire.busy))
+            self.wire.deliver(self.turns.random.choice(self.wire.busy))
+
+    def time(self) -> None:
+        workers = range(len(self.ended))
+        while True:
+            self.now += 1.0
+            for rank in workers:
+                if not self.asleep(str(rank)) and not self.ended[rank]:
+                    for service in self.services:
+                        service.handle(Beat("s", rank))
+            for service in self.services:
+                service.tick()
+            if self.sleeps and self.turns.random.random() < 0.1:
+                self.asleep_until[self.turns.random.choice(workers)] = self.now + self.turns.random.uniform(1.0, 12.0)
+            self.turns.wait_until(lambda: self.turns.random.random() < 0.2)  # training is faster than time-outs
+
+    def live(self, rank: int) -> None:
+        """What the strategy does with a worker."""
+        workers = len(self.weights)
+        weight, trained = self.weights[rank], 0
+        client = Client(End(self.wire, rank), "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
+        collectives = Collectives(client)
+        replica = Replica(self.layout, lambda: [weight], [None, None])
+        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger))
+        exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
+        client.join()
+        if rank > 0:
+            self.turns.wait_until(lambda: self.joined > 0)
+        client.initialise(self.layout, self.config.algorithm, [None, None], replica.weights() if rank == 0 else None)
+        self.joined += 1
+        collectives.barrier("servers have the weights")
+        exchanger.fetch()
+        exchanger.begin()
+        epoch = Epoch("0", UNITS, ENDS)
+        leases.open(Plan(epoch, [[n] for n in range(UNITS)], 1))
+        for _ in ENDS:
+            going = True
+            while going:
+                batch = leases.take()  # as a loader that is one batch ahead
+                while batch is not None:
+                    following = leases.take()
+                    self.turns.wait_until(lambda: True)
+                    exchanger.advance()
+                    leases.begin_batch()
+                    weight[batch] += 1
+                    trained += 1
+                    exchanger.count_step()
+                    self.turns.wait_until(lambda: True)
+                    if not leases.end_batch(trained):
+                        exchanger.fetch()
+                    batch = following
+                going = leases.more(trained - exchanger.unacknowledged)
+                if not going:
+                    exchanger.flush()
+                    going = leases.wait(trained - exchanger.unacknowledged)
+            exchanger.flush()
+            collectives.gather("sync point", "segment", None)
+            exchanger.fetch(park=True)
+            collectives.barrier("all have the weights")
+            exchanger.begin()
+            leases.meet()
+        self.ended[rank] = True
+        self.turns.wait_until(lambda: False)
+
+    def come_back(self, exchanger: Exchanger) -> None:
+        self.came_back += 1
+        exchanger.come_back()
+
+
+def server_weights(world: World) -> torch.Tensor:
+    parts = [service._shards[0].weights for service in world.services]
+    return torch.cat([weights[0] for weights in parts if weights is not None])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
+    world = World(seed, 3, sleeps=False)
+    world.run()
+    assert torch.equal(server_weights(world), torch.ones(UNITS))
+    assert world.came_back == 0
+
+
+def test_whoever_sleeps_every_unit_is_applied_once() -> None:
+    came_back = 0
+    for seed in range(60):
+        world = World(seed, 3, sleeps=True)
+        world.run()
+        assert torch.equal(server_weights(world), torch.ones(UNITS)), seed
+        came_back += world.came_back
+    assert came_back > 20
