@@ -184,7 +184,7 @@ def server_weights(world: World) -> torch.Tensor:
     return torch.cat([weights[0] for weights in parts if weights is not None])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
     world = World(seed, 3, sleeps=False)
     world.run()
@@ -194,9 +194,9 @@ def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
 
 def test_whoever_sleeps_every_unit_is_applied_once() -> None:
     came_back = 0
-    for seed in range(60):
+    for seed in range(30):
         world = World(seed, 3, sleeps=True)
         world.run()
         assert torch.equal(server_weights(world), torch.ones(UNITS)), seed
         came_back += world.came_back
-    assert came_back > 20
+    assert came_back > 10

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -110,16 +109,6 @@ def test_fit_validate_test_predict_and_fit_again_with_one_trainer(tmp_path: Path
     other = trainer(tmp_path, ASGDStrategy(nsync=1, overlap=False), devices=1, max_epochs=1)
     other.fit(module, loader(64))
     assert other.strategy.stats.pushes == 8
-
-
-def test_statistics_of_many_exchanges_reach_the_main_process(tmp_path: Path) -> None:
-    """More than a pipe takes at once: the main process looks for results only after the workers have ended."""
-    strategy = ASGDStrategy(nsync=1, start_method="fork", overlap=False, num_servers=4)
-    before = set(Path(tempfile.gettempdir()).iterdir())
-    trainer(tmp_path, strategy, max_epochs=1).fit(Regression(width=2), loader(2800, batch_size=2))
-    assert strategy.stats.pushes > 100
-    assert len(pickle.dumps(strategy.stats)) > 1 << 16
-    assert set(Path(tempfile.gettempdir()).iterdir()) <= before
 
 
 def test_metrics_equal_those_over_the_whole_set(tmp_path: Path) -> None:

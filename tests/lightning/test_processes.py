@@ -198,7 +198,7 @@ def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, main
     assert epochs(tmp_path, 0) == epochs(tmp_path, 1)
 
 
-@pytest.mark.parametrize("fate", ["killed", "hangs"])
+@pytest.mark.parametrize("fate", [pytest.param("killed", marks=pytest.mark.slow), "hangs"])
 def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> None:
     settings = {"on_worker_failure": "abort", "timeouts": Timeouts(silence_s=1.0)}
     main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ def test_samples_reach_the_main_process_and_predict(start_method: str, tmp_path:
     rule = SGMCMC(burn_in=10, thin=4, max_samples=5)
     strategy = ASGDStrategy(nsync=2, algorithm=rule, start_method=start_method)
     module = Sampled()
+    module.register_buffer("large", torch.zeros(20_000))
     trainer(tmp_path, strategy, devices=devices, max_epochs=6).fit(module, loader())
     assert len(strategy.samples) == 5
+    # More than a pipe takes at once: the main process looks for results only after the workers have ended.
+    assert len(pickle.dumps(strategy.samples)) > 1 << 16
     assert all(set(sample) == set(module.state_dict()) for sample in strategy.samples)
     distinct = {tuple(sample["net.3.weight"].flatten().tolist()) for sample in strategy.samples}
     assert len(distinct) == 5

@@ -38,6 +38,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow  # of the usual tests the last one starts so, and torchrun's goes to the end
 def test_lightnings_own_environment(tmp_path: Path, machines: network.Network) -> None:
     jobs = [
         start(
@@ -87,6 +88,7 @@ def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines
     ]
     try:
         wait_until(lambda: training(tmp_path), 90, "training")
+        assert listening(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
         jobs[0].kill()
         assert jobs[1].wait(20) == 1
     finally:
