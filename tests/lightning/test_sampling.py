@@ -23,7 +23,7 @@ class Sampled(Regression):
         return out
 
     def configure_optimizers(self) -> Any:
-        return SGHMC(self.parameters(), lr=1e-4, num_data=256, friction=0.2, weight_decay=1.0)
+        return SGHMC(self.parameters(), lr=3e-5, num_data=256, friction=0.2, weight_decay=1.0)
 
 
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
@@ -33,7 +33,7 @@ def test_samples_reach_the_main_process_and_predict(start_method: str, tmp_path:
     strategy = ASGDStrategy(nsync=2, algorithm=rule, start_method=start_method)
     module = Sampled()
     module.register_buffer("large", torch.zeros(20_000))
-    trainer(tmp_path, strategy, devices=devices, max_epochs=6).fit(module, loader())
+    trainer(tmp_path, strategy, devices=devices, max_epochs=12).fit(module, loader())
     assert len(strategy.samples) == 5
     # More than a pipe takes at once: the main process looks for results only after the workers have ended.
     assert len(pickle.dumps(strategy.samples)) > 1 << 16
