@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory soak clean
+.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -57,6 +57,9 @@ compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the co
 
 memory: $(VENV)/.installed-examples ## memory of workers and servers
 	@$(RUN) benchmarks/memory.py
+
+chaos: $(VENV)/.installed-examples ## workers are stopped and killed while they train: what is lost
+	@$(RUN) benchmarks/chaos.py
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py

@@ -1,0 +1,263 @@
+"""Workers are stopped, woken and killed while they train: what is lost?
+
+    python benchmarks/chaos.py                 # 60 faults, about eight minutes on two cores
+    python benchmarks/chaos.py --faults 6      # a quick look
+
+Faults come at random moments to random workers, by seed: SIGSTOP, and SIGCONT after up to four times the seconds after
+which a silent worker counts as away; and SIGKILL for workers other than 0, as long as half of them are left. The
+servers are left alone. Two programs are trained:
+
+* one that counts: training a sample adds 1 to that sample's parameter, and pushes are added whole. With one server
+  every sample must have been applied exactly once per epoch. With two, a worker that is killed while it sends a push
+  may have reached one of them only: then half of that push is lost.
+* scikit-learn's digits, as in convergence.py: with the faults the accuracy must be within 0.01 of that without.
+
+Exits with 1 if either fails, or if training does not end by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
+
+import psutil
+import pytorch_lightning as pl
+import torch
+from ranks import clean_environment, told_of_errors
+from rich.console import Console
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from digits import DigitsCNN, loaders
+
+from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.algorithms import ASGD
+
+SILENCE_S = 2.0
+NSYNC, BATCH = 5, 2
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+class Counts(pl.LightningModule):
+    """Learns how often each sample was trained."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.seen = torch.nn.Parameter(torch.zeros(samples))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.005)
+        return -self.seen[batch[0]].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Report(pl.Callback):
+    """Tells which process is which worker, and what came out; ends training when asked to, at an epoch's end."""
+
+    def __init__(self, folder: Path, epochs: int | None) -> None:
+        self.folder = folder
+        self.epochs = epochs
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        new = self.folder / f"new{trainer.global_rank}"
+        new.write_text(str(os.getpid()))
+        new.rename(self.folder / f"worker{trainer.global_rank}")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.epochs is None:
+            trainer.should_stop |= (self.folder / "stop").exists()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+            result = {"epochs": trainer.current_epoch, "metrics": metrics, "stats": trainer.strategy.stats.summary()}
+            if isinstance(pl_module, Counts):
+                result["seen"] = sorted(Counter(pl_module.seen.tolist()).items())
+            (self.folder / "result.json").write_text(json.dumps(result))
+
+
+def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | None) -> None:
+    """The main process of a job. Its output goes to a file."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    output = (folder / "output").open("w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    pl.seed_everything(1, verbose=False)
+    strategy = ASGDStrategy(
+        nsync=NSYNC,
+        algorithm=ASGD("sum") if program == "counts" else None,
+        num_servers=servers,
+        start_method="fork",
+        timeouts=Timeouts(silence_s=SILENCE_S),
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=workers,
+        strategy=strategy,
+        max_epochs=epochs or 1_000_000,
+        callbacks=[Report(folder, epochs)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    if program == "counts":
+        samples = 1000
+        trainer.fit(Counts(samples), DataLoader(TensorDataset(torch.arange(samples)), BATCH, shuffle=True))
+    else:
+        trainer.fit(DigitsCNN(), *loaders(batch_size=16))
+
+
+class Job:
+    """A job that trains, and what is done to its workers.
+
+    Args:
+        program: ``"counts"`` or ``"digits"``.
+        workers: number of them.
+        servers: number of them.
+        folder: for what its processes tell.
+        epochs: to train; None: until :meth:`end`.
+    """
+
+    def __init__(self, program: str, workers: int, servers: int, folder: Path, epochs: int | None = None) -> None:
+        self.workers, self.folder = workers, folder
+        arguments = (program, workers, servers, folder, epochs)
+        self.process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
+        self.process.start()
+        self.killed: set[int] = set()
+        deadline = time.monotonic() + 120
+        while not all((folder / f"worker{rank}").exists() for rank in range(workers)):
+            if time.monotonic() > deadline or self.process.exitcode is not None:
+                raise RuntimeError(f"The workers did not start:\n{self.output()}")
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()[-4000:]
+
+    def disturb(self, chance: random.Random) -> str:
+        """One fault.
+
+        Returns:
+            what it was.
+        """
+        time.sleep(chance.uniform(0.5, 2.0))
+        kill = chance.random() < 0.2 and len(self.killed) < self.workers // 2
+        alive = [rank for rank in range(1 if kill else 0, self.workers) if rank not in self.killed]
+        rank = chance.choice(alive)
+        worker = psutil.Process(int((self.folder / f"worker{rank}").read_text()))
+        if kill:
+            self.killed.add(rank)
+            worker.kill()
+            return "SIGKILL"
+        worker.suspend()
+        time.sleep(chance.uniform(0.1, 4 * SILENCE_S))
+        worker.resume()
+        return "SIGSTOP"
+
+    def end(self, seconds: float) -> dict[str, Any]:
+        """Let it come to its end.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        (self.folder / "stop").touch()
+        self.process.join(seconds)
+        if self.process.exitcode != 0:
+            code = self.process.exitcode
+            self.close()
+            raise RuntimeError(
+                f"Training ended with {code} instead of by itself (None: not in {seconds:g} s):\n{self.output()}"
+            )
+        result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return {**result, "back": self.output().count("is back")}
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGTERM)
+            self.process.join(20)
+            self.process.kill()
+
+
+def disturbed(
+    program: str, workers: int, servers: int, faults: int, chance: random.Random, epochs: int | None
+) -> dict[str, Any]:
+    """Train with faults."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(program, workers, servers, Path(name), epochs)
+        done: Counter[str] = Counter()
+        try:
+            for _ in range(faults):
+                if job.process.exitcode is not None:
+                    break
+                done[job.disturb(chance)] += 1
+            result = job.end(600)
+        finally:
+            job.close()
+    counted = ", ".join(f"{count} x {what}" for what, count in sorted(done.items())) or "no faults"
+    where = f"{program}, {servers} server{'s' * (servers > 1)}"
+    CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {result['back']} times a worker came back")
+    return {**result, "killed": done["SIGKILL"]}
+
+
+def count(workers: int, servers: int, faults: int, chance: random.Random) -> bool:
+    """Whether every sample was applied once per epoch, but for what kills may have cut in two."""
+    result = disturbed("counts", workers, servers, faults, chance, None)
+    epochs = result["epochs"]
+    lost = sum(abs(epochs - times) * samples for times, samples in result["seen"])
+    allowed = 0 if servers == 1 else result["killed"] * NSYNC * BATCH
+    fine = bool(lost <= allowed)
+    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
+    text = f"of {1000 * epochs} samples {lost:g} were applied not once (allowed: {allowed})"
+    CONSOLE.print(f"{verdict}  {text}" if lost else f"{verdict}  all {1000 * epochs} samples were applied exactly once")
+    return fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=("counts", "digits"))
+    args = parser.parse_args()
+    clean_environment()
+    torch.set_num_threads(1)
+    chance = random.Random(args.seed)
+    share = max(1, args.faults // 3)
+    good = True
+    with told_of_errors(CONSOLE):
+        if args.only != "digits":
+            good &= count(args.workers, 1, share, chance)
+            good &= count(args.workers, 2, share, chance)
+        if args.only != "counts":
+            epochs = max(20, 6 * share)
+            quiet = disturbed("digits", args.workers, 2, 0, chance, epochs)["metrics"]["val_acc"]
+            loud = disturbed("digits", args.workers, 2, share, chance, epochs)["metrics"]["val_acc"]
+            near = loud >= quiet - 0.01
+            good &= near
+            verdict = "[green]PASS[/]" if near else "[red]FAIL[/]"
+            CONSOLE.print(f"{verdict}  digits: accuracy {loud:.3f} with faults, {quiet:.3f} without")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
