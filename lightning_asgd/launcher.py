@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_asgd import supervisor
 from lightning_asgd._lightning import Extension, is_environment
 from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.errors import LaunchError
+from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport import rpc
@@ -190,6 +192,8 @@ class _Worker:
         self._process = process
         self._needed = needed
         self._reported = False
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when it has ended well."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
@@ -204,6 +208,9 @@ class _Worker:
     @property
     def exitcode(self) -> int | None:
         code: int | None = self._process.exitcode
+        if code == 0 and self.on_end is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end()
         if self._needed:
             return code
         if code and not self._reported:
@@ -225,13 +232,14 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         job: shared with the strategy.
         strategy: the strategy, whose copies the workers use.
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        abort: whether the failure of any worker ends the others.
+        policy: whether the failure of any worker ends the others, and how long one may be silent.
     """
 
-    def __init__(self, job: Job, strategy: Any, start_method: str, *, abort: bool = False) -> None:
+    def __init__(self, job: Job, strategy: Any, start_method: str, policy: Policy) -> None:
         super().__init__(strategy, start_method=start_method)
         self.job = job
-        self.abort = abort
+        self.policy = policy
+        self._last: threading.Timer | None = None
 
     @property
     def procs(self) -> list[Any]:
@@ -246,8 +254,9 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             for process in processes:
                 watch.register(process.pid)
             # In place: it is the list of torch's context, which ends all workers when one of these has failed.
-            needed = {0} if not self.abort else set(range(len(processes)))
+            needed = {0} if not self.policy.abort else set(range(len(processes)))
             processes[:] = [_Worker(self.job.session, r, p, needed=r in needed) for r, p in enumerate(processes)]
+            processes[0].on_end = self._hurry
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
@@ -262,6 +271,15 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
                 process.join(_STOP_S)
             self.kill(signal.SIGKILL)
             raise
+        finally:
+            if self._last is not None:
+                self._last.cancel()
+
+    def _hurry(self) -> None:
+        """Worker 0 has ended well: whoever hangs must not keep this process for ever."""
+        self._last = threading.Timer(self.policy.silence_s + _STOP_S, self.kill, (signal.SIGKILL,))
+        self._last.daemon = True
+        self._last.start()
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         if self._start_method == "fork" and _connected:
@@ -275,7 +293,7 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             # Lightning reports exceptions to the strategy in the main process only, which is not a worker here.
             self._strategy.on_exception(error)
             rank = int(os.environ.get("LOCAL_RANK", "0"))
-            if rank and not self.abort and isinstance(error, Exception):
+            if rank and not self.policy.abort and isinstance(error, Exception):
                 log.warning("Worker %d failed; the others go on without it.", rank, exc_info=True)
             raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
-            self._launcher = launcher(self._job, self, self._start_method, abort=self._policy.abort)
+            self._launcher = launcher(self._job, self, self._start_method, self._policy)
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
@@ -209,9 +209,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._leased = None
         self._layouts = 0
         self._join(self._job.session)
-        overseer = supervisor.current()
-        if overseer is not None:
-            overseer.on_worker_exit(self._report_exit)
         callbacks = self.lightning_module.trainer.callbacks
         if not any(isinstance(callback, SyncPoints) for callback in callbacks):
             callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
@@ -352,7 +349,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             with self._explained():
                 steps = sharing.stats.steps
                 acknowledged = lambda: steps - sharing.unacknowledged  # noqa: E731
-                if self._leased.after_batch(steps, acknowledged, sharing.flush, sharing.fetch):
+                if self._leased.after_batch(steps, acknowledged, sharing.flush, self._discard):
                     sharing.begin()
 
     def sync_point(self, name: str) -> None:
@@ -505,23 +502,27 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         # Where answers are held back for other workers, those may take as long as to a sync point.
         patience = timeouts.collective_s if self.config.algorithm.waits else timeouts.exchange_s
         before = self.collectives.client
+        # Who is alone is missed by nobody; and what these algorithms share as they go cannot be taken back.
+        watched = self.world_size > 1 and self.config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
+        policy = self._policy if watched else replace(self._policy, silence_s=0.0)
         client = Client(
             transport,
             session,
             self.global_rank,
             self.world_size,
             timeout_s=patience,
-            policy=self._policy,
+            policy=policy,
             after="" if before is None else before.session,
         )
         self._stop_heartbeat()
         self.collectives = Collectives(client, timeouts.collective_s)
         with self._explained():
             client.join()
-            if self.world_size > 1:
-                self._heartbeat = Heartbeat(
-                    client, self._policy.silence_s, log.warning if self.is_global_zero else None
-                )
+            overseer = supervisor.current()
+            if overseer is not None:
+                overseer.on_worker_exit(self._report_exit)
+            if watched:
+                self._heartbeat = Heartbeat(client, policy.silence_s, log.warning if self.is_global_zero else None)
             self.collectives.barrier("join")
 
     def _stop_heartbeat(self) -> None:
@@ -534,6 +535,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", self.global_rank)
         if self._sharing is not None:
             self._sharing.come_back()
+
+    def _discard(self) -> None:
+        """Forget what was made of a batch that others have trained."""
+        if self._sharing is not None:
+            self._sharing.fetch()
+            self.lightning_module.zero_grad()
 
     def _lose_leases(self) -> None:
         if self._leased is not None:

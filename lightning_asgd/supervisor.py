@@ -179,11 +179,10 @@ class Supervisor:
                         server.rendezvous.put(server.key, {"error": server.obituary()})
             for rank, process in list(self._workers.items()):
                 code = process.poll()
-                if rank not in ended and code is not None:
+                callback = self._on_worker_exit
+                if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
                     ended.add(rank)
-                    callback = self._on_worker_exit
-                    if callback is not None:
-                        callback(rank, code)
+                    callback(rank, code)
 
 
 _current: Supervisor | None = None

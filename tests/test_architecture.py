@@ -195,7 +195,7 @@ ALLOWED: dict[str, set[str]] = {
     "_lightning": set(),
     "callbacks": {"_lightning"},
     "_loop": {"messages", "worker.leases"},
-    "launcher": {"_lightning", "config", "errors", "rendezvous", "stats", "supervisor", "transport.rpc"},
+    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor", "transport.rpc"},
     "strategy": {
         "_lightning",
         "algorithms",

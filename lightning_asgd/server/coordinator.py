@@ -73,6 +73,7 @@ class Coordinator:
         index: number of the server that this belongs to. The first one's word counts; the others lose patience sooner,
             so that they never take a push which it would refuse.
         left: workers that are gone, and why; empty for an orderly end.
+        away: workers that are away, and why.
     """
 
     session: str
@@ -80,10 +81,10 @@ class Coordinator:
     policy: Policy = field(default_factory=Policy)
     index: int = 0
     left: dict[int, str] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    final: set[int] = field(default_factory=set)  # those who left that have no process any more
     away: dict[int, str] = field(default_factory=dict)  # silent, and why nobody waits for them
+    joined: set[int] = field(default_factory=set)
     behind: set[int] = field(default_factory=set)  # back, but with collectives to catch up on
+    lapsed: set[int] = field(default_factory=set)  # were away, and must not train before they have joined again
     news: list[str] = field(default_factory=list)  # for people
     aborted: str = ""  # why the session is over
     _heard: dict[int, float] = field(default_factory=dict)  # when
@@ -96,6 +97,16 @@ class Coordinator:
     def living(self) -> set[int]:
         """Workers that are expected, and neither gone nor away."""
         return set(range(self.world_size)) - set(self.left) - set(self.away) - self.behind
+
+    @property
+    def trusted(self) -> set[int]:
+        """Those of the living who may train."""
+        return self.living - self.lapsed
+
+    @property
+    def membership(self) -> tuple[frozenset[int], ...]:
+        """To find out by whether anything has changed about it."""
+        return frozenset(self.living), frozenset(self.behind), frozenset(self.lapsed)
 
     @property
     def _awaited(self) -> set[int]:
@@ -113,8 +124,9 @@ class Coordinator:
             raise WorkerLostError(self.aborted)
         if self.left.get(worker):
             raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker]}).")
-        if worker in self.away:
-            raise WorkerAwayError(f"Worker {worker} {self.away[worker]}. Expected it to join again.")
+        if worker in self.lapsed or worker in self.away:
+            reason = self.away.get(worker, "was away")
+            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
 
     def hear(self, worker: int, now: float) -> None:
         """Take any message as a sign of life."""
@@ -138,6 +150,7 @@ class Coordinator:
                 f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
             )
         self.joined.add(worker)
+        self.lapsed.discard(worker)
         self._heard[worker] = now
         if self.away.pop(worker, None) is not None:
             if any(worker in missed.absent for missed in self._missed.values()):
@@ -145,21 +158,18 @@ class Coordinator:
             else:
                 self._welcome(worker)
 
-    def leave(self, worker: int, reason: str = "", *, final: bool = False) -> list[Delivery]:
+    def leave(self, worker: int, reason: str = "") -> list[Delivery]:
         """Take a worker out; collectives that waited for it alone are completed by the others.
 
         Args:
             worker: which one.
             reason: why; empty for an orderly end.
-            final: whether its process is gone.
 
         Returns:
             the answers that became due. A broadcast whose source left, and everything once worker 0 left for a
             reason (it alone logs and writes checkpoints), fails.
         """
-        if final:
-            self.final.add(worker)
-        if worker in self.left:
+        if worker in self.left or not 0 <= worker < self.world_size:
             return []
         self._give_up(worker, reason)
         due: list[Delivery] = []
@@ -242,7 +252,10 @@ class Coordinator:
         for worker in sorted(silent):
             reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
             self.away[worker] = f"{reason}, so the others went on without it"
+            self.lapsed.add(worker)
             self.behind.discard(worker)
+            if self.index > 0:
+                continue  # the first server says what follows
             if not self._lose(worker, reason):
                 self.news.append(f"Worker {worker} {reason}; the others go on without it. It may come back.")
         return self._settle_all()
@@ -252,6 +265,7 @@ class Coordinator:
         self.left[worker] = reason
         self.away.pop(worker, None)
         self.behind.discard(worker)
+        self.lapsed.discard(worker)
         for seq in list(self._missed):
             self._caught_up(worker, seq)
 

@@ -27,6 +27,10 @@ _TRIPS = 2.0  # the same in times that an answer takes, where that is more: else
 _LATE = 1.05  # a worker is granted a unit if it will be through with it at most that much later than the others
 
 
+Answer = tuple[Claim, Grant | None]
+"""What a claim came to; None: its worker is away, and has lost what it held."""
+
+
 @dataclass
 class _Worker:
     """What is known of a worker in this epoch."""
@@ -101,7 +105,7 @@ class Leases:
                 "and Trainer arguments on every worker, or data='split'."
             )
 
-    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[tuple[Claim, Grant]]:
+    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Answer]:
         """Take notice of who takes part.
 
         Args:
@@ -116,7 +120,7 @@ class Leases:
         answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
         return answers + self.retry(now)
 
-    def forget(self, number: int, now: float) -> list[tuple[Claim, Grant]]:
+    def forget(self, number: int, now: float) -> list[Answer]:
         """Let others have all that a worker holds: it begins anew.
 
         Returns:
@@ -133,7 +137,7 @@ class Leases:
         if worker is not None:
             self._apply(worker, units)
 
-    def claim(self, claim: Claim, now: float) -> list[tuple[Claim, Grant]]:
+    def claim(self, claim: Claim, now: float) -> list[Answer]:
         """Grant units to a worker.
 
         Args:
@@ -147,10 +151,11 @@ class Leases:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
-        self._living.add(claim.worker)
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
         worker.trip = claim.trip
-        answers = [] if worker.waiting is None else [(worker.waiting, Grant())]  # nobody waits for that answer any more
+        answers: list[Answer] = []
+        if worker.waiting is not None:
+            answers.append((worker.waiting, Grant()))  # nobody waits for that answer any more
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
@@ -163,13 +168,13 @@ class Leases:
             answers.append((claim, self._grant(worker, 0, 0, now)))
         return answers
 
-    def retry(self, now: float) -> list[tuple[Claim, Grant]]:
+    def retry(self, now: float) -> list[Answer]:
         """Look again at the claims that wait.
 
         Returns:
             those that can be answered now.
         """
-        answers = []
+        answers: list[Answer] = []
         again = True
         while again:
             again = False
@@ -289,10 +294,10 @@ class Leases:
                 worker.granted -= last - first - part
         worker.held = kept
 
-    def _drop(self, number: int) -> list[tuple[Claim, Grant]]:
+    def _drop(self, number: int) -> list[Answer]:
         worker = self._workers.pop(number)
         self._give_back(worker, trained_too=True)
-        return [] if worker.waiting is None else [(worker.waiting, Grant(over=True))]
+        return [] if worker.waiting is None else [(worker.waiting, None)]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, cut at the segments' ends."""

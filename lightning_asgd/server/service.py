@@ -71,7 +71,7 @@ class Service:
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
-        self._buried: list[tuple[str, int, str]] = []  # session, worker, reason
+        self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
         # Messages that have no answer yet, by identity.
         self._held: dict[int, tuple[Exchange | LayerGradient | Claim, Future[Any]]] = {}
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -111,9 +111,9 @@ class Service:
         with self._lock:
             coordinator = self._coordinator
             if coordinator is not None:
-                before = coordinator.living
+                before = coordinator.membership
                 self._deliver(coordinator.expire(self._clock()))
-                if coordinator.living != before or coordinator.aborted:
+                if coordinator.membership != before or coordinator.aborted:
                     self._meet(coordinator)
             for leases in self._leases.values():
                 self._hand_out(leases.retry(self._clock()))
@@ -164,11 +164,17 @@ class Service:
             )
         current = self._coordinator
         if current is None or current.session != message.session:
-            gone = self._gone(current, message)
+            if message.again:
+                raise WorkerLostError(
+                    f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
+                    "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
+                )
+            left = self._gone(current, message)
+            away = {} if current is None else {**current.away, **dict.fromkeys(current.behind, "was behind")}
+            away = {worker: why for worker, why in away.items() if worker < message.world_size and worker not in left}
             self._end_session(f"session {message.session!r} began")
             about = (message.session, message.world_size, message.policy, message.server)
-            self._coordinator = Coordinator(*about, gone)
-            self._coordinator.final |= set() if current is None else current.final
+            self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
         coordinator.join(message.worker, self._clock())
         if message.again:
@@ -180,12 +186,8 @@ class Service:
     def _gone(self, before: Coordinator | None, message: Join) -> dict[int, str]:
         """Who is missing from the beginning of a session, after another one."""
         gone = {w: why for session, w, why in self._buried if _goes_on_from(message.session, session)}
-        if before is None:
-            return gone
-        gone |= {worker: before.left[worker] for worker in before.final}
-        if message.after == before.session:
-            gone |= {worker: why for worker, why in before.left.items() if why} | before.away
-            gone |= dict.fromkeys(before.behind, "it was behind when the layout changed")
+        if before is not None and message.after == before.session:
+            gone |= {worker: why for worker, why in before.left.items() if why}
         return {worker: why for worker, why in gone.items() if worker < message.world_size}
 
     def _beat(self, message: Beat) -> Beaten:
@@ -271,9 +273,9 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         future: Future[Any] = Future()
         self._waiting[message.worker, message.seq] = future
-        before = coordinator.living
+        before = coordinator.membership
         self._deliver(coordinator.contribute(message, self._clock()))
-        if coordinator.living != before:
+        if coordinator.membership != before:
             self._meet(coordinator)
         return future
 
@@ -300,9 +302,11 @@ class Service:
 
     def _leave(self, message: Leave) -> bool:
         coordinator = self._coordinator
-        if coordinator is None or coordinator.session != message.session:
+        if message.final:
+            self._buried.append(("", message.worker, message.reason))
+        if coordinator is None or (coordinator.session != message.session and not message.final):
             return False  # that session is over: nothing to leave
-        self._deliver(coordinator.leave(message.worker, message.reason, final=message.final))
+        self._deliver(coordinator.leave(message.worker, message.reason))
         self._meet(coordinator)
         for key in [key for key in self._blocks if key[0] == message.worker]:
             self._blocks.pop(key).close()
@@ -342,7 +346,7 @@ class Service:
         for shard in self._shards.values():
             self._answer(shard.meet(coordinator.living))
         for leases in self._leases.values():
-            self._hand_out(leases.meet(coordinator.living, self._clock(), coordinator.behind))
+            self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
         if coordinator.aborted:
             for _, future in self._held.values():
                 future.set_result(Failure("WorkerLostError", coordinator.aborted))
@@ -364,11 +368,12 @@ class Service:
             if id(message) in self._held:
                 self._held.pop(id(message))[1].set_result(mean)
 
-    def _hand_out(self, due: list[tuple[Claim, Grant]]) -> None:
+    def _hand_out(self, due: list[tuple[Claim, Grant | None]]) -> None:
         for claim, grant in due:
             held = self._held.pop(id(claim), None)
             if held is not None:  # its session may have ended
-                held[1].set_result(grant)
+                away = Failure("WorkerAwayError", f"Worker {claim.worker} was away while it waited for data.")
+                held[1].set_result(away if grant is None else grant)
 
     def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
@@ -416,4 +421,4 @@ class Service:
 
 def _goes_on_from(session: str, first: str) -> bool:
     """Whether a session is one that a launcher began, or a later one of the same run, with a new layout."""
-    return session == first or session.startswith(f"{first}.")
+    return not first or session == first or session.startswith(f"{first}.")

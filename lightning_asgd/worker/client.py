@@ -74,6 +74,8 @@ class Client:
         self._after = after
         self._collectives = 0
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
+        self.resent = False
+        """Whether a server had not taken part of a push that the coordinator took: then this worker must come back."""
 
     @property
     def num_servers(self) -> int:
@@ -252,6 +254,7 @@ class Client:
                 if server == COORDINATOR:
                     raise
                 self.join(again=True, server=server)
+                self.resent = True
                 replies.append(self.answer(server, self._send(server, self._exchanges[fragment][server])))
         return replies
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,9 +217,13 @@ class Exchanger(Sharing):
 
     def _coming_back(self) -> Waits:
         pending, self._pending = self._pending, None
-        if pending is not None and not all(f.done() for f in pending.futures):
-            yield pending.futures  # another server may still read what is on the wire
-            _settle(pending.futures, self.client.timeout_s)
+        if pending is not None:
+            if not all(f.done() for f in pending.futures):
+                yield pending.futures
+            with suppress(WorkerAwayError):
+                self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
+            _settle(pending.futures, self.client.timeout_s)  # another server may still read what is on the wire
+        self.client.resent = False
         self._on_away()
         self.client.join(again=True)
         self._since_push = 0
@@ -324,6 +329,9 @@ class Exchanger(Sharing):
         try:
             replies = self.client.replies(pending.futures, self._fragment)
         except WorkerAwayError:
+            yield from self._coming_back()
+            return
+        if self.client.resent:  # before the next push reaches some servers and not others
             yield from self._coming_back()
             return
         self._pending = None

@@ -95,6 +95,7 @@ class DataLeases:
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[int] = deque()  # per trained unit, the optimizer steps taken until then
         self._trained = self._applied = 0  # units
+        self._unfinished: int | None = None  # the unit of the batch that was trained last, if it has more
         self._dry = False  # whether the loader was told that there is nothing more
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
@@ -202,6 +203,7 @@ class DataLeases:
         if not self._loading:
             return True
         batch = self._loading.popleft()
+        self._unfinished = None if batch.closes else batch.unit
         if batch.void:
             self._begun = None
             return False
@@ -229,7 +231,9 @@ class DataLeases:
         asked, self._asked = self._asked, None
         if asked is not None:  # lest it arrive after the worker has joined again
             done_within(asked.future, self._timeout_s)
-        self._waiting.clear()
+        # A unit that has begun stays whole, or steps would no longer end with units.
+        begun = self._loading[-1].unit if self._loading else self._unfinished
+        self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.unit == begun)
         self._loading = deque(replace(batch, void=True) for batch in self._loading)
         self._unapplied.clear()
         self._trained = self._applied = self._since = 0
@@ -329,8 +333,7 @@ class DataLeases:
         for unit in range(grant.first, grant.last):
             first = unit * plan.unit
             samples = plan.batches[first : first + plan.unit]
-            granted = [_Batch(s, unit, i + 1 == len(samples), grant.void) for i, s in enumerate(samples)]
-            self._waiting.extend(granted[:1] if grant.void else granted)
+            self._waiting.extend(_Batch(s, unit, i + 1 == len(samples), grant.void) for i, s in enumerate(samples))
         return grant.last > grant.first
 
 

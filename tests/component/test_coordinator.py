@@ -498,6 +498,35 @@ def test_worker_0_is_waited_for_at_sync_points_and_not_for_its_data() -> None:
     assert c.living == {0, 1}
 
 
+def test_one_that_takes_part_in_a_collective_may_still_not_train_before_it_joins_again() -> None:
+    c = watched(2)
+    pass_time(c, 11, 0)
+    c.hear(1, 11.0)
+    c.contribute(say(1), 11.0)
+    assert c.living == {0, 1}
+    assert c.trusted == {0}
+    with pytest.raises(WorkerAwayError, match="Worker 1 was away"):
+        c.check(1)
+    c.join(1, 11.0)
+    assert c.trusted == {0, 1}
+
+
+def test_only_the_first_server_ends_a_session_for_silence() -> None:
+    c = Coordinator("7.1", 2, Policy(silence_s=10.0, abort=True), index=1)
+    for rank in range(2):
+        c.join(rank, 0.0)
+    pass_time(c, 8, 0)  # it loses patience sooner
+    assert c.living == {0}
+    assert not c.aborted
+    assert not c.news
+
+
+def test_ranks_of_another_session_cannot_leave() -> None:
+    c = watched(1, abort=True)
+    assert c.leave(1, "killed") == []
+    c.check(0)
+
+
 def test_a_coordinator_that_slept_declares_nobody_away() -> None:
     c = watched(2)
     pass_time(c, 5, 0, 1)

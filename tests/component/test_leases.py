@@ -300,3 +300,28 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
     assert trained == list(range(400))
     assert far.now == pytest.approx(400 * 0.05 + far.idle_s)
     assert far.idle_s <= 7 * away_s  # at the beginning it does not know that, and at the end nobody else has work
+
+
+def test_a_unit_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_away() -> None:
+    """Else Lightning's steps, which come every so many batches, would no longer end with units."""
+    epoch = Epoch("0", 4, (4,))
+    server = Leases(epoch)
+    server.meet([0], 0.0)
+    far = Far(server, 0.0)
+    leases = DataLeases(lambda: far)  # type: ignore[arg-type, return-value]
+    leases.open(Plan(epoch, [[n] for n in range(12)], 3))  # units of three batches
+    assert [leases.take() for _ in range(4)] == [[0], [1], [2], [3]]  # the fourth is the second unit's first
+    assert leases.end_batch(0)
+    far.pass_time(0.0)  # what was asked ahead is answered
+    server.forget(0, 0.0)
+    leases.lose()
+    assert not leases.end_batch(0)  # in vain: others train these
+    assert not leases.end_batch(0)
+    assert not leases.end_batch(0)
+    assert [leases.take() for _ in range(2)] == [[4], [5]]  # the rest of the second unit, in vain too
+    assert not leases.end_batch(0)
+    assert not leases.end_batch(0)
+    assert leases.trained == ("0", 0)
+    assert [leases.take() for _ in range(3)] == [[0], [1], [2]]
+    assert all(leases.end_batch(1) for _ in range(3))
+    assert leases.trained == ("0", 1)

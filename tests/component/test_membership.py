@@ -1,7 +1,7 @@
 """Workers that sleep at any moment, are declared away, and come back: nothing is applied twice, nothing is lost.
 
 Real services, clients, exchangers and leases, over a wire on which messages wait until it is their turn. Training unit
-u adds 1 to weight u, so at the end every weight must be exactly 1.
+u adds 1 to weight u on one server and to weight u on the other, so at the end every weight must be exactly 1.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class End(Transport):
 class World:
     """Servers and workers whose order of events is a seed's."""
 
-    def __init__(self, seed: int, workers: int, *, sleeps: bool) -> None:
+    def __init__(self, seed: int, workers: int, *, sleeps: bool, dies: bool = False) -> None:
         self.now = 0.0
         self.sleeps = sleeps
+        self.dies = dies
         self.asleep_until = [0.0] * workers
         self.ended = [False] * workers
         self.services = [Service(lambda: self.now) for _ in range(2)]
@@ -87,7 +88,7 @@ class World:
         self.config = ExchangeConfig.create(
             nsync=self.turns.random.randint(1, 3), algorithm=ASGD("sum"), overlap=self.turns.random.random() < 0.5
         )
-        self.weights = [torch.zeros(UNITS) for _ in range(workers)]
+        self.weights = [torch.zeros(2 * UNITS) for _ in range(workers)]
         self.came_back = 0
         self.layout = build_layout([("w", self.weights[0])], [], len(self.services))
         self.joined = 0
@@ -123,7 +124,11 @@ class World:
             for service in self.services:
                 service.tick()
             if self.sleeps and self.turns.random.random() < 0.1:
-                self.asleep_until[self.turns.random.choice(workers)] = self.now + self.turns.random.uniform(1.0, 12.0)
+                rank = self.turns.random.choice(workers)
+                self.asleep_until[rank] = self.now + self.turns.random.uniform(1.0, 12.0)
+                if self.dies and rank == len(workers) - 1 and self.joined == len(workers):  # it never wakes
+                    self.asleep_until[rank] = float("inf")
+                    self.ended[rank] = True
             self.turns.wait_until(lambda: self.turns.random.random() < 0.2)  # training is faster than time-outs
 
     def live(self, rank: int) -> None:
@@ -155,6 +160,7 @@ class World:
                     exchanger.advance()
                     leases.begin_batch()
                     weight[batch] += 1
+                    weight[UNITS + batch[0]] += 1
                     trained += 1
                     exchanger.count_step()
                     self.turns.wait_until(lambda: True)
@@ -188,15 +194,16 @@ def server_weights(world: World) -> torch.Tensor:
 def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
     world = World(seed, 3, sleeps=False)
     world.run()
-    assert torch.equal(server_weights(world), torch.ones(UNITS))
+    assert torch.equal(server_weights(world), torch.ones(2 * UNITS))
     assert world.came_back == 0
 
 
-def test_whoever_sleeps_every_unit_is_applied_once() -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_whoever_sleeps_every_unit_is_applied_once(dies: bool) -> None:
     came_back = 0
     for seed in range(30):
-        world = World(seed, 3, sleeps=True)
+        world = World(seed, 3, sleeps=True, dies=dies)
         world.run()
-        assert torch.equal(server_weights(world), torch.ones(UNITS)), seed
+        assert torch.equal(server_weights(world), torch.ones(2 * UNITS)), seed
         came_back += world.came_back
     assert came_back > 10

@@ -14,13 +14,16 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.messages import (
     PROTOCOL,
     Beat,
+    Claim,
     Contribution,
+    Epoch,
     Exchange,
     Failure,
     Initialise,
     Join,
     Joined,
     Leave,
+    OpenEpoch,
     Policy,
     Reply,
     Role,
@@ -128,6 +131,85 @@ def test_when_the_session_is_ended_all_that_wait_are_told() -> None:
     s.handle(Leave("s", 1, "killed"))
     assert "Worker 1 is gone (killed), and on_worker_failure='abort'" in failure(waiting)[1]
     assert failure(s.handle(Beat("s", 0)))[0] == "WorkerLostError"
+
+
+def passes(s: Service, clock: Clock, seconds: int, *heard: int, session: str = "s") -> None:
+    """Let time pass in which some workers give signs of life."""
+    for _ in range(seconds):
+        clock.now += 1
+        for worker in heard:
+            s.handle(Beat(session, worker))
+        s.tick()
+
+
+def watched(clock: Clock, workers: int = 2) -> Service:
+    s = Service(clock)
+    for rank in range(workers):
+        s.handle(Join("s", rank, workers, Policy(silence_s=10.0)))
+    return s
+
+
+def test_what_a_worker_behind_holds_is_granted_to_others_when_it_is_silent_again() -> None:
+    clock = Clock()
+    s = watched(clock)
+    passes(s, clock, 11, 0)
+    s.handle(Contribution("s", 0, 1, "barrier", "missed"))
+    s.handle(Join("s", 1, 2, Policy(silence_s=10.0), again=True))  # it is behind
+    epoch = Epoch("e", 2, (2,))
+    for rank in range(2):
+        s.handle(OpenEpoch("s", rank, epoch))
+    held = s.handle(Claim("s", 1, "e", 0, 0, 0, 0.0))
+    mine = s.handle(Claim("s", 0, "e", 0, 0, 0, 0.1))
+    assert {held.first, mine.first} == {0, 1}
+    waiting = s.handle(Claim("s", 0, "e", 0, 1, 1, 0.1, wait=True))
+    passes(s, clock, 11, 0)
+    assert waiting.done()
+    assert (waiting.value().first, waiting.value().last) == (held.first, held.last)
+
+
+def test_a_claim_that_waits_is_answered_when_its_worker_is_away() -> None:
+    clock = Clock()
+    s = watched(clock)
+    s.handle(OpenEpoch("s", 0, Epoch("e", 2, (2,))))
+    s.handle(OpenEpoch("s", 1, Epoch("e", 2, (2,))))
+    for rank in range(2):
+        s.handle(Claim("s", rank, "e", 0, 0, 0, 0.0))
+    waiting = s.handle(Claim("s", 1, "e", 0, 1, 1, 0.1, wait=True))
+    passes(s, clock, 11, 0)
+    assert failure(waiting)[0] == "WorkerAwayError"
+
+
+def test_who_is_away_when_a_session_ends_is_not_waited_for_in_the_next() -> None:
+    clock = Clock()
+    s = watched(clock)
+    passes(s, clock, 11, 0)
+    s.handle(Leave("s", 0))
+    s.handle(Join("t", 0, 2, Policy(silence_s=10.0)))
+    barrier = s.handle(Contribution("t", 0, 1, "barrier", "join"))
+    assert barrier.done()
+    s.handle(Join("t", 1, 2, Policy(silence_s=10.0)))  # it has woken
+    late = s.handle(Contribution("t", 1, 1, "barrier", "join"))
+    assert late.done()
+    assert s.handle(Contribution("t", 1, 2, "barrier", "end")).done() is False
+    assert s.status()["living"] == [0, 1]
+
+
+def test_joining_a_session_again_that_is_over_does_not_end_the_present_one() -> None:
+    s = service(session="s")
+    s.handle(Join("t", 0, 2))
+    error, text = failure(s.handle(Join("s", 1, 2, again=True)))
+    assert error == "WorkerLostError"
+    assert "Worker 1 was away until session 's' was over" in text
+    assert s.status()["session"] == "t"
+
+
+def test_a_process_that_ends_between_two_sessions_is_missed_by_nobody() -> None:
+    s = service(session="s")
+    s.handle(Join("t", 0, 1))
+    s.handle(Leave("s", 1, "killed", final=True))
+    for session, workers, living in (("u", 1, [0]), ("v", 2, [0]), ("w", 2, [0])):
+        assert isinstance(s.handle(Join(session, 0, workers)), Joined)
+        assert s.status()["living"] == living
 
 
 def test_the_end_of_the_main_process_ends_the_session() -> None:
