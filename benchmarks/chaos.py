@@ -82,8 +82,8 @@ class Report(pl.Callback):
         new.rename(self.folder / f"worker{trainer.global_rank}")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.epochs is None:
-            trainer.should_stop |= (self.folder / "stop").exists()
+        if self.epochs is None:  # all must decide alike
+            trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:

@@ -41,7 +41,7 @@ class Signpost(pl.Callback):
             new.rename(file)  # somebody may be reading it
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop |= (self.folder / "stop").exists()
+        trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())  # all decide alike
 
 
 class Faulty(Regression):
