@@ -207,9 +207,10 @@ def disturbed(
         done: Counter[str] = Counter()
         try:
             for _ in range(faults):
-                if job.process.exitcode is not None:
+                try:
+                    done[job.disturb(chance)] += 1
+                except (psutil.NoSuchProcess, FileNotFoundError):  # training is over
                     break
-                done[job.disturb(chance)] += 1
             result = job.end(600)
         finally:
             job.close()
@@ -249,7 +250,7 @@ def main() -> int:
             good &= count(args.workers, 1, share, chance)
             good &= count(args.workers, 2, share, chance)
         if args.only != "counts":
-            epochs = max(20, 6 * share)
+            epochs = max(20, 12 * share)
             quiet = disturbed("digits", args.workers, 2, 0, chance, epochs)["metrics"]["val_acc"]
             loud = disturbed("digits", args.workers, 2, share, chance, epochs)["metrics"]["val_acc"]
             near = loud >= quiet - 0.01

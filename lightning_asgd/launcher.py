@@ -274,6 +274,8 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         finally:
             if self._last is not None:
                 self._last.cancel()
+                self._last.join()
+                self._last = None
 
     def _hurry(self) -> None:
         """Worker 0 has ended well: whoever hangs must not keep this process for ever."""
