@@ -348,8 +348,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._leased is not None:
             with self._explained():
                 steps = sharing.stats.steps
-                acknowledged = lambda: steps - sharing.unacknowledged  # noqa: E731
-                if self._leased.after_batch(steps, acknowledged, sharing.flush, self._discard):
+                if self._leased.after_batch(
+                    steps, lambda: steps - sharing.unacknowledged, sharing.flush, self._discard
+                ):
                     sharing.begin()
 
     def sync_point(self, name: str) -> None:

@@ -222,7 +222,8 @@ class Exchanger(Sharing):
                 yield pending.futures
             with suppress(WorkerAwayError):
                 self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
-            _settle(pending.futures, self.client.timeout_s)  # another server may still read what is on the wire
+            for future in pending.futures:  # another server may still read what is on the wire
+                done_within(future, self.client.timeout_s)
         self.client.resent = False
         self._on_away()
         self.client.join(again=True)
@@ -233,8 +234,8 @@ class Exchanger(Sharing):
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
-        while True:
-            futures = self.client.exchange(
+        replies = self.client.replies(  # never refused: only pushes are
+            self.client.exchange(
                 self._seq,
                 self.versions,
                 push=False,
@@ -243,11 +244,8 @@ class Exchanger(Sharing):
                 fragment=self._fragment,
                 full=True,
             )
-            try:
-                return self.replica.read(self._answers(self.client.replies(futures, self._fragment)))
-            except WorkerAwayError:
-                _settle(futures, self.client.timeout_s)
-                self.come_back()
+        )
+        return self.replica.read(self._answers(replies))
 
     def state(self) -> list[list[Any]]:
         """See :class:`Sharing`."""
@@ -394,12 +392,6 @@ class Exchanger(Sharing):
         )
         self.stats.sync_wait_s += wait_s if sync else 0.0
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
-
-
-def _settle(futures: list[Future[Any]], timeout_s: float) -> None:
-    """Wait until nothing is under way, whatever came of it."""
-    for future in futures:
-        done_within(future, timeout_s)
 
 
 def _go_through(waits: Waits) -> None:

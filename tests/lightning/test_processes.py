@@ -223,7 +223,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import pytorch_lightning as pl
-from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd import ASGDStrategy
 from tests.lightning.models import Recorder, Regression, loader, trainer
 from tests.lightning.test_processes import Signpost
 folder = Path(sys.argv[1])

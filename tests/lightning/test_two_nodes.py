@@ -43,7 +43,7 @@ def test_lightnings_own_environment(tmp_path: Path, machines: network.Network) -
     jobs = [
         start(
             tmp_path,
-            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 20}",
+            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 60}",
             command=[*machines.prefix(node), sys.executable],
             NODE_RANK=str(node),
             MASTER_ADDR=machines.addresses[0],
