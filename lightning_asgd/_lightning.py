@@ -29,6 +29,7 @@ __all__ = [
     "looks_at_gradients",
     "metrics_of",
     "rank_zero_warn",
+    "when_epochs_end",
     "when_imported",
 ]
 
@@ -277,6 +278,23 @@ def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
     """Let the Trainer's checkpoint callbacks know what those of another worker do: see :func:`checkpoint_states`."""
     for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):
         vars(callback).update(state)
+
+
+def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have something called after all hooks of an epoch's end, before the loop decides whether to go on.
+
+    Returns:
+        a function that takes it back.
+    """
+    loop = trainer.fit_loop
+    end = type(loop).on_advance_end
+
+    def end_and_call() -> None:
+        end(loop)
+        call()
+
+    loop.on_advance_end = end_and_call
+    return lambda: vars(loop).pop("on_advance_end", None)
 
 
 def rank_zero_warn(message: str) -> None:

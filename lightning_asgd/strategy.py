@@ -23,6 +23,7 @@ from lightning_asgd._lightning import (
     looks_at_gradients,
     metrics_of,
     rank_zero_warn,
+    when_epochs_end,
 )
 from lightning_asgd._loop import LeasedLoop, why_split
 from lightning_asgd.algorithms import Algorithm
@@ -185,6 +186,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._layouts = 0  # made in this session
         self._failed = False
         self._told = False  # that the data are split
+        self._undo: list[Callable[[], None]] = []  # of changes to the Trainer
 
     # ------------------------------------------------------------------ starting and stopping
 
@@ -231,6 +233,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         with self._explained():
             if fitting:
                 self._sharing = self._enter(module)
+                self._undo.append(when_epochs_end(trainer, self._agree_to_stop))
                 if self._resume_servers and self.is_global_zero:
                     self._sharing.restore(self._resume_servers)
                 self._resume_servers = ()
@@ -251,6 +254,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
+        while self._undo:
+            self._undo.pop()()
         client = self.collectives.client
         if client is not None:
             try:
@@ -384,6 +389,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._enter_again()
             for averaged in callback_modules(trainer):
                 agree(self.collectives, named_state(averaged), mean=True)
+
+    def _agree_to_stop(self) -> None:
+        """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
+        trainer = self.lightning_module.trainer
+        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""

@@ -220,6 +220,27 @@ class Coordinator:
         operation.deadline = max(operation.deadline, now + message.timeout_s)
         return self._settle(seq)
 
+    def separate(self, claiming: dict[int, str]) -> list[Delivery]:
+        """Fail a collective that some wait in while all the others wait for data: neither would ever end.
+
+        Args:
+            claiming: workers that wait for data, and of which epoch. They are to be told the same.
+        """
+        training = self.living & set(claiming)
+        others = self.living - training
+        due: list[Delivery] = []
+        for seq, operation in list(self._operations.items()):
+            if training and others and others <= set(operation.contributions):
+                first = operation.first
+                error = CollectiveMismatchError(
+                    f"Workers disagree about what follows in session {self.session!r}: {_workers(others)} called "
+                    f"{first.kind} {first.name!r}, where data of epoch {claiming[min(training)]} were expected by "
+                    f"{_workers(training)}. Expected every worker to train the same epochs: look for Trainer "
+                    "arguments, hooks or callbacks that end training on some ranks only."
+                )
+                due += self._fail(seq, error)
+        return due
+
     def expire(self, now: float) -> list[Delivery]:
         """Go on without workers that are silent; fail the collectives whose time is up, naming who is missing.
 

@@ -117,6 +117,8 @@ class Service:
                     self._meet(coordinator)
             for leases in self._leases.values():
                 self._hand_out(leases.retry(self._clock()))
+            if coordinator is not None:
+                self._separate(coordinator)
 
     def bury(self, session: str, worker: int, reason: str) -> None:
         """Take a worker out, whose process is known to have ended.
@@ -351,6 +353,15 @@ class Service:
             for _, future in self._held.values():
                 future.set_result(Failure("WorkerLostError", coordinator.aborted))
             self._held.clear()
+
+    def _separate(self, coordinator: Coordinator) -> None:
+        """Tell workers that wait for each other, some in a collective and the rest for data, that they do."""
+        claims = {key: message for key, (message, _) in self._held.items() if isinstance(message, Claim)}
+        due = coordinator.separate({claim.worker: claim.key for claim in claims.values()})
+        if due:
+            for key in claims:
+                self._held.pop(key)[1].set_result(Failure(type(due[0].error).__name__, str(due[0].error)))
+            self._deliver(due)
 
     def _keep_mapped(self, worker: int, fragment: int) -> None:
         """Leave one worker's block mapped, the one in use, and no other.

@@ -331,6 +331,21 @@ def test_a_mismatch_is_answered_to_everybody() -> None:
     assert [failure(a)[0] for a in answers] == ["CollectiveMismatchError"] * 2
 
 
+def test_one_that_trains_no_more_and_one_that_waits_for_it_are_told_so() -> None:
+    s = service()
+    s.handle(OpenEpoch("s", 0, Epoch("fit/3", 2, (2,))))
+    s.handle(Claim("s", 0, "fit/3", 0, 0, 0, 0.0))
+    claim = s.handle(Claim("s", 0, "fit/3", 0, 1, 1, 0.1, wait=True))
+    s.tick()
+    assert not claim.done()  # worker 1 may still come for its unit
+    end = s.handle(Contribution("s", 1, 1, "gather", "train end"))
+    s.tick()
+    for answer in (claim, end):
+        error, text = failure(answer)
+        assert error == "CollectiveMismatchError"
+        assert "worker 1 called gather 'train end', where data of epoch fit/3 were expected by worker 0" in text
+
+
 def test_a_broadcast_from_a_worker_who_left_is_answered_to_everybody() -> None:
     s = service(workers=3)
     s.handle(Leave("s", 2))

@@ -90,6 +90,19 @@ def test_a_rank_that_does_not_come_is_named(pair: Pair, tmp_path: Path) -> None:
     assert "worker 1 did not call it" in outcomes[0].error
 
 
+def leave_early(lab: Lab, data: str) -> None:
+    """Rank 1 trains an epoch less than rank 0."""
+    own = ASGDStrategy(nsync=4, data=data, timeouts=Timeouts(collective_s=100.0))
+    trainer = lab.trainer(strategy=own, max_epochs=2 - lab.rank, limit_train_batches=4)
+    trainer.fit(lab.regression(), lab.loader())
+
+
+@pytest.mark.parametrize("data", ["leases", "split"])
+def test_a_rank_that_trains_fewer_epochs(data: str, pair: Pair, tmp_path: Path) -> None:
+    outcomes = ends_with_a_named_error(pair, partial(leave_early, data=data), tmp_path)
+    assert "Workers disagree about" in outcomes[0].error
+
+
 def count_calls(lab: Lab) -> dict[str, int]:
     """How many collectives a fit makes."""
     seen = 0

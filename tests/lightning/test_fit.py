@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import ASGDStrategy, Timeouts
 from tests.lightning.models import Recorder, Regression, dataset, digest, loader, trainer
 
 
@@ -157,6 +157,21 @@ def test_a_non_finite_update_is_refused_and_training_goes_on(tmp_path: Path) -> 
     assert zero["stats"]["refused"] == 0
     assert zero["digest"] == one["digest"]
     assert all(torch.isfinite(t).all() for t in module.state_dict().values())
+
+
+def test_stop_decided_by_one_worker_after_the_epochs_sync_point_stops_all(tmp_path: Path) -> None:
+    class Stopper(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if trainer.global_rank == 1 and trainer.current_epoch == 1:
+                trainer.should_stop = True
+
+    strategy = ASGDStrategy(nsync=2, start_method="fork", timeouts=Timeouts(collective_s=10.0))
+    run = trainer(tmp_path, strategy, max_epochs=50, callbacks=[Stopper(), Recorder(tmp_path)])
+    run.fit(Regression(), loader())
+    zero, one = Recorder.read(tmp_path, 0)[-1], Recorder.read(tmp_path, 1)[-1]
+    assert zero["what"] == one["what"] == "train end"
+    assert zero["step"] == one["step"] == 32
+    assert zero["digest"] == one["digest"]
 
 
 def test_stop_decided_by_one_worker_stops_all(tmp_path: Path) -> None:
