@@ -60,11 +60,17 @@ class Scenario:
     seconds: float = 6.0
     repeats: int = 5
     unconnected: bool = False  # also: all workers at once, each for itself
+    bare: bool = False  # also: the same without Lightning and data loader, which no strategy can be faster than
     num_servers: int = 1
+
+    @property
+    def pixels(self) -> int:
+        return 32 if self.network == "cnn" else 64
 
     @property
     def systems(self) -> list[System]:
         alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
+        alone += [System("bare torch")] if self.bare else []
         local = [System("local SGD", n) for n in self.nsync[:1] if n != "auto" and self.workers > 1]
         return [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
 
@@ -82,7 +88,7 @@ class Scenario:
 class System:
     """One of the things compared."""
 
-    kind: str  # "one alone", "unconnected", "DDP", "local SGD" or "A-SGD"
+    kind: str  # "one alone", "unconnected", "bare torch", "DDP", "local SGD" or "A-SGD"
     nsync: int | str = 0
 
     def __str__(self) -> str:
@@ -214,10 +220,35 @@ def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**trainer_options(), **options, callbacks=[clock])
     module = build_module(scenario.params, scenario.straggler, scenario.network)
-    trainer.fit(module, build_loader(samples, scenario.batch, pixels=32 if scenario.network == "cnn" else 64))
+    trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
     return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+
+
+def train_bare(scenario: Scenario, rank: int) -> dict[str, Any]:
+    """Take the same steps on the same batch until the time is up. What it returns is as for :func:`train`."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    layers = build_module(scenario.params, network=scenario.network).layers
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
+    images, labels = build_loader(scenario.batch, scenario.batch, scenario.batch, scenario.pixels).dataset.tensors
+    warm = time.monotonic() + WARM_UP_S
+    ends: list[float] = []
+    before: dict[str, float] = {}
+    while not ends or ends[-1] < warm + scenario.seconds:
+        if not before and time.monotonic() >= warm:
+            before = _figures(None)
+        if rank == 1 and scenario.straggler:
+            time.sleep(scenario.straggler)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(layers(images), labels).backward()
+        optimizer.step()
+        ends.append(time.monotonic())
+    after = _figures(None)
+    return {"rank": rank, "warm": warm, "ends": ends, **{key: after[key] - before[key] for key in after}}
 
 
 def _read(shared: mmap.mmap) -> int:
@@ -255,6 +286,8 @@ def run(scenario: Scenario, system: System, network: Network | None) -> dict[str
     last_step = mmap.mmap(-1, 8)  # shared with the ranks
     ranks = range(1 if system.kind == "one alone" else scenario.workers)
     jobs = [partial(train, scenario, system, rank, last_step) for rank in ranks]
+    if system.kind == "bare torch":
+        jobs = [partial(train_bare, scenario, rank) for rank in ranks]
     try:
         launched = system.kind in TOGETHER
         answers = run_ranks(jobs, scenario.seconds + START_S, launched=launched, network=network)
@@ -446,6 +479,9 @@ def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
         speeds = [r["samples_per_s"] for r in runs["DDP"]]
         most = statistics.median(a / b for a, b in zip(bound, speeds, strict=True))
         CONSOLE.print(f"      {scenario.name}: the sum of the workers' speeds is {most:.2f} x DDP")
+        if scenario.bare:
+            most = statistics.median(ratios(scenario, runs, "bare torch", "DDP"))
+            CONSOLE.print(f"      {scenario.name}: bare torch on all workers, without exchanges, is {most:.2f} x DDP")
     if not targets(scenario):
         CONSOLE.print(f"no target for {scenario.name}")
     return passed
@@ -461,6 +497,7 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
     colours = {
         "one alone": "#b0b0b0",
         "unconnected": "#d8d8d8",
+        "bare torch": "#ececec",
         "DDP": "#4c72b0",
         "local SGD": "#55a868",
         "A-SGD": "#dd8452",
@@ -530,6 +567,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--straggler", type=float, default=0.0, metavar="SECONDS", help="rank 1 sleeps in every step")
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
+    parser.add_argument("--bare", action="store_true", help="the same without Lightning and data loader: the ceiling")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--check", action="store_true", help="say PASS or FAIL per target; exit code 1 if one fails")
     parser.add_argument(
@@ -556,6 +594,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         seconds=args.seconds,
         repeats=args.repeats,
         unconnected=args.unconnected,
+        bare=args.bare,
         num_servers=args.servers,
     )
     scenarios = standard_scenarios(base) if args.all else [base]
