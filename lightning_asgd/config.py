@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from lightning_asgd.algorithms import ASGD, Algorithm, find
+from lightning_asgd.algorithms.base import Answer, Payload
 from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
@@ -64,6 +67,18 @@ class ExchangeConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
     """Code of what goes over the network."""
+
+    @property
+    def restorable(self) -> bool:
+        """Whether the workers hold all that a server knows, so that one that is lost can be restored from them.
+
+        What an algorithm or a transform keeps on the servers is in nobody's answer; nor are weights that were pushed to
+        more often than they were fetched.
+        """
+        rule = self.algorithm
+        kept = rule.keep_at_most or rule.start(torch.zeros(1)) or any(t.slots or t.backup for t in rule.transforms)
+        plain = rule.payload is Payload.DELTA and rule.answer is Answer.WEIGHTS and not rule.waits
+        return plain and not kept and self.nfetch == self.npush
 
     @classmethod
     def create(

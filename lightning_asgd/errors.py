@@ -49,6 +49,9 @@ class LaunchError(ASGDError):
 class ServerLostError(ASGDError):
     """A server died or did not answer within the time allowed."""
 
+    server: int | None = None
+    """Which one, if its connection broke."""
+
 
 class WorkerLostError(ASGDError):
     """A worker that others need is gone, or this worker was declared dead by the others."""

@@ -14,6 +14,7 @@ import pickle
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,9 @@ from torch import Tensor
 from lightning_asgd import supervisor
 from lightning_asgd._lightning import Extension, is_environment
 from lightning_asgd.config import RENDEZVOUS_ENV
-from lightning_asgd.errors import LaunchError
+from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards, successor_of
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport import rpc
 from lightning_asgd.transport.rpc import RpcTransport
@@ -37,6 +38,7 @@ __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.02
 _STOP_S = 3.0  # for a worker to end after SIGTERM
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
@@ -108,16 +110,46 @@ class Job:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
-        addresses = []
-        for index, key in enumerate(keys):
-            answer = rendezvous.get(key, f"Server {index}", self.start_timeout_s)
-            if "error" in answer:
-                raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
-            addresses.append(answer["address"])
+        addresses = [self._address(rendezvous, index, _latest(rendezvous, key)) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             _transport = RpcTransport(addresses, self.interface)
         _connected = True
         return _transport
+
+    def successor(self, server: int) -> str:
+        """Wait for the server in the place of a lost one, which this process was connected to.
+
+        Returns:
+            its address.
+
+        Raises:
+            ServerLostError: there is none.
+        """
+        lost = f"Server {server} is gone, and none has taken its place"
+        transport = _transport
+        if self.address is None or transport is None:
+            raise ServerLostError(f"{lost}: no job was launched.")
+        before = transport.addresses[server]
+        try:
+            rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
+            first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
+            deadline = time.monotonic() + self.start_timeout_s
+            while True:
+                key = _latest(rendezvous, first)
+                address = self._address(rendezvous, server, key)
+                if address != before:
+                    return address
+                if time.monotonic() > deadline:
+                    raise ServerLostError(f"{lost} within {self.start_timeout_s:g} s.")
+                time.sleep(_POLL_S)
+        except (LaunchError, RuntimeError) as error:
+            raise error if isinstance(error, ServerLostError) else ServerLostError(f"{lost}: {error}") from error
+
+    def _address(self, rendezvous: Rendezvous, index: int, key: str) -> str:
+        answer = rendezvous.get(key, f"Server {index}", self.start_timeout_s)
+        if "error" in answer:
+            raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+        return str(answer["address"])
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         inherited = os.environ.get(RENDEZVOUS_ENV)
@@ -144,6 +176,13 @@ class Job:
         if is_main and not agent_store and address not in _hosted:
             _hosted[address] = Rendezvous.host(*address)
         return address
+
+
+def _latest(rendezvous: Rendezvous, key: str) -> str:
+    """The key of the server that has taken the place of another, if that was lost."""
+    while (successor := rendezvous.peek(successor_of(key))) is not None:
+        key = successor
+    return key
 
 
 class ScriptLauncher(Extension):  # type: ignore[misc]

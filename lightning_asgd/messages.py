@@ -22,22 +22,27 @@ __all__ = [
     "Exchange",
     "Failure",
     "Grant",
+    "Held",
     "Initialise",
     "Join",
     "Joined",
     "LayerGradient",
     "Leave",
+    "Offer",
     "OpenEpoch",
+    "Part",
     "Policy",
     "Reply",
     "Role",
     "Samples",
+    "Settled",
     "ShardState",
     "SharedRef",
     "Verdict",
+    "Watch",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -108,6 +113,7 @@ class Join:
         again: whether the worker was told that it counts as away, and begins anew with the servers' weights.
         after: the session that this one goes on from, with the same workers; who is gone there is gone here.
         server: number of the server that this is sent to.
+        restore: whether this server takes the place of one that was lost in the midst of the session.
         protocol: version of the messages the worker speaks.
     """
 
@@ -118,14 +124,21 @@ class Join:
     again: bool = False
     after: str = ""
     server: int = 0
+    restore: bool = False
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Answer to :class:`Join`."""
+    """Answer to :class:`Join`.
+
+    Attributes:
+        pid: the server's process.
+        term: how often this worker was declared away.
+    """
 
     pid: int
+    term: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,6 +253,9 @@ class Reply:
         weights: the shard by value, as the update; None if not asked for or if it lies in the shared block.
         nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
         busy_s: seconds that the server was busy with it.
+        pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
+        done: ranges of units of the epoch named in the message whose updates the weights hold.
+        terms: how often each worker was declared away; those that never were are left out.
     """
 
     version: int
@@ -248,6 +264,98 @@ class Reply:
     weights: tuple[Any, ...] | None = None
     nsync: int = 0
     busy_s: float = 0.0
+    pushes: dict[int, int] = field(default_factory=dict)
+    done: tuple[tuple[int, int], ...] = ()
+    terms: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a worker has of a shard whose server was lost.
+
+    Attributes:
+        fragment: number of the part of the module.
+        version: of the weights.
+        weights: as they were fetched last, one tensor per group.
+        pushes: see :class:`Reply`.
+        epoch: the epoch that ``done`` is about.
+        done: see :class:`Reply`.
+    """
+
+    fragment: int
+    version: int
+    weights: tuple[Tensor, ...]
+    pushes: dict[int, int]
+    epoch: str = ""
+    done: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's part of the present epoch.
+
+    Attributes:
+        epoch: which one.
+        granted: ranges of units, in the order in which they were granted.
+        trained: number of these units that it has trained.
+        served: the last segment of which it was granted something.
+    """
+
+    epoch: Epoch
+    granted: tuple[tuple[int, int], ...]
+    trained: int
+    served: int
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Answered when the session ends; if the server is lost before, the worker learns of it at once.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+    """
+
+    urgent: ClassVar[bool] = True
+
+    session: str
+    worker: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        shards: what it holds, per fragment.
+        answered: number of its latest collective that was answered.
+        part: of the present epoch, if there is one.
+        term: how often the lost server had declared this worker away when it joined last.
+        terms: see :class:`Reply`, as far as this worker knows.
+    """
+
+    session: str
+    worker: int
+    shards: tuple[Held, ...]
+    answered: int = 0
+    part: Part | None = None
+    term: int = 0
+    terms: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A worker has sent again what the weights do not hold. Answered when all have.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+    """
+
+    session: str
+    worker: int
 
 
 @dataclass(frozen=True)
@@ -302,6 +410,8 @@ class Contribution:
         source: the one worker whose payload is delivered; None: everybody's.
         target: the one worker that it is delivered to, the others get nothing; None: everybody.
         timeout_s: seconds after which the servers give up on the missing workers.
+        answer: what the worker was answered by a coordinator that was lost since: it does not wait any more, and the
+            others are to get the same. None if it waits.
     """
 
     session: str
@@ -313,6 +423,7 @@ class Contribution:
     source: int | None = None
     target: int | None = None
     timeout_s: float = 1800.0
+    answer: dict[int, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -392,6 +503,7 @@ class Grant:
         ratio: units that all train while this worker trains one.
         void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
             comes late needs a batch to notice that a segment is over.
+        terms: see :class:`Reply`.
     """
 
     first: int = 0
@@ -400,6 +512,7 @@ class Grant:
     progress: float = 0.0
     ratio: float = 1.0
     void: bool = False
+    terms: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed
 
 from lightning_asgd.errors import LaunchError
 
-__all__ = ["LOOPBACK", "Rendezvous", "interface_of", "local_address_towards"]
+__all__ = ["LOOPBACK", "Rendezvous", "interface_of", "local_address_towards", "successor_of"]
 
 LOOPBACK = "127.0.0.1"
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
@@ -125,6 +125,11 @@ class Rendezvous:
                 )
             time.sleep(_POLL_S)
         return value
+
+
+def successor_of(key: str) -> str:
+    """The key under which stands the key of the server that has taken another's place."""
+    return f"{key}/successor"
 
 
 def local_address_towards(host: str) -> str:

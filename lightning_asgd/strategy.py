@@ -34,13 +34,14 @@ from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
-from lightning_asgd.messages import Policy
+from lightning_asgd.messages import Part, Policy
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
 from lightning_asgd.worker.heartbeat import Heartbeat
+from lightning_asgd.worker.recovery import Recovery
 from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["ASGDStrategy"]
@@ -176,6 +177,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.samples: list[dict[str, Tensor]] = []
         self.collectives = Collectives()
         self._heartbeat: Heartbeat | None = None
+        self._recovery: Recovery | None = None
         self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
         self._sharing: Sharing | None = None
         self._data = data
@@ -264,6 +266,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                         self.collectives.phase = Phase.SYNC
                         self.collectives.barrier("teardown")
             finally:
+                self._stop_recovery()
                 self._stop_heartbeat()
             if not self._failed:
                 client.leave()
@@ -279,6 +282,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others at once, so that nobody waits for this worker."""
         self._failed = True
+        self._stop_recovery()
         self._stop_heartbeat()
         client = self.collectives.client
         if client is not None:
@@ -377,18 +381,32 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.collectives.phase = Phase.SYNC
             trainer = self.lightning_module.trainer
             grown = bool(newly_trainable(self.lightning_module, sharing.layout))
+            restored = list(self._connected().restored)
             mine = _Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer))
             met = self.collectives.gather("sync point", name, mine)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
             # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
             if any(m.moved for m in met.values()) or self.config.algorithm.waits:
-                sharing.fetch(park=True)
-                self.collectives.barrier(f"{name}: all have the weights")
+                self._fetch_together(sharing, name, restored)
             if any(m.grown for m in met.values()):
                 self._enter_again()
             for averaged in callback_modules(trainer):
                 agree(self.collectives, named_state(averaged), mean=True)
+
+    def _fetch_together(self, sharing: Sharing, name: str, restored: list[int]) -> None:
+        """Take the servers' weights, the same bits on all workers.
+
+        Args:
+            sharing: what they are fetched through.
+            name: of the sync point.
+            restored: how often each server had been restored when this worker had pushed all.
+        """
+        client, again = self._connected(), True
+        while again:  # where a server was lost some may have fetched before others had pushed again
+            sharing.fetch(park=True)
+            changed, restored = client.restored != restored, list(client.restored)
+            again = any(self.collectives.gather("barrier", f"{name}: all have the weights", changed).values())
 
     def _agree_to_stop(self) -> None:
         """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
@@ -525,6 +543,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             policy=policy,
             after="" if before is None else before.session,
         )
+        self._stop_recovery()
         self._stop_heartbeat()
         self.collectives = Collectives(client, timeouts.collective_s)
         with self._explained():
@@ -535,6 +554,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if watched:
                 self._heartbeat = Heartbeat(client, policy.silence_s, log.warning if self.is_global_zero else None)
             self.collectives.barrier("join")
+
+    def _stop_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -569,7 +593,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def _enter(self, module: Any) -> Sharing:
         client = self._connected()
         versions, self._resume_versions = self._resume_versions, None
-        return enter(
+        sharing = enter(
             client,
             self.collectives,
             module,
@@ -582,6 +606,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trained=self._units_trained,
             late=not looks_at_gradients(self.lightning_module),
         )
+        if self.config.restorable and self.world_size > 1:
+            self._recovery = Recovery(client, sharing, self._part, self._job.successor)
+        return sharing
+
+    def _part(self) -> Part | None:
+        return None if self._leased is None else self._leased.leases.part
 
     @property
     def _algorithm_name(self) -> str:

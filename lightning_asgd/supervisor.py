@@ -20,7 +20,7 @@ from typing import IO, Any
 import psutil
 
 from lightning_asgd import reaper
-from lightning_asgd.rendezvous import Rendezvous
+from lightning_asgd.rendezvous import Rendezvous, successor_of
 from lightning_asgd.server.process import ServerArguments
 
 __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch"]
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _STOP_S = 5.0
 _LOG_LINES = 20
+_RESTARTS = 100  # of servers, in a process's life: if they keep dying it is their machine's fault
 
 
 class _Server:
@@ -85,6 +86,9 @@ class Supervisor:
         self.rendezvous = rendezvous
         self.interface = interface
         self._servers: list[_Server] = []
+        self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
+        self._restarts = 0
+        self._obituary: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._reaper: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
@@ -129,19 +133,22 @@ class Supervisor:
 
     def bury(self, session: str, worker: int, reason: str) -> None:
         """Tell the servers that a worker is gone, from a process that is not a worker itself."""
+        self._buried.append({"session": session, "worker": worker, "reason": reason})
         for server in self._servers:
-            server.bury(session=session, worker=worker, reason=reason)
+            server.bury(**self._buried[-1])
 
     def obituary(self) -> str | None:
-        """What is known of the first server that died; None while all live."""
+        """What is known of the server that died last; None if none did."""
         for server in self._servers:
             if server.process.poll() is not None:
                 return server.obituary()
-        return None
+        return self._obituary
 
     def close(self) -> None:
         """Stop the servers and wait for them. May be called more than once."""
         self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)  # it may be starting a server
         for server in self._servers:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()
@@ -152,8 +159,6 @@ class Supervisor:
                 server.process.kill()
                 server.process.wait()
             server.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_S)
         # Workers may still be finishing: the reaper stays for them and goes with this process.
         if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
             if self._reaper.stdin is not None:
@@ -169,19 +174,39 @@ class Supervisor:
             self._reaper.stdin.write(f"add {pid} {psutil.Process(pid).create_time()}\n".encode())
             self._reaper.stdin.flush()
 
+    def _succeed(self, server: _Server) -> None:
+        """Start another server in the place of one that has ended."""
+        with contextlib.suppress(RuntimeError):
+            if server.rendezvous.peek(server.key) is None or self._restarts >= _RESTARTS:
+                server.rendezvous.put(server.key, {"error": server.obituary()})  # it would not start again
+                return
+            if self._closing.is_set():
+                return
+            self._restarts += 1
+            self._obituary = server.obituary()
+            log.warning("%s\nAnother one is started in its place.", self._obituary)
+            successor = _Server(server.index, server.rendezvous, self.interface)
+            self.register(successor.process.pid)
+            for buried in self._buried:
+                successor.bury(**buried)
+            self._servers[server.index] = successor
+            server.close()
+            server.rendezvous.put(successor_of(server.key), successor.key)
+
     def _watch(self) -> None:
         ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
             for server in list(self._servers):
                 if server.key not in ended and server.process.poll() is not None:
                     ended.add(server.key)
-                    with contextlib.suppress(RuntimeError):
-                        server.rendezvous.put(server.key, {"error": server.obituary()})
+                    self._succeed(server)
             for rank, process in list(self._workers.items()):
                 code = process.poll()
                 callback = self._on_worker_exit
                 if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
                     ended.add(rank)
+                    reason = f"its process ended with exit code {code}"
+                    self._buried.append({"session": "", "worker": rank, "reason": reason})
                     callback(rank, code)
 
 

@@ -29,6 +29,7 @@ from lightning_asgd.messages import Contribution, Policy
 __all__ = ["Coordinator", "Delivery"]
 
 _SLEPT_S = 2.0  # between two calls of expire(): longer, and it was this process that slept
+_TOLD_S = 60.0  # in which all workers notice that a server was lost and restored
 _SOONER = 0.7  # part of the patience that is the other servers'
 _MISSED_AT_MOST = 1000  # collectives that are kept for workers that are away
 
@@ -48,6 +49,8 @@ class _Operation:
     first: Contribution
     deadline: float
     contributions: dict[int, Any] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # those who have not been answered by a predecessor
+    answer: dict[int, Any] = field(default_factory=dict)  # what the others were
 
     def signature(self) -> tuple[object, ...]:
         return _signature(self.first)
@@ -85,6 +88,7 @@ class Coordinator:
     joined: set[int] = field(default_factory=set)
     behind: set[int] = field(default_factory=set)  # back, but with collectives to catch up on
     lapsed: set[int] = field(default_factory=set)  # were away, and must not train before they have joined again
+    terms: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
     news: list[str] = field(default_factory=list)  # for people
     aborted: str = ""  # why the session is over
     _heard: dict[int, float] = field(default_factory=dict)  # when
@@ -92,6 +96,7 @@ class Coordinator:
     _operations: dict[int, _Operation] = field(default_factory=dict)
     _missed: dict[int, _Missed] = field(default_factory=dict)
     _last_seq: dict[int, int] = field(default_factory=dict)
+    _forgotten: int = 0  # collectives that a predecessor has completed
 
     @property
     def living(self) -> set[int]:
@@ -158,6 +163,28 @@ class Coordinator:
             else:
                 self._welcome(worker)
 
+    def restore(self, now: float) -> None:
+        """Take the place of a coordinator that was lost: all that are not gone are expected to tell of themselves.
+
+        They are given longer for it: one that is busy for long may hold the newest state, and nobody else would.
+        """
+        for worker in set(range(self.world_size)) - set(self.left) - self.joined:
+            self.joined.add(worker)
+            self._heard[worker] = now + _TOLD_S
+
+    def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
+        """Go on where this one's predecessor was lost.
+
+        Args:
+            answered: number of the latest collective that anybody was answered. Some may not have been: all make it
+                again.
+            terms: how often workers were declared away.
+            lapsed: those who do not know it yet.
+        """
+        self.terms, self.lapsed = dict(terms), self.lapsed | lapsed
+        self._forgotten = max(0, answered - 1)
+        self.news.append("A server was lost, and restored from what the workers hold.")
+
     def leave(self, worker: int, reason: str = "") -> list[Delivery]:
         """Take a worker out; collectives that waited for it alone are completed by the others.
 
@@ -203,10 +230,16 @@ class Coordinator:
             return [Delivery(worker, seq, error=WorkerLostError(self.aborted))]
         if seq in self._missed and worker in self._missed[seq].absent:
             return [self._tell(message)]
+        if seq <= self._forgotten:
+            error: ASGDError = WorkerLostError(
+                f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
+                "it, and what it came to was lost with a server."
+            )
+            return [Delivery(worker, seq, error=error)]
         last = self._last_seq.get(worker, 0)
         operation = self._operations.get(seq)
         if seq <= last and not (operation is not None and worker in operation.contributions):
-            error: ASGDError = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
+            error = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
             return [Delivery(worker, seq, error=error)]
         self._last_seq[worker] = max(last, seq)
         if worker in self.behind or worker in self.away:
@@ -217,6 +250,10 @@ class Coordinator:
             error = self._disagree(message, operation.first, set(operation.contributions))
             return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
         operation.contributions[worker] = message.payload
+        if message.answer is None:
+            operation.waiting.add(worker)
+        else:
+            operation.answer = operation.answer or message.answer
         operation.deadline = max(operation.deadline, now + message.timeout_s)
         return self._settle(seq)
 
@@ -230,7 +267,7 @@ class Coordinator:
         others = self.living - training
         due: list[Delivery] = []
         for seq, operation in list(self._operations.items()):
-            if training and others and others <= set(operation.contributions):
+            if training and others and others <= operation.waiting:
                 first = operation.first
                 error = CollectiveMismatchError(
                     f"Workers disagree about what follows in session {self.session!r}: {_workers(others)} called "
@@ -274,6 +311,7 @@ class Coordinator:
             reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
             self.away[worker] = f"{reason}, so the others went on without it"
             self.lapsed.add(worker)
+            self.terms[worker] = self.terms.get(worker, 0) + 1
             self.behind.discard(worker)
             if self.index > 0:
                 continue  # the first server says what follows
@@ -384,7 +422,9 @@ class Coordinator:
         del self._operations[seq]
         values = dict(sorted(operation.contributions.items()))
         source = operation.first.source
-        if source is not None:
+        if operation.answer:
+            values = operation.answer
+        elif source is not None:
             values = {source: values[source]}
         self._keep_for_the_absent(seq, operation, values)
         target = operation.first.target

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.messages import Claim, Epoch, Grant
+from lightning_asgd.messages import Claim, Epoch, Grant, Part
 
 __all__ = ["Leases"]
 
@@ -127,6 +127,17 @@ class Leases:
             answers to claims that have waited.
         """
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
+
+    def rejoin(self, number: int, part: Part) -> None:
+        """Take a worker's word for what it was granted, where the coordinator that did it was lost."""
+        worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
+        for first, last in part.granted:
+            worker.granted += last - first
+            for unit in range(first, last):
+                if any(a <= unit < b for a, b in self._finished):
+                    worker.applied += 1
+                elif any(a <= unit < b for a, b in self._free):
+                    self._hold(worker, unit, unit + 1)
 
     def applied(self, number: int, units: int) -> None:
         """Note that the servers have the updates of a worker's first so many units, when the update itself comes.
@@ -259,6 +270,10 @@ class Leases:
         return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
 
     def _take(self, worker: _Worker, first: int, last: int) -> None:
+        self._hold(worker, first, last)
+        worker.granted += last - first
+
+    def _hold(self, worker: _Worker, first: int, last: int) -> None:
         index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)
         a, b = self._free.pop(index)
         if a < first:
@@ -266,7 +281,6 @@ class Leases:
         if last < b:
             insort(self._free, (last, b))
         worker.held.append((first, last))
-        worker.granted += last - first
 
     def _apply(self, worker: _Worker, applied: int) -> None:
         """Note that the first so many of the units granted to a worker have been applied."""

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.compression import Updates, Weights
-from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
+from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
     PROTOCOL,
@@ -34,14 +34,18 @@ from lightning_asgd.messages import (
     Joined,
     LayerGradient,
     Leave,
+    Offer,
     OpenEpoch,
     Samples,
+    Settled,
     ShardState,
     Verdict,
+    Watch,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
 from lightning_asgd.server.leases import Leases
+from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
@@ -73,7 +77,10 @@ class Service:
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
         # Messages that have no answer yet, by identity.
-        self._held: dict[int, tuple[Exchange | LayerGradient | Claim, Future[Any]]] = {}
+        self._held: dict[int, tuple[Exchange | LayerGradient | Claim | Offer | Settled, Future[Any]]] = {}
+        self._watching: list[Future[Any]] = []
+        self._restoration: Restoration | None = None
+        self._early: list[tuple[Exchange, Future[Any]]] = []  # what is to be answered when that is through
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Join: self._join,
             Beat: self._beat,
@@ -84,6 +91,9 @@ class Service:
             OpenEpoch: self._open_epoch,
             Claim: self._claim,
             Leave: self._leave,
+            Watch: self._watch,
+            Offer: self._offer,
+            Settled: self._settle,
             Samples: self._samples,
             ShardState: self._state,
         }
@@ -166,7 +176,7 @@ class Service:
             )
         current = self._coordinator
         if current is None or current.session != message.session:
-            if message.again:
+            if message.again or (message.restore and current is not None):
                 raise WorkerLostError(
                     f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
                     "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
@@ -177,13 +187,16 @@ class Service:
             self._end_session(f"session {message.session!r} began")
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
+            if message.restore:
+                self._restoration = Restoration()
+                self._coordinator.restore(self._clock())
         coordinator = self._session(message.session)
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._leases.values():
                 self._hand_out(leases.forget(message.worker, self._clock()))
         self._meet(coordinator)
-        return Joined(os.getpid())
+        return Joined(os.getpid(), coordinator.terms.get(message.worker, 0))
 
     def _gone(self, before: Coordinator | None, message: Join) -> dict[int, str]:
         """Who is missing from the beginning of a session, after another one."""
@@ -232,6 +245,9 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if message.push:
             coordinator.check(message.worker)
+        if self._restoration is not None and not self._restoration.restored:
+            self._early.append((message, Future()))
+            return self._early[-1][1]
         shard = self._shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
@@ -302,6 +318,34 @@ class Service:
         self._hand_out(leases.claim(message, self._clock()))
         return future.value() if future.done() else future
 
+    def _watch(self, message: Watch) -> Future[Any]:
+        self._session(message.session)
+        self._watching.append(Future())
+        return self._watching[-1]
+
+    def _offer(self, message: Offer) -> Any:
+        coordinator = self._member(message)
+        restoration = self._restoration
+        if restoration is None or (restoration.restored and message.worker not in restoration.offers):
+            raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
+        if restoration.restored:
+            return None
+        future: Future[Any] = Future()
+        self._held[id(message)] = (message, future)
+        restoration.offers[message.worker] = message
+        self._restore(coordinator)
+        return future.value() if future.done() else future
+
+    def _settle(self, message: Settled) -> Any:
+        coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
+        future: Future[Any] = Future()
+        self._held[id(message)] = (message, future)
+        if self._restoration is not None:
+            self._restoration.settled.add(message.worker)
+        self._restore(coordinator)
+        return future.value() if future.done() else future
+
     def _leave(self, message: Leave) -> bool:
         coordinator = self._coordinator
         if message.final:
@@ -329,6 +373,10 @@ class Service:
 
     # ------------------------------------------------------------------ helpers
 
+    @property
+    def _terms(self) -> dict[int, int]:
+        return dict(self._coordinator.terms) if self._coordinator is not None else {}
+
     def _member(self, message: Any) -> Coordinator:
         """The session of a message that only those who take part in it may send."""
         coordinator = self._session(message.session)
@@ -353,6 +401,47 @@ class Service:
             for _, future in self._held.values():
                 future.set_result(Failure("WorkerLostError", coordinator.aborted))
             self._held.clear()
+        self._restore(coordinator)
+
+    def _restore(self, coordinator: Coordinator) -> None:
+        """Go on from what the workers hold of a lost server's state, once all have told."""
+        restoration = self._restoration
+        if restoration is not None and restoration.offered(coordinator.living):
+            newest = restoration.take()
+            for held in newest:
+                self._shards[held.fragment].resume(held.weights, held.version, held.pushes)
+            stale = restoration.stale
+            coordinator.resume(restoration.answered, restoration.terms, stale)
+            if coordinator.index == 0:
+                done = {held.epoch: held.done for held in newest}
+                for worker, offer in sorted(restoration.offers.items()):
+                    if offer.part is not None and worker not in stale:
+                        epoch = offer.part.epoch
+                        key = epoch.key
+                        if key not in self._leases:
+                            self._leases[key] = Leases(replace(epoch, done=done.get(key, epoch.done)))
+                        self._leases[key].rejoin(worker, offer.part)
+            for worker in stale:
+                del restoration.offers[worker]
+            self._release(Offer, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale)
+            self._release(Offer, None)
+            self._meet(coordinator)
+            early, self._early = self._early, []
+            for message, future in early:
+                answer = self._exchange(message)
+                if isinstance(answer, Future):
+                    answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
+                else:
+                    future.set_result(answer)
+        if restoration is not None and restoration.over(coordinator.living):
+            self._release(Settled, None)
+
+    def _release(self, kind: type, answer: Any, workers: Collection[int] | None = None) -> None:
+        """Answer messages of a kind that wait: those of some workers, or all."""
+        held = {key: message for key, (message, _) in self._held.items() if isinstance(message, kind)}
+        for key, message in held.items():
+            if workers is None or message.worker in workers:
+                self._held.pop(key)[1].set_result(answer)
 
     def _separate(self, coordinator: Coordinator) -> None:
         """Tell workers that wait for each other, some in a collective and the rest for data, that they do."""
@@ -384,7 +473,7 @@ class Service:
             held = self._held.pop(id(claim), None)
             if held is not None:  # its session may have ended
                 away = Failure("WorkerAwayError", f"Worker {claim.worker} was away while it waited for data.")
-                held[1].set_result(away if grant is None else grant)
+                held[1].set_result(away if grant is None else replace(grant, terms=self._terms))
 
     def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
@@ -400,15 +489,23 @@ class Service:
                 full = each.message.full or reply.verdict is Verdict.REPEATED
                 weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
                 reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
+            if each.message.fetch:
+                leases = self._leases.get(each.message.epoch)
+                reply = replace(reply, done=leases.finished if leases is not None else (), terms=self._terms)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 
     def _end_session(self, why: str) -> None:
         waiting = [(worker, future) for (worker, _), future in self._waiting.items()]
-        waiting += [(message.worker, future) for message, future in self._held.values()]
+        waiting += [(message.worker, future) for message, future in (*self._held.values(), *self._early)]
+        self._early.clear()
         self._waiting.clear()
         self._held.clear()
         for worker, future in waiting:
             future.set_result(Failure("ProtocolError", f"Worker {worker}'s session ended: {why}."))
+        for future in self._watching:
+            future.set_result(None)
+        self._watching.clear()
+        self._restoration = None
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()

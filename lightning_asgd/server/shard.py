@@ -12,7 +12,7 @@ have become due, which may be none, and may be other workers'.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,20 @@ class Shard:
         ]
         self._backups = {}
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
+
+    def resume(self, weights: Sequence[Tensor], version: int, pushes: Mapping[int, int]) -> None:
+        """Take the state that a worker holds of a shard that was lost.
+
+        Args:
+            weights: see :meth:`initialise`.
+            version: of these weights.
+            pushes: per worker, the latest push that they hold.
+
+        Raises:
+            ProtocolError: the tensors do not fit the groups.
+        """
+        self.initialise(weights, version)
+        self._last_seq = dict(pushes)
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
@@ -340,7 +354,8 @@ class Shard:
         for transform in self.algorithm.transforms:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
-        return Reply(self.version, asked.staleness, asked.verdict, weights, period)
+        pushes = dict(self._last_seq) if message.fetch else {}
+        return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE

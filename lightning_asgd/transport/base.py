@@ -31,6 +31,15 @@ class Transport(ABC):
             a future of the server's answer. It fails with the transport's own exception if the server is gone.
         """
 
+    def replace(self, server: int, address: str) -> None:
+        """Call another process from now on, which has taken a lost server's place.
+
+        Args:
+            server: index of the server.
+            address: the new one's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+
     @abstractmethod
     def close(self) -> None:
         """Drop the connection. May be called more than once; from any thread."""

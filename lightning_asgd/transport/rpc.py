@@ -1,9 +1,10 @@
 """The transport over ``torch.distributed.rpc``: the only file that imports it, and the only module-level state.
 
 Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
-addresses it was told. So joining is a matter between a worker and the servers it connects to: there is no common
-roster that a dead process could spoil, no barrier, and a worker that reconnects needs nobody's consent. (With
-``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
+addresses it was told, and those that take a lost one's place. So joining is a matter between a worker and the servers
+it connects to: there is no common roster that a dead process could spoil, no barrier, and a worker that reconnects
+needs nobody's consent. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join
+fail.)
 
 TensorPipe's default transport between processes of one machine polls in a loop and keeps a core busy even when idle
 (measured: 2.9 s of CPU time in 3 s), so it is switched off here: sockets carry the messages, and large tensors go
@@ -35,6 +36,8 @@ dist: Any = torch.distributed  # a build without it lacks most names; check_avai
 _lock = threading.RLock()
 _handler: Callable[[Any], Any] | None = None
 _owner: object | None = None  # whoever uses this process's agent now
+_addresses: Any = None  # store that this process's agent looks its peers' addresses up in
+_peers = 0  # number of them
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
 _INFINITE = 0.0
@@ -72,10 +75,12 @@ class RpcTransport(Transport):
     def __init__(self, addresses: Sequence[str], interface: str = "lo") -> None:
         self.addresses = tuple(addresses)
         self.interface = interface
-        names = (_names(i) for i in range(len(self.addresses)))
-        peers = {n: address for pair, address in zip(names, self.addresses, strict=True) for n in pair}
+        self._number = 0  # of replacements
+        self._names = [_names(i) for i in range(len(self.addresses))]
         with _lock:
-            _start_agent("worker", peers, interface, self)
+            _start_agent("worker", interface, self)
+            for names, address in zip(self._names, self.addresses, strict=True):
+                _add_peer(names, address)
 
     @property
     def num_servers(self) -> int:
@@ -89,9 +94,19 @@ class RpcTransport(Transport):
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message; see :meth:`Transport.call`."""
-        name = _names(server)[getattr(message, "urgent", False)]
+        name = self._names[server][getattr(message, "urgent", False)]
         future: Future[Any] = _rpc().rpc_async(name, _answer, args=(message,), timeout=timeout_s)
         return future
+
+    def replace(self, server: int, address: str) -> None:
+        """See :meth:`Transport.replace`. Connections to the others stay."""
+        with _lock:
+            self._number += 1
+            names = _names(f"{server}:{self._number}")
+            if _owner is self:
+                _add_peer(names, address)
+            self._names[server] = names
+            self.addresses = (*self.addresses[:server], address, *self.addresses[server + 1 :])
 
     def close(self) -> None:
         """Stop this process's agent if it still belongs to this transport."""
@@ -100,7 +115,7 @@ class RpcTransport(Transport):
                 _stop_agent()
 
 
-def _names(server: int) -> tuple[str, str]:
+def _names(server: int | str) -> tuple[str, str]:
     """Two names for one server, each of which gets a connection of its own.
 
     A connection carries one message after the other. What is small and urgent would wait there until all weights are
@@ -123,7 +138,7 @@ def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> st
     global _handler
     with _lock:
         _handler = handler
-        return _start_agent(name, {}, interface, handler)
+        return _start_agent(name, interface, handler)
 
 
 def stop() -> None:
@@ -134,18 +149,14 @@ def stop() -> None:
         _stop_agent()
 
 
-def _start_agent(name: str, peers: dict[str, str], interface: str, owner: object) -> str:
-    """Start TensorPipe with a group of this process and its peers, told through a store of this process's own."""
-    global _owner
+def _start_agent(name: str, interface: str, owner: object) -> str:
+    """Start TensorPipe with a group of this process alone, told through a store of this process's own."""
+    global _owner, _addresses, _peers
     check_available()
     rpc = _rpc()
     _stop_agent()
     store: Any = dist.HashStore()
-    names: Any = dist.PrefixStore("names", store)
-    addresses: Any = dist.PrefixStore("addrs", store)
-    for index, (peer, address) in enumerate(peers.items(), start=1):
-        names.set(str(index), peer)
-        addresses.set(peer, address)
+    _addresses, _peers = dist.PrefixStore("addrs", store), 0
     # mpt_uv shares one message between several links, at the price of 16 listening ports per process.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=_THREADS,
@@ -156,10 +167,20 @@ def _start_agent(name: str, peers: dict[str, str], interface: str, owner: object
     # Every process is number 0 of its own group, also when it comes back.
     importlib.import_module("torch.distributed.autograd")._init(0)
     with _environment("TP_SOCKET_IFNAME", interface):
-        agent = rpc.TensorPipeAgent(store, name, 0, len(peers) + 1, options, {}, [])
+        agent = rpc.TensorPipeAgent(store, name, 0, None, options, {}, [])  # None: peers may come later
         rpc.api._init_rpc_states(agent)
     _owner = owner
-    return str(addresses.get(name).decode())
+    return str(_addresses.get(name).decode())
+
+
+def _add_peer(names: Sequence[str], address: str) -> None:
+    """Let this process's agent know another process under several names."""
+    global _peers
+    rpc = _rpc()
+    for name in names:
+        _peers += 1
+        _addresses.set(name, address)
+        rpc.api._get_current_rpc_agent()._update_group_membership(rpc.WorkerInfo(name, _peers), [], {}, True)
 
 
 def _stop_agent() -> None:

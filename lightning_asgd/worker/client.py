@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.futures import Future
@@ -22,23 +23,44 @@ from lightning_asgd.messages import (
     Exchange,
     Failure,
     Grant,
+    Held,
     Initialise,
     Join,
+    Joined,
     LayerGradient,
     Leave,
+    Offer,
     OpenEpoch,
+    Part,
     Policy,
     Reply,
     Samples,
+    Settled,
     ShardState,
     SharedRef,
+    Watch,
 )
 from lightning_asgd.transport.base import Transport
 
-__all__ = ["Client", "done_within"]
+__all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]
 
 COORDINATOR = 0  # index of the server that coordinates
+_FOREVER_S = 0.0  # for a transport: no time-out
 _GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
+
+
+class Restorer(Protocol):
+    """Restores servers that were lost."""
+
+    def restore(self, servers: Collection[int]) -> None:
+        """Do so; called by the training thread."""
+
+    def watch(self, server: int) -> None:
+        """Have the training thread interrupted when a server is lost."""
+
+
+class AnotherLost(Exception):
+    """Another server was lost while some were being restored: begin again with all of them."""
 
 
 class Client:
@@ -74,6 +96,16 @@ class Client:
         self._after = after
         self._collectives = 0
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
+        self._answered: tuple[Contribution, dict[int, Any]] | None = None  # the latest that was, and the answer
+        self._term = [0] * transport.num_servers  # how often each server had declared this worker away
+        self._terms: list[dict[int, int]] = [{} for _ in self._term]  # and others, as far as is known
+        self._lost_servers: set[int] = set()  # that are to be restored
+        self._being_restored: set[int] = set()
+        self._interrupt: Future[None] | None = None  # ends the present wait
+        self.restorer: Restorer | None = None
+        """None where lost servers cannot be restored."""
+        self.restored = [0] * transport.num_servers
+        """How often each server was restored."""
         self.resent = False
         """Whether a server had not taken part of a push that the coordinator took: then this worker must come back."""
 
@@ -94,11 +126,10 @@ class Client:
             WorkerLostError: the worker was declared gone, or the session was ended.
             ServerLostError: a server does not answer.
         """
-        servers = self._servers() if server is None else [server]
         about = (self.session, self.worker, self.world_size, self._policy, again, self._after)
-        futures = [self._send(s, Join(*about, s)) for s in servers]
-        for s, future in zip(servers, futures, strict=True):
-            self.answer(s, future)
+        for s in self._servers() if server is None else [server]:
+            joined: Joined = self._ask(s, Join(*about, s))
+            self._term[s] = joined.term
 
     def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
         """Give all servers a sign of life. One that does not answer is not this method's business.
@@ -224,21 +255,21 @@ class Client:
             ServerLostError: the server is gone or does not answer.
             ASGDError: what it reported.
         """
-        if not done_within(future, self.timeout_s + _GRACE_S):
+        if not self._done_within(future, self.timeout_s + _GRACE_S):
             raise ServerLostError(
                 f"Server {server} did not answer worker {self.worker} within {self.timeout_s:g} s. "
                 "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
             )
         return self._value(server, future)
 
-    def replies(self, futures: Sequence[Future[Any]], fragment: int = 0) -> list[Reply]:
+    def replies(self, futures: list[Future[Any]], fragment: int = 0) -> list[Reply]:
         """Wait for an exchange's answers.
 
         The coordinator decides whether a push is applied: where it did and another server refused this worker as away,
         the message is sent there again. Those lose patience sooner, so that it is hardly ever the other way round.
 
         Args:
-            futures: what :meth:`exchange` returned.
+            futures: what :meth:`exchange` returned; that of a message that is sent again takes its place.
             fragment: number of the part of the module.
 
         Raises:
@@ -246,17 +277,41 @@ class Client:
             WorkerAwayError: the others have gone on without this worker.
             ASGDError: what a server reported.
         """
-        replies: list[Reply] = []
-        for server, future in enumerate(futures):
+        while True:
+            restored = list(self.restored)
+            replies = [self._reply(server, futures, fragment) for server in self._servers()]
+            if restored == self.restored:  # else the answer of one that was lost is worth nothing
+                return replies
+
+    def _reply(self, server: int, futures: list[Future[Any]], fragment: int) -> Reply:
+        while True:
+            restored, future = self.restored[server], futures[server]
             try:
-                replies.append(self.answer(server, future))
+                reply: Reply = self.answer(server, future)
+                self._terms[server] |= reply.terms
+                return reply
             except WorkerAwayError:
                 if server == COORDINATOR:
                     raise
                 self.join(again=True, server=server)
                 self.resent = True
-                replies.append(self.answer(server, self._send(server, self._exchanges[fragment][server])))
-        return replies
+                futures[server] = self.resend(server, self.latest(fragment)[server])
+            except ServerLostError as error:
+                self.recover(server, restored, error)
+                if futures[server] is future:
+                    futures[server] = self.resend(server, self.latest(fragment)[server])
+
+    def latest(self, fragment: int = 0) -> list[Exchange]:
+        """The messages of the latest exchange, per server."""
+        return self._exchanges[fragment]
+
+    def resend(self, server: int, message: Exchange) -> Future[Any]:
+        """Send an exchange's message to a server again.
+
+        Returns:
+            a future for :meth:`answer`.
+        """
+        return self._send(server, message)
 
     def state(self, fragment: int = 0, states: Sequence[Any] | None = None) -> list[Any]:
         """What the servers keep beside the weights; or, given that, put it back.
@@ -293,8 +348,7 @@ class Client:
         Raises:
             ProtocolError: the others have another epoch in mind.
         """
-        future = self._send(COORDINATOR, OpenEpoch(self.session, self.worker, epoch))
-        done: tuple[tuple[int, int], ...] = self.answer(COORDINATOR, future)
+        done: tuple[tuple[int, int], ...] = self._ask(COORDINATOR, OpenEpoch(self.session, self.worker, epoch))
         return done
 
     def claim(
@@ -337,9 +391,10 @@ class Client:
         Returns:
             what is granted. If the time is up: nothing, and the segment counts as over.
         """
-        if timeout_s is not None and not done_within(future, timeout_s):
+        if timeout_s is not None and not self._done_within(future, timeout_s):
             return Grant(over=True)
         grant: Grant = self.answer(COORDINATOR, future)
+        self._terms[COORDINATOR] |= grant.terms
         return grant
 
     def collective(
@@ -376,14 +431,22 @@ class Client:
             self.session, self.worker, self._collectives, kind, name, payload, source, target, timeout_s
         )
         limit = timeout_s + _GRACE_S
-        future = self._send(COORDINATOR, message, limit)
-        if not done_within(future, limit):
-            raise CollectiveTimeoutError(
-                f"{kind} {name!r} of worker {self.worker} was not answered within {limit:g} s by server {COORDINATOR}. "
-                "Expected an answer or an error in time: the server hangs. Stop the job and look at its machine."
-            )
-        values: dict[int, Any] = self._value(COORDINATOR, future)
-        return values
+        while True:
+            restored = self.restored[COORDINATOR]
+            try:
+                future = self._send(COORDINATOR, message, limit)
+                if not self._done_within(future, limit):
+                    raise CollectiveTimeoutError(
+                        f"{kind} {name!r} of worker {self.worker} was not answered within {limit:g} s by server "
+                        f"{COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop the job and "
+                        "look at its machine."
+                    )
+                values: dict[int, Any] = self._value(COORDINATOR, future)
+            except ServerLostError as error:
+                self.recover(COORDINATOR, restored, error)
+            else:
+                self._answered = message, values
+                return values
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
         """Leave the session on every server, or report that another worker's process is gone.
@@ -399,6 +462,103 @@ class Client:
             except RuntimeError:  # the server is gone too: nothing to leave
                 continue
 
+    # ------------------------------------------------------------------ servers that are lost
+
+    def watch(self, server: int) -> Future[Any]:
+        """Have a future that fails as soon as a server is lost, and is done when the session ends."""
+        return self._send(server, Watch(self.session, self.worker), _FOREVER_S)
+
+    def interrupt(self, server: int) -> None:
+        """Have the training thread restore a server as soon as it waits for one, or :meth:`attend`. From any thread."""
+        self._lost_servers.add(server)
+        interrupt = self._interrupt
+        if interrupt is not None:
+            _set(interrupt)
+
+    def attend(self) -> None:
+        """Restore the servers that are lost, if any are. To be called between two batches."""
+        if self._lost_servers and not self._being_restored:
+            self._restore()
+
+    @property
+    def restoring(self) -> bool:
+        """Whether servers are being restored now."""
+        return bool(self._being_restored)
+
+    def recover(self, server: int, restored: int, error: ServerLostError) -> None:
+        """Have a server restored after an error, unless that has happened.
+
+        Args:
+            server: which one.
+            restored: how often it had been when the message was sent that came to nothing.
+            error: raised if it cannot be.
+        """
+        if self.restorer is None or self._being_restored:
+            raise error
+        if self.restored[server] == restored:
+            self._lost_servers.add(server)
+            self._restore()
+
+    def _restore(self) -> None:
+        while self._lost_servers and self.restorer is not None:
+            servers = self._being_restored = set(self._lost_servers)
+            try:
+                self.restorer.restore(servers)
+            except AnotherLost:
+                continue
+            finally:
+                self._being_restored = set()
+            self._lost_servers -= servers
+            for server in servers:
+                self.restored[server] += 1
+                self.restorer.watch(server)
+
+    def join_restored(self, server: int) -> None:
+        """Enter the session on a server that takes the place of one that was lost.
+
+        Raises:
+            ServerLostError: it does not answer.
+            WorkerLostError: the session is over.
+        """
+        about = (self.session, self.worker, self.world_size, self._policy, False, self._after, server, True)
+        self.answer(server, self._send(server, Join(*about)))
+
+    def lay_out(self, server: int, message: Initialise) -> bool:
+        """Lay out a shard on one server; see :meth:`initialise`."""
+        return bool(self.answer(server, self._send(server, message)))
+
+    def offer(self, shards: Mapping[int, Sequence[Held]], part: Part | None) -> None:
+        """Tell servers what their predecessors knew, and wait until all workers have told.
+
+        Args:
+            shards: per server, what this worker holds.
+            part: of the present epoch, for the coordinator.
+
+        Raises:
+            ServerLostError: one does not answer.
+            WorkerAwayError: the others have gone on without this worker.
+        """
+        answered = 0 if self._answered is None else self._answered[0].seq
+        about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
+        terms = {s: (self._term[s], self._terms[s]) for s in shards}
+        futures = {s: self._send(s, Offer(self.session, self.worker, *about[s], *terms[s])) for s in shards}
+        for s, future in futures.items():
+            self.answer(s, future)
+
+    def repeat(self) -> None:
+        """Send the part in the latest collective again that was answered here, and may not have been elsewhere."""
+        if self._answered is not None:
+            message, answer = self._answered
+            self._send(COORDINATOR, replace(message, answer=answer), message.timeout_s + _GRACE_S)
+
+    def settle(self, servers: Collection[int]) -> None:
+        """Wait until all have sent again what restored servers had not got."""
+        futures = {s: self._send(s, Settled(self.session, self.worker)) for s in servers}
+        for s, future in futures.items():
+            self.answer(s, future)
+
+    # ------------------------------------------------------------------ helpers
+
     def _servers(self) -> range:
         return range(self.num_servers)
 
@@ -407,6 +567,30 @@ class Client:
             return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
         except RuntimeError as error:
             raise self._lost(server, error) from error
+
+    def _ask(self, server: int, message: Any) -> Any:
+        """Send what may be sent again, and wait for the answer."""
+        while True:
+            restored = self.restored[server]
+            try:
+                return self.answer(server, self._send(server, message))
+            except ServerLostError as error:
+                self.recover(server, restored, error)
+
+    def _done_within(self, future: Future[Any], seconds: float) -> bool:
+        """Wait; meanwhile restore servers that are lost, if that is possible."""
+        if self.restorer is None:
+            return done_within(future, seconds)
+        while not future.done():
+            self.attend()
+            if self._lost_servers - self._being_restored:
+                raise AnotherLost
+            either = self._interrupt = Future()
+            future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
+            if self._lost_servers <= self._being_restored and not done_within(either, seconds):
+                return future.done()
+        self._interrupt = None
+        return True
 
     def _wait_all(self, futures: Sequence[Future[Any]]) -> list[Any]:
         return [self.answer(server, future) for server, future in enumerate(futures)]
@@ -422,10 +606,22 @@ class Client:
 
     def _lost(self, server: int, error: Exception) -> ServerLostError:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ServerLostError(
+        lost = ServerLostError(
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output stands in the main process's error or log."
         )
+        lost.server = server
+        return lost
+
+
+_setting = threading.Lock()
+
+
+def _set(future: Future[None]) -> None:
+    """Complete a future that several may want to complete."""
+    with _setting:
+        if not future.done():
+            future.set_result(None)
 
 
 def done_within(future: Future[Any], seconds: float) -> bool:

@@ -103,7 +103,8 @@ def enter(
         shards = [part.shard(s) for s in range(num_servers)]
         blocks = [shared_memory.create(shard) for shard in shards]
         source, gradients = _source(module, names), _gradients(module, names)
-        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix)
+        remembers = config.restorable and client.world_size > 1
+        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
         first = client.worker == 0
         seen = client.initialise(
             part,

@@ -24,7 +24,7 @@ from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.compression import Streams, nbytes
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerAwayError
-from lightning_asgd.messages import Reply, Verdict
+from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.client import Client, done_within
 from lightning_asgd.worker.pace import Pace
@@ -42,6 +42,7 @@ class _Pending:
     futures: list[Future[Any]]
     push: bool
     fetch: bool
+    epoch: str
     begun: float
     step: int
     local_steps: int
@@ -106,6 +107,10 @@ class Exchanger(Sharing):
         self._since_push = 0
         self._since_fetch = 0
         self._pending: _Pending | None = None
+        self._pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
+        self._pushes: list[dict[int, int]] = [{} for _ in self.versions]  # what the weights fetched last hold
+        self._done: tuple[tuple[int, int], ...] = ()
+        self._epoch = ""
 
     @property
     def unacknowledged(self) -> int:
@@ -168,6 +173,7 @@ class Exchanger(Sharing):
 
     def advancing(self) -> Waits:
         """:meth:`advance`, stopping where it has to wait."""
+        self.client.attend()
         if self.answered:
             yield from self._finish()
         push, fetch = self.due
@@ -220,16 +226,42 @@ class Exchanger(Sharing):
         if pending is not None:
             if not all(f.done() for f in pending.futures):
                 yield pending.futures
-            with suppress(WorkerAwayError):
-                self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
+            if not self.client.restoring:  # else what was under way is not sent again: others train those data
+                with suppress(WorkerAwayError):
+                    self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
             for future in pending.futures:  # another server may still read what is on the wire
                 done_within(future, self.client.timeout_s)
         self.client.resent = False
+        self._pushed = []
         self._on_away()
         self.client.join(again=True)
         self._since_push = 0
         self._forget_residuals()
         yield from self.fetching()
+
+    def lay_out(self, server: int) -> None:
+        """See :class:`Sharing`."""
+        layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
+        ref = None if block is None else block.ref
+        about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
+        self.client.lay_out(server, Initialise(*about, self._fragment, config.compression))
+
+    def held(self, server: int) -> list[Held]:
+        """See :class:`Sharing`."""
+        fetched, pushes = self.replica.fetched(server), self._pushes[server]
+        return [Held(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
+
+    def resend(self, server: int) -> None:
+        """See :class:`Sharing`. The server answers a push that its weights hold as it does any that is repeated."""
+        if self._pushed:
+            self.replica.pack_again(server)
+            self.client.answer(server, self.client.resend(server, self._pushed[server]))
+        if self._pending is not None:
+            if self._pending.push:
+                self.replica.pack_again(server)
+            message = self.client.latest(self._fragment)[server]
+            self._pending.futures[server] = self.client.resend(server, message)
+            self.client.answer(server, self._pending.futures[server])
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
@@ -311,7 +343,8 @@ class Exchanger(Sharing):
         sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
         cost_s = self._clock() - begun
         self._busy_s += cost_s
-        self._pending = _Pending(futures, push, fetch, begun, self.stats.steps, local_steps, sent, cost_s, step_s)
+        taken = self.stats.steps
+        self._pending = _Pending(futures, push, fetch, epoch, begun, taken, local_steps, sent, cost_s, step_s)
         if self._auto is not None:
             answered = self._pending.answered
             for future in futures:
@@ -339,11 +372,16 @@ class Exchanger(Sharing):
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
             self.versions = [r.version for r in replies]
+            self._pushes = [r.pushes for r in replies]
+            self._done, self._epoch = replies[0].done, pending.epoch
+            self._pushed = []
             answers = self._answers(replies)
             if adopt:
                 self.replica.adopt(answers, park=park)
             else:
                 self.replica.merge(answers, pushed=pending.push, fresh=refused or self._since_push == 0)
+        elif pending.push:
+            self._pushed = self.client.latest(self._fragment)
         wishes = [r.nsync for r in replies if r.nsync]
         self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
         merge_s = self._clock() - merging_since

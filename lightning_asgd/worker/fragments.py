@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Layout
+from lightning_asgd.messages import Held
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.sharing import Sharing
@@ -75,6 +76,20 @@ class Fragments(Sharing):
         """See :class:`Sharing`."""
         for exchanger in self._exchangers:
             exchanger.come_back()
+
+    def lay_out(self, server: int) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.lay_out(server)
+
+    def held(self, server: int) -> list[Held]:
+        """See :class:`Sharing`."""
+        return [held for exchanger in self._exchangers for held in exchanger.held(server)]
+
+    def resend(self, server: int) -> None:
+        """See :class:`Sharing`."""
+        for exchanger in self._exchangers:
+            exchanger.resend(server)
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Sharing`."""

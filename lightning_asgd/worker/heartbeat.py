@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.client import COORDINATOR, Client
 
 __all__ = ["Heartbeat"]
 
@@ -44,7 +44,10 @@ class Heartbeat:
             self._thread.join()
 
     def _run(self) -> None:
+        restored = 0
         while not self._stopped.wait(self._period_s):
+            if self._client.restored[COORDINATOR] != restored:  # this one's news begin anew
+                restored, self._told = self._client.restored[COORDINATOR], 0
             try:
                 news = self._client.beat(self._told, self._period_s)
             except ASGDError as error:

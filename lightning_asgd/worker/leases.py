@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from lightning_asgd.errors import WorkerAwayError
-from lightning_asgd.messages import Epoch
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.errors import ServerLostError, WorkerAwayError
+from lightning_asgd.messages import Epoch, Part
+from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
 
@@ -61,6 +61,7 @@ class _Asked:
     begun: float
     timeout_s: float | None
     stop: bool
+    restored: int  # how often the coordinator had been restored
     answered: list[float] = field(default_factory=list)
 
 
@@ -94,6 +95,8 @@ class DataLeases:
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[int] = deque()  # per trained unit, the optimizer steps taken until then
+        self._granted: list[tuple[int, int]] = []  # ranges of units, without those of void grants
+        self._served = -1  # the last segment of which anything was
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the unit of the batch that was trained last, if it has more
         self._dry = False  # whether the loader was told that there is nothing more
@@ -223,6 +226,13 @@ class DataLeases:
         """The epoch, and how many of the units granted in it were trained: what a push holds the updates of."""
         return self.opened, self._trained
 
+    @property
+    def part(self) -> Part | None:
+        """This worker's part of the present epoch, for a coordinator that takes the place of one that was lost."""
+        if self._plan is None:
+            return None
+        return Part(self._plan.epoch, tuple(self._granted), self._trained, self._served)
+
     def lose(self) -> None:
         """The others have gone on without this worker: what it held is theirs, and it begins to count anew.
 
@@ -236,6 +246,7 @@ class DataLeases:
         self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.unit == begun)
         self._loading = deque(replace(batch, void=True) for batch in self._loading)
         self._unapplied.clear()
+        self._granted.clear()
         self._trained = self._applied = self._since = 0
         self._begun = None
 
@@ -273,6 +284,10 @@ class DataLeases:
         self._waiting.clear()
         self._loading.clear()
         self._take(self._ask(stop=True))
+        left = self._trained
+        for index, (first, last) in enumerate(self._granted):
+            self._granted[index] = (first, min(last, first + left))
+            left -= min(left, last - first)
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units whose updates have been applied, of all workers."""
@@ -302,8 +317,9 @@ class DataLeases:
         return asked is not None and self._take(asked)
 
     def _ask(self, *, wait: bool = False, stop: bool = False) -> _Asked:
-        begun, timeout_s = self._clock(), self._timeout_s if wait else None
-        future = self._client().claim(
+        begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
+        restored = client.restored[COORDINATOR]
+        future = client.claim(
             self.plan.epoch.key,
             self.segment,
             self._trained,
@@ -314,16 +330,20 @@ class DataLeases:
             stop=stop,
             timeout_s=timeout_s,
         )
-        asked = _Asked(future, self._trained, begun, timeout_s, stop)
+        asked = _Asked(future, self._trained, begun, timeout_s, stop, restored)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
 
     def _take(self, asked: _Asked) -> bool:
         """Take what is granted; whether that is anything."""
+        client, grant = self._client(), None
         try:
-            grant = self._client().granted(asked.future, asked.timeout_s)
+            grant = client.granted(asked.future, asked.timeout_s)
         except WorkerAwayError:
             self._come_back()
+        except ServerLostError as error:
+            client.recover(COORDINATOR, asked.restored, error)
+        if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop))
         if asked.timeout_s is None:  # else it was held back
             took = max(asked.answered, default=self._clock()) - asked.begun
@@ -334,6 +354,10 @@ class DataLeases:
             first = unit * plan.unit
             samples = plan.batches[first : first + plan.unit]
             self._waiting.extend(_Batch(s, unit, i + 1 == len(samples), grant.void) for i, s in enumerate(samples))
+        if grant.last > grant.first:
+            self._served = self.segment
+            if not grant.void:
+                self._granted.append((grant.first, grant.last))
         return grant.last > grant.first
 
 

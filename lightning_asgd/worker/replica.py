@@ -2,7 +2,8 @@
 
 Per server and group there are two flat buffers beside the module's own tensors: ``base``, what this worker has agreed
 with the servers so far, and ``wire``, what is sent and what comes back; on the servers' own machine ``wire`` lies in
-memory they share. That makes two times the parameters' bytes; an answer by value adds a third while it is merged.
+memory they share. That makes two times the parameters' bytes; an answer by value adds a third while it is merged. Where
+lost servers can be restored a worker remembers the weights that it fetched last, which is one more.
 
 In terms of the module's weights *x* (all sums element-wise):
 
@@ -35,7 +36,7 @@ __all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 _CHUNK = 1 << 18  # scalars per pass on a CPU: 1 MiB of float32, so that a temporary stays in the cache
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     tensor: int
     start: int
@@ -45,6 +46,7 @@ class _Run:
     offset: int
     role: Role
     base: Tensor
+    spare: Tensor | None = None
 
 
 class Replica:
@@ -55,6 +57,7 @@ class Replica:
         source: gives the module's tensors, in the layout's order. It is asked every time, since a program may put other
             tensors in their place. They are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
+        remembers: whether :meth:`fetched` is wanted. It takes another vector.
         mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
             ``x = mix x + (1 - mix) r``.
     """
@@ -65,14 +68,18 @@ class Replica:
         source: Callable[[], Sequence[Tensor]],
         blocks: Sequence[SharedBlock | None],
         mix: float | None = None,
+        *,
+        remembers: bool = False,
     ) -> None:
         self.layout = layout
         self.mix = mix
+        self.remembers = remembers
         self._source = source
         self.device = source()[0].device
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         base: list[tuple[Tensor, ...]] = []
+        spare: list[tuple[Tensor, ...]] = []
         for server in range(layout.num_servers):
             shard = layout.shard(server)
             block = self.blocks[server]
@@ -82,6 +89,8 @@ class Replica:
                 else tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard)
             )
             base.append(tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard))
+            if remembers:
+                spare.append(tuple(map(torch.empty_like, base[-1])))
         self._scratch: dict[torch.dtype, Tensor] = {}
         chunk = _CHUNK if self.device.type == "cpu" else None
         self._runs = [
@@ -94,9 +103,13 @@ class Replica:
                 p.offset,
                 layout.groups[p.group].role,
                 base[p.server][p.group][p.offset : p.offset + p.length],
+                spare[p.server][p.group][p.offset : p.offset + p.length] if remembers else None,
             )
             for p in layout.pieces(chunk)
         ]
+        self._buffers = (base, spare)
+        self._packed = False  # whether an update was packed since the latest fetch
+        self._keeps = False  # whether the one that is being packed is the first
 
     def drop_block(self, server: int) -> None:
         """Send by value to a server that cannot see the shared block."""
@@ -124,6 +137,7 @@ class Replica:
 
     def pack(self) -> None:
         """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire."""
+        self._keeps = self.remembers and not self._packed
         with torch.no_grad(), self._flat(write=False) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
@@ -132,8 +146,32 @@ class Replica:
                     self._pack(r, x, wire)
                 elif r.role is Role.LARGEST:
                     wire.copy_(x)
+                    if self._keeps and r.spare is not None:
+                        r.base, r.spare = r.spare, r.base
                 else:
                     self._pack_difference(r, x, wire)
+        if self._keeps:
+            self._buffers = self._buffers[::-1]
+        self._packed = True
+
+    def pack_again(self, server: int) -> None:
+        """Put the latest update on the wire once more, where a lost server has written into the shared block."""
+        if self.blocks[server] is None:
+            return
+        with torch.no_grad(), self._flat(write=False) as flat:
+            for r in self._runs:
+                if r.server == server and r.spare is not None:
+                    x = flat[r.tensor][r.start : r.stop]
+                    wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+                    if r.role is Role.LARGEST:
+                        wire.copy_(x)
+                    else:
+                        wire.copy_(r.base - r.spare)
+
+    def fetched(self, server: int) -> tuple[Tensor, ...]:
+        """A server's weights as they were fetched last, one tensor per group, to be read only."""
+        current, before = self._buffers
+        return tuple(t.cpu() for t in (before if self._packed else current)[server])
 
     def merge(self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False) -> None:
         """Take the servers' weights and keep what was trained since the push.
@@ -143,6 +181,7 @@ class Replica:
             pushed: whether they answer a push.
             fresh: whether nothing was trained since, so that the answer can be taken as it is.
         """
+        self._packed = False
         with torch.no_grad(), self._flat(write=True) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
@@ -176,6 +215,8 @@ class Replica:
             torch.sub(x, r.base, out=wire)
         else:
             wire.copy_(x - r.base)
+        if self._keeps and r.spare is not None:
+            r.base, r.spare = r.spare, r.base
         r.base.copy_(x)
 
     def _rebase(self, r: _Run, x: Tensor, answer: Tensor, fresh: bool) -> None:
@@ -200,6 +241,7 @@ class Replica:
             answers: see :meth:`merge`.
             park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
         """
+        self._packed = False
         with torch.no_grad(), self._flat(write=True) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
@@ -345,11 +387,15 @@ def replica_for(
     blocks: Sequence[SharedBlock | None],
     gradients: Callable[[], Sequence[Tensor | None]],
     mix: float | None = None,
+    *,
+    remembers: bool = False,
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:
         return GradientReplica(layout, source, blocks, gradients)
-    return (ElasticReplica if payload is Payload.WEIGHTS else Replica)(layout, source, blocks, mix)
+    if payload is Payload.WEIGHTS:
+        return ElasticReplica(layout, source, blocks, mix)
+    return Replica(layout, source, blocks, mix, remembers=remembers)
 
 
 def _dense(gradient: Tensor) -> Tensor:

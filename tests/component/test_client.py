@@ -71,6 +71,11 @@ CALLS: dict[str, Any] = {
 }
 
 
+def first(call: Any) -> Any:
+    """What the first server answers to a call."""
+    return Joined(1) if call is CALLS["join"] else reply(0)
+
+
 def test_every_server_is_sent_its_own_part() -> None:
     transport = Answers(reply(6), reply(7))
     assert [r.version for r in exchange(client(transport))] == [6, 7]
@@ -131,7 +136,9 @@ def test_a_servers_error_is_raised_here(call: Any, cls: type[ASGDError]) -> None
 @pytest.mark.parametrize("call", list(CALLS.values())[:3], ids=list(CALLS)[:3])
 def test_the_second_servers_error_is_raised_too(call: Any) -> None:
     with pytest.raises(errors.ProtocolError, match="what happened"):
-        call(client(Answers(reply(0), Failure("ProtocolError", "what happened"))))
+        call(
+            client(Answers(Joined(1) if call is CALLS["join"] else reply(0), Failure("ProtocolError", "what happened")))
+        )
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -156,7 +163,7 @@ def test_an_error_without_text_is_named_by_its_class() -> None:
 def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
     with pytest.raises(ServerLostError, match=r"Server 1 did not answer worker 3 within 0.01 s.*timeouts.exchange_s"):
-        call(client(Answers(reply(0), None), timeout_s=0.01))
+        call(client(Answers(first(call), None), timeout_s=0.01))
 
 
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,8 @@ def test_workers_must_have_the_same_epoch_in_mind() -> None:
 class Far:
     """A worker's connection to a coordinator that is some seconds away. Time passes here only, and while it trains."""
 
+    restored = (0,)
+
     def __init__(self, leases: Leases, away_s: float) -> None:
         self.leases, self.away_s = leases, away_s
         self.now = self.idle_s = 0.0

@@ -1,4 +1,4 @@
-"""Workers that sleep at any moment, are declared away, and come back: nothing is applied twice, nothing is lost.
+"""Workers that sleep, are away and come back, servers that are lost: nothing is applied twice, nothing is lost.
 
 Real services, clients, exchangers and leases, over a wire on which messages wait until it is their turn. Training unit
 u adds 1 to weight u on one server and to weight u on the other, so at the end every weight must be exactly 1.
@@ -6,7 +6,10 @@ u adds 1 to weight u on one server and to weight u on the other, so at the end e
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Epoch, Policy
+from lightning_asgd.messages import Beat, Epoch, Leave, Policy
 from lightning_asgd.server.service import Service
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.worker import client as client_module
@@ -26,6 +30,7 @@ from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.leases import DataLeases, Plan
+from lightning_asgd.worker.recovery import Recovery
 from lightning_asgd.worker.replica import Replica
 from tests.helpers.turns import Turns
 
@@ -39,6 +44,7 @@ class Wire:
     def __init__(self, services: list[Service]) -> None:
         self.services = services
         self.queues: dict[tuple[int, int, bool], deque[tuple[Any, Future[Any]]]] = {}
+        self.unanswered: list[set[Future[Any]]] = [set() for _ in services]
 
     @property
     def busy(self) -> list[tuple[int, int, bool]]:
@@ -46,11 +52,28 @@ class Wire:
 
     def deliver(self, key: tuple[int, int, bool]) -> None:
         message, future = self.queues[key].popleft()
+        waiting = self.unanswered[key[1]]
         answer = self.services[key[1]].handle(message)
+
+        def give(value: Any) -> None:
+            if future in waiting:
+                waiting.remove(future)
+                future.set_result(value)
+
         if isinstance(answer, Future):
-            answer.add_done_callback(lambda done: future.set_result(done.value()))
+            answer.add_done_callback(lambda done: give(done.value()))
         else:
-            future.set_result(answer)
+            give(answer)
+
+    def kill(self, server: int, successor: Service) -> None:
+        """Let another service take a server's place. What was on its way there is lost, and so are its answers."""
+        self.services[server] = successor
+        for key in list(self.queues):
+            if key[1] == server:
+                del self.queues[key]
+        lost, self.unanswered[server] = self.unanswered[server], set()
+        for future in lost:
+            future.set_exception(RuntimeError("eof"))
 
 
 class End(Transport):
@@ -58,6 +81,10 @@ class End(Transport):
 
     def __init__(self, wire: Wire, worker: int) -> None:
         self._wire, self._worker = wire, worker
+        self._connected = list(wire.services)
+
+    def replace(self, server: int, address: str) -> None:
+        self._connected[server] = self._wire.services[server]
 
     @property
     def num_servers(self) -> int:
@@ -65,8 +92,12 @@ class End(Transport):
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         future: Future[Any] = Future()
+        if self._connected[server] is not self._wire.services[server]:
+            future.set_exception(RuntimeError("broken pipe"))
+            return future
         key = (self._worker, server, getattr(message, "urgent", False))
-        self._wire.queues.setdefault(key, deque()).append((message, future))
+        self._wire.queues.setdefault(key, deque()).append((copy.deepcopy(message), future))
+        self._wire.unanswered[server].add(future)
         return future
 
     def close(self) -> None:
@@ -76,13 +107,18 @@ class End(Transport):
 class World:
     """Servers and workers whose order of events is a seed's."""
 
-    def __init__(self, seed: int, workers: int, *, sleeps: bool, dies: bool = False) -> None:
+    def __init__(
+        self, seed: int, workers: int, *, sleeps: bool, dies: bool = False, kills: float = 0.0, servers: int = 2
+    ) -> None:
         self.now = 0.0
+        self.kills = kills  # of servers, per second
+        self.killed = 0
         self.sleeps = sleeps
         self.dies = dies
+        self.clock = partial(next, itertools.count(0.0, 0.001))  # or a seed's order would depend on the machine
         self.asleep_until = [0.0] * workers
         self.ended = [False] * workers
-        self.services = [Service(lambda: self.now) for _ in range(2)]
+        self.services = [Service(lambda: self.now) for _ in range(servers)]
         self.wire = Wire(self.services)
         self.turns = Turns(seed, self.asleep)
         self.config = ExchangeConfig.create(
@@ -90,10 +126,13 @@ class World:
         )
         self.weights = [torch.zeros(2 * UNITS) for _ in range(workers)]
         self.came_back = 0
+        self.lost: dict[int, str] = {}  # why
+        self.fetched: dict[int, list[torch.Tensor]] = {}  # by segment, the weights that workers had at its end
         self.layout = build_layout([("w", self.weights[0])], [], len(self.services))
         self.joined = 0
+        self.ready = 0
         for rank in range(workers):
-            self.turns.add(str(rank), lambda rank=rank: self.live(rank))  # type: ignore[misc]
+            self.turns.add(str(rank), lambda rank=rank: self.live_or_be_lost(rank))  # type: ignore[misc]
         self.turns.add("network", self.network)
         self.turns.add("time", self.time)
 
@@ -104,7 +143,9 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             for module in (client_module, exchange_module, leases_module):
                 patch.setattr(module, "done_within", self.turns.done_within)
-            self.turns.run(lambda: all(self.ended))
+            self.turns.run(
+                lambda: all(self.ended) and all(s._shards and s._shards[0].initialised for s in self.services)
+            )
 
     # ------------------------------------------------------------------ what takes turns
 
@@ -118,7 +159,7 @@ class World:
         while True:
             self.now += 1.0
             for rank in workers:
-                if not self.asleep(str(rank)) and not self.ended[rank]:
+                if not self.asleep(str(rank)):
                     for service in self.services:
                         service.handle(Beat("s", rank))
             for service in self.services:
@@ -129,28 +170,51 @@ class World:
                 if self.dies and rank == len(workers) - 1 and self.joined == len(workers):  # it never wakes
                     self.asleep_until[rank] = float("inf")
                     self.ended[rank] = True
+            began = self.ready == len(self.ended)
+            for server in range(len(self.services)):
+                if began and self.turns.random.random() < self.kills:
+                    self.killed += 1
+                    successor = Service(lambda: self.now)
+                    for rank, reason in self.lost.items():
+                        successor.bury("s", rank, reason)
+                    self.wire.kill(server, successor)
             self.turns.wait_until(lambda: self.turns.random.random() < 0.2)  # training is faster than time-outs
+
+    def live_or_be_lost(self, rank: int) -> None:
+        try:
+            self.live(rank)
+        except WorkerLostError as error:  # what it missed was lost with a server
+            if type(error) is not WorkerLostError or not (self.kills and self.sleeps):
+                raise
+            self.lost[rank] = str(error)
+            for service in self.services:
+                service.handle(Leave("s", rank, str(error)))
+            self.ended[rank] = True
 
     def live(self, rank: int) -> None:
         """What the strategy does with a worker."""
         workers = len(self.weights)
         weight, trained = self.weights[rank], 0
-        client = Client(End(self.wire, rank), "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
+        end = End(self.wire, rank)
+        client = Client(end, "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
         collectives = Collectives(client)
-        replica = Replica(self.layout, lambda: [weight], [None, None])
-        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger))
+        replica = Replica(self.layout, lambda: [weight], [None] * len(self.services), remembers=True)
+        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
         client.join()
         if rank > 0:
             self.turns.wait_until(lambda: self.joined > 0)
-        client.initialise(self.layout, self.config.algorithm, [None, None], replica.weights() if rank == 0 else None)
+        first = replica.weights() if rank == 0 else None
+        client.initialise(self.layout, self.config.algorithm, [None] * len(self.services), first)
         self.joined += 1
         collectives.barrier("servers have the weights")
         exchanger.fetch()
+        Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        self.ready += 1
         exchanger.begin()
         epoch = Epoch("0", UNITS, ENDS)
         leases.open(Plan(epoch, [[n] for n in range(UNITS)], 1))
-        for _ in ENDS:
+        for segment in ENDS:
             going = True
             while going:
                 batch = leases.take()  # as a loader that is one batch ahead
@@ -172,17 +236,27 @@ class World:
                     exchanger.flush()
                     going = leases.wait(trained - exchanger.unacknowledged)
             exchanger.flush()
+            restored, again = list(client.restored), True
             collectives.gather("sync point", "segment", None)
-            exchanger.fetch(park=True)
-            collectives.barrier("all have the weights")
+            while again:
+                exchanger.fetch(park=True)
+                changed, restored = client.restored != restored, list(client.restored)
+                again = any(collectives.gather("barrier", "all have the weights", changed).values())
+            self.fetched.setdefault(segment, []).append(weight.clone())
             exchanger.begin()
             leases.meet()
         self.ended[rank] = True
-        self.turns.wait_until(lambda: False)
+        while True:  # others may not have been answered, and what they miss was lost with a server
+            self.turns.wait_until(lambda: True)
+            client.attend()
 
     def come_back(self, exchanger: Exchanger) -> None:
         self.came_back += 1
         exchanger.come_back()
+
+
+def holds_weights(service: Service) -> bool:
+    return 0 in service._shards and service._shards[0].initialised
 
 
 def server_weights(world: World) -> torch.Tensor:
@@ -196,6 +270,20 @@ def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
     world.run()
     assert torch.equal(server_weights(world), torch.ones(2 * UNITS))
     assert world.came_back == 0
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_whatever_servers_are_lost_every_unit_is_applied_once(sleeps: bool) -> None:
+    """With two servers a worker that is away may have left half a push: one server is lost, the other is not."""
+    killed = 0
+    for seed in range(30):
+        world = World(seed, 3, sleeps=sleeps, kills=0.03, servers=1 if sleeps else 2)
+        world.run()
+        assert torch.equal(server_weights(world), torch.ones(2 * UNITS)), seed
+        for weights in world.fetched.values() if not sleeps else ():
+            assert all(torch.equal(w, weights[0]) for w in weights), seed
+        killed += world.killed
+    assert killed > 10
 
 
 @pytest.mark.parametrize("dies", [False, True])

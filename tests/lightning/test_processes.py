@@ -167,6 +167,42 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
     assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
 
 
+def servers_of(main: Any) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(main.pid).children():
+        with contextlib.suppress(psutil.Error):  # one that was killed
+            if "lightning_asgd.server.process" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any) -> None:
+    main = mains(target=main_process, args=(tmp_path, Regression()))
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        for _ in range(2):  # the coordinator, then the other one
+            known = servers_of(main)
+            known[0].kill()
+            wait_until(lambda known=known: len({*servers_of(main)} - {*known}) == 1, 20, "another server")  # type: ignore[misc]
+            before = epochs(tmp_path)
+            wait_until(lambda before=before: epochs(tmp_path) > before + 3, 30, "training with it")  # type: ignore[misc]
+        news = "A server was lost, and restored from what the workers hold."
+        wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
+        (tmp_path / "stop").touch()
+        main.join(20)
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    assert main.exitcode == 0, output
+    assert output.count("ended with exit code -9") == output.count("Another one is started in its place.") == 2
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert len(zero) == len(one)
+    for a, b in zip(zero, one, strict=True):
+        assert a["digest"] == b["digest"], a["what"]
+
+
 def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, mains: Any) -> None:
     settings = {"timeouts": Timeouts(silence_s=1.0)}
     main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)

@@ -1,0 +1,61 @@
+"""What workers know of a server that was lost, for the one in its place. Pure: no network, no clock, no threads.
+
+An answer to a push and fetch is the shard right after that push, so the newest state of a shard is at the worker that
+holds the highest version. All living workers offer what they have; the newest is taken; then each sends again what
+that does not hold, and all go on together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from lightning_asgd.messages import Held, Offer
+
+__all__ = ["Restoration"]
+
+
+@dataclass
+class Restoration:
+    """The way from the first offer until all have settled."""
+
+    offers: dict[int, Offer] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+    restored: bool = False
+    """Whether the newest state was taken."""
+
+    def offered(self, living: Collection[int]) -> bool:
+        """Whether all have offered what they have, and it is to be taken now."""
+        return not self.restored and bool(self.offers) and set(living) <= set(self.offers)
+
+    def over(self, living: Collection[int]) -> bool:
+        """Whether all go on together."""
+        return self.restored and set(living) & set(self.offers) <= self.settled
+
+    def take(self) -> list[Held]:
+        """The newest state, per fragment. From now on the others' are not kept any more."""
+        held = [shard for _, offer in sorted(self.offers.items()) for shard in offer.shards]
+        self.offers = {worker: replace(offer, shards=()) for worker, offer in self.offers.items()}
+        self.restored = True
+        fragments = sorted({shard.fragment for shard in held})
+        return [max((s for s in held if s.fragment == f), key=lambda s: s.version) for f in fragments]
+
+    @property
+    def terms(self) -> dict[int, int]:
+        """How often workers were declared away, as far as anybody knows."""
+        known: dict[int, int] = {}
+        for offer in self.offers.values():
+            for worker, term in offer.terms.items():
+                known[worker] = max(term, known.get(worker, 0))
+        return known
+
+    @property
+    def stale(self) -> set[int]:
+        """Those who were declared away and do not know it: what they have trained, others have or will."""
+        terms = self.terms
+        return {worker for worker, offer in self.offers.items() if offer.term < terms.get(worker, 0)}
+
+    @property
+    def answered(self) -> int:
+        """Number of the latest collective that anybody was answered."""
+        return max((offer.answered for offer in self.offers.values()), default=0)
