@@ -1,16 +1,17 @@
-"""Workers are stopped, woken and killed while they train: what is lost?
+"""Workers are stopped, woken and killed while they train, and servers are killed: what is lost?
 
-    python benchmarks/chaos.py                 # 60 faults, about eight minutes on two cores
-    python benchmarks/chaos.py --faults 6      # a quick look
+    python benchmarks/chaos.py                 # 100 faults, about ten minutes on two cores
+    python benchmarks/chaos.py --faults 10     # a quick look
 
-Faults come at random moments to random workers, by seed: SIGSTOP, and SIGCONT after up to four times the seconds after
-which a silent worker counts as away; and SIGKILL for workers other than 0, as long as half of them are left. The
-servers are left alone. Two programs are trained:
+Faults come at random moments, by seed: to random workers SIGSTOP, and SIGCONT after up to four times the seconds after
+which a silent worker counts as away; SIGKILL to workers other than 0, as long as half of them are left; SIGKILL to
+random servers. Two programs are trained:
 
-* one that counts: training a sample adds 1 to that sample's parameter, and pushes are added whole. With one server
-  every sample must have been applied exactly once per epoch. With two, a worker that is killed while it sends a push
-  may have reached one of them only: then half of that push is lost.
-* scikit-learn's digits, as in convergence.py: with the faults the accuracy must be within 0.01 of that without.
+* one that counts: training a sample adds 1 to that sample's parameter, and pushes are added whole. Every sample must
+  have been applied exactly once per epoch: with faults of workers and one or two servers, with faults of two servers,
+  with faults of workers and of one server. With two servers a worker that is killed while it sends a push may have
+  reached one of them only: then half of that push is lost, and so much is allowed.
+* scikit-learn's digits, as in convergence.py: with all these faults the accuracy must be within 0.01 of that without.
 
 Exits with 1 if either fails, or if training does not end by itself.
 """
@@ -18,6 +19,7 @@ Exits with 1 if either fails, or if training does not end by itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -151,16 +153,34 @@ class Job:
                 raise RuntimeError(f"The workers did not start:\n{self.output()}")
             time.sleep(0.1)
 
-    def output(self) -> str:
-        return (self.folder / "output").read_text()[-4000:]
+    def output(self, most: int | None = 4000) -> str:
+        return (self.folder / "output").read_text()[-(most or 0) :]
 
-    def disturb(self, chance: random.Random) -> str:
+    def servers(self) -> list[psutil.Process]:
+        """The servers that run."""
+        found = []
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "lightning_asgd.server.process" in process.cmdline():
+                    found.append(process)
+        return found
+
+    def disturb(self, chance: random.Random, who: tuple[str, ...]) -> str:
         """One fault.
+
+        Args:
+            chance: which, and when.
+            who: ``"workers"``, ``"servers"``.
 
         Returns:
             what it was.
         """
         time.sleep(chance.uniform(0.5, 2.0))
+        if chance.choice(who) == "servers":
+            servers = self.servers()
+            if servers:
+                chance.choice(servers).kill()
+            return "SIGKILL of a server"
         kill = chance.random() < 0.2 and len(self.killed) < self.workers // 2
         alive = [rank for rank in range(1 if kill else 0, self.workers) if rank not in self.killed]
         rank = chance.choice(alive)
@@ -168,11 +188,11 @@ class Job:
         if kill:
             self.killed.add(rank)
             worker.kill()
-            return "SIGKILL"
+            return "SIGKILL of a worker"
         worker.suspend()
         time.sleep(chance.uniform(0.1, 4 * SILENCE_S))
         worker.resume()
-        return "SIGSTOP"
+        return "SIGSTOP of a worker"
 
     def end(self, seconds: float) -> dict[str, Any]:
         """Let it come to its end.
@@ -189,7 +209,8 @@ class Job:
                 f"Training ended with {code} instead of by itself (None: not in {seconds:g} s):\n{self.output()}"
             )
         result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        return {**result, "back": self.output().count("is back")}
+        output = self.output(None)
+        return {**result, "back": output.count("is back"), "restored": output.count("Another one is started")}
 
     def close(self) -> None:
         if self.process.is_alive():
@@ -199,7 +220,13 @@ class Job:
 
 
 def disturbed(
-    program: str, workers: int, servers: int, faults: int, chance: random.Random, epochs: int | None
+    program: str,
+    workers: int,
+    servers: int,
+    faults: int,
+    chance: random.Random,
+    epochs: int | None,
+    who: tuple[str, ...] = ("workers",),
 ) -> dict[str, Any]:
     """Train with faults."""
     with tempfile.TemporaryDirectory() as name:
@@ -208,7 +235,7 @@ def disturbed(
         try:
             for _ in range(faults):
                 try:
-                    done[job.disturb(chance)] += 1
+                    done[job.disturb(chance, who)] += 1
                 except (psutil.NoSuchProcess, FileNotFoundError):  # training is over
                     break
             result = job.end(600)
@@ -216,13 +243,14 @@ def disturbed(
             job.close()
     counted = ", ".join(f"{count} x {what}" for what, count in sorted(done.items())) or "no faults"
     where = f"{program}, {servers} server{'s' * (servers > 1)}"
-    CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {result['back']} times a worker came back")
-    return {**result, "killed": done["SIGKILL"]}
+    came = f"{result['back']} times a worker came back, {result['restored']} times a server was replaced"
+    CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}")
+    return {**result, "killed": done["SIGKILL of a worker"]}
 
 
-def count(workers: int, servers: int, faults: int, chance: random.Random) -> bool:
+def count(workers: int, servers: int, faults: int, chance: random.Random, who: tuple[str, ...]) -> bool:
     """Whether every sample was applied once per epoch, but for what kills may have cut in two."""
-    result = disturbed("counts", workers, servers, faults, chance, None)
+    result = disturbed("counts", workers, servers, faults, chance, None, who)
     epochs = result["epochs"]
     lost = sum(abs(epochs - times) * samples for times, samples in result["seen"])
     allowed = 0 if servers == 1 else result["killed"] * NSYNC * BATCH
@@ -235,7 +263,7 @@ def count(workers: int, servers: int, faults: int, chance: random.Random) -> boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=("counts", "digits"))
@@ -243,16 +271,19 @@ def main() -> int:
     clean_environment()
     torch.set_num_threads(1)
     chance = random.Random(args.seed)
-    share = max(1, args.faults // 3)
+    share = max(1, args.faults // 5)
+    both = ("workers", "servers")
     good = True
     with told_of_errors(CONSOLE):
         if args.only != "digits":
-            good &= count(args.workers, 1, share, chance)
-            good &= count(args.workers, 2, share, chance)
+            good &= count(args.workers, 1, share, chance, ("workers",))
+            good &= count(args.workers, 2, share, chance, ("workers",))
+            good &= count(args.workers, 2, share, chance, ("servers",))
+            good &= count(args.workers, 1, share, chance, both)
         if args.only != "counts":
             epochs = max(20, 12 * share)
             quiet = disturbed("digits", args.workers, 2, 0, chance, epochs)["metrics"]["val_acc"]
-            loud = disturbed("digits", args.workers, 2, share, chance, epochs)["metrics"]["val_acc"]
+            loud = disturbed("digits", args.workers, 2, share, chance, epochs, both)["metrics"]["val_acc"]
             near = loud >= quiet - 0.01
             good &= near
             verdict = "[green]PASS[/]" if near else "[red]FAIL[/]"

@@ -177,8 +177,9 @@ class Supervisor:
     def _succeed(self, server: _Server) -> None:
         """Start another server in the place of one that has ended."""
         with contextlib.suppress(RuntimeError):
-            if server.rendezvous.peek(server.key) is None or self._restarts >= _RESTARTS:
-                server.rendezvous.put(server.key, {"error": server.obituary()})  # it would not start again
+            by_itself = server.process.returncode >= 0 and server.rendezvous.peek(server.key) is None
+            if by_itself or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
+                server.rendezvous.put(server.key, {"error": server.obituary()})
                 return
             if self._closing.is_set():
                 return
