@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -52,6 +55,7 @@ from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 
 SILENCE_S = 2.0
+IN_FLIGHT_S = 0.1  # in which answers of a server that was killed may still be noticed
 NSYNC, BATCH = 5, 2
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -77,6 +81,11 @@ class Report(pl.Callback):
     def __init__(self, folder: Path, epochs: int | None) -> None:
         self.folder = folder
         self.epochs = epochs
+        self.pushes: list[float] = []  # when worker 0 learnt of one more that was applied
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.stats.pushes != len(self.pushes):
+            self.pushes += [time.monotonic()] * (trainer.strategy.stats.pushes - len(self.pushes))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         new = self.folder / f"new{trainer.global_rank}"
@@ -90,7 +99,7 @@ class Report(pl.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-            result = {"epochs": trainer.current_epoch, "metrics": metrics, "stats": trainer.strategy.stats.summary()}
+            result = {"epochs": trainer.current_epoch, "metrics": metrics, "pushes": self.pushes}
             if isinstance(pl_module, Counts):
                 result["seen"] = sorted(Counter(pl_module.seen.tolist()).items())
             (self.folder / "result.json").write_text(json.dumps(result))
@@ -147,6 +156,7 @@ class Job:
         self.process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
         self.process.start()
         self.killed: set[int] = set()
+        self.servers_killed: list[float] = []  # when
         deadline = time.monotonic() + 120
         while not all((folder / f"worker{rank}").exists() for rank in range(workers)):
             if time.monotonic() > deadline or self.process.exitcode is not None:
@@ -180,6 +190,7 @@ class Job:
             servers = self.servers()
             if servers:
                 chance.choice(servers).kill()
+                self.servers_killed.append(time.monotonic())
             return "SIGKILL of a server"
         kill = chance.random() < 0.2 and len(self.killed) < self.workers // 2
         alive = [rank for rank in range(1 if kill else 0, self.workers) if rank not in self.killed]
@@ -210,7 +221,12 @@ class Job:
             )
         result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         output = self.output(None)
-        return {**result, "back": output.count("is back"), "restored": output.count("Another one is started")}
+        return {
+            **result,
+            "servers_killed": self.servers_killed,
+            "back": output.count("is back"),
+            "restored": output.count("Another one is started"),
+        }
 
     def close(self) -> None:
         if self.process.is_alive():
@@ -245,7 +261,21 @@ def disturbed(
     where = f"{program}, {servers} server{'s' * (servers > 1)}"
     came = f"{result['back']} times a worker came back, {result['restored']} times a server was replaced"
     CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}")
+    pauses = _pauses(result["servers_killed"], result["pushes"])
+    if servers == 1 and pauses:  # else the other server goes on taking pushes
+        spread = f"{statistics.median(pauses):.1f} s ({min(pauses):.1f} to {max(pauses):.1f}, {len(pauses)} of them)"
+        CONSOLE.print(f"  from a server's death to the next update that is applied: {spread}")
     return {**result, "killed": done["SIGKILL of a worker"]}
+
+
+def _pauses(killed: list[float], pushes: list[float]) -> list[float]:
+    """Seconds from a server's death until worker 0 knows of the next push, where no other server died meanwhile."""
+    found = []
+    for death, following in itertools.pairwise([*killed, math.inf]):
+        after = next((push for push in pushes if push > death + IN_FLIGHT_S), math.inf)
+        if after < following:
+            found.append(after - death)
+    return found
 
 
 def count(workers: int, servers: int, faults: int, chance: random.Random, who: tuple[str, ...]) -> bool:

@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "compression": {"algorithms.base", "algorithms.settings", "errors", "finite", "messages"},
-    "config": {"algorithms", "compression", "errors"},
+    "config": {"algorithms", "algorithms.base", "compression", "errors"},
     # pipes
     "rendezvous": {"errors"},
     "transport": set(),
@@ -79,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "server.coordinator": {"errors", "messages"},
     "server.gradients": {"messages"},
     "server.leases": {"errors", "messages"},
+    "server.restoration": {"messages"},
     "server.shard": {"algorithms.base", "errors", "finite", "messages"},
     "server.service": {
         "compression",
@@ -88,6 +89,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.coordinator",
         "server.gradients",
         "server.leases",
+        "server.restoration",
         "server.shard",
         "transport.shared_memory",
     },
@@ -97,7 +99,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
     "worker.collectives": {"worker.client"},
     "worker.replica": {"algorithms.base", "errors", "layout", "messages", "transport.shared_memory"},
-    "worker.sharing": {"layout", "stats"},
+    "worker.sharing": {"layout", "messages", "stats"},
     "worker.pace": set(),
     "worker.exchange": {
         "algorithms.base",
@@ -111,7 +113,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.replica",
         "worker.sharing",
     },
-    "worker.fragments": {"layout", "stats", "worker.exchange", "worker.sharing"},
+    "worker.fragments": {"layout", "messages", "stats", "worker.exchange", "worker.sharing"},
     "worker.hogwild": {
         "algorithms.base",
         "algorithms.hogwild",
@@ -122,6 +124,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.sharing",
     },
     "worker.heartbeat": {"errors", "worker.client"},
+    "worker.recovery": {"errors", "messages", "worker.client", "worker.sharing"},
     "worker.leases": {"errors", "messages", "worker.client"},
     "worker.layerwise": {"layout", "worker.client", "worker.sharing"},
     "worker.entry": {
@@ -216,6 +219,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.collectives",
         "worker.entry",
         "worker.heartbeat",
+        "worker.recovery",
         "worker.sharing",
     },
     # what users import
