@@ -225,7 +225,7 @@ class Job:
             **result,
             "servers_killed": self.servers_killed,
             "back": output.count("is back"),
-            "restored": output.count("Another one is started"),
+            "restored": output.count("Another one takes its place"),
         }
 
     def close(self) -> None:

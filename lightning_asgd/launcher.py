@@ -53,6 +53,7 @@ class Job:
     Attributes:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
+        spare: whether a server is to be kept ready for the place of one that dies.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
             same program.
         launches: how often the Trainer was called with this strategy.
@@ -62,6 +63,7 @@ class Job:
 
     num_servers: int
     start_timeout_s: float
+    spare: bool = False
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
     address: tuple[str, int] | None = None
@@ -94,6 +96,7 @@ class Job:
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface)
+            overseer.spare = self.spare
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def connect(self) -> RpcTransport:

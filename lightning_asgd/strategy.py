@@ -178,7 +178,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.collectives = Collectives()
         self._heartbeat: Heartbeat | None = None
         self._recovery: Recovery | None = None
-        self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s)
+        self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s, self.config.restorable)
         self._sharing: Sharing | None = None
         self._data = data
         self._leased: LeasedLoop | None = None  # None while every worker has its own part of the data

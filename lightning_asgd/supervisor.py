@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _STOP_S = 5.0
 _LOG_LINES = 20
+_SPARE_AFTER_S = 15.0  # without a server's end
 _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is their machine's fault
 
 
@@ -87,7 +89,12 @@ class Supervisor:
         self.interface = interface
         self._servers: list[_Server] = []
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
+        self._lock = threading.Lock()  # of these and the list of servers
         self._restarts = 0
+        self.spare = False
+        """Whether one server more is to be kept ready."""
+        self._spare: _Server | None = None
+        self._quiet_since = time.monotonic()
         self._obituary: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -133,9 +140,10 @@ class Supervisor:
 
     def bury(self, session: str, worker: int, reason: str) -> None:
         """Tell the servers that a worker is gone, from a process that is not a worker itself."""
-        self._buried.append({"session": session, "worker": worker, "reason": reason})
-        for server in self._servers:
-            server.bury(**self._buried[-1])
+        with self._lock:
+            self._buried.append({"session": session, "worker": worker, "reason": reason})
+            for server in self._servers:
+                server.bury(**self._buried[-1])
 
     def obituary(self) -> str | None:
         """What is known of the server that died last; None if none did."""
@@ -149,10 +157,11 @@ class Supervisor:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)  # it may be starting a server
-        for server in self._servers:
+        servers = [*self._servers, *([self._spare] if self._spare is not None else [])]
+        for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()
-        for server in self._servers:
+        for server in servers:
             try:
                 server.process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
@@ -185,18 +194,33 @@ class Supervisor:
                 return
             self._restarts += 1
             self._obituary = server.obituary()
-            log.warning("%s\nAnother one is started in its place.", self._obituary)
-            successor = _Server(server.index, server.rendezvous, self.interface)
+            log.warning("%s\nAnother one takes its place.", self._obituary)
+            successor = self._spare or _Server(server.index, server.rendezvous, self.interface)
+            successor.index = server.index
+            self._spare, self._quiet_since = None, time.monotonic()
             self.register(successor.process.pid)
-            for buried in self._buried:
-                successor.bury(**buried)
-            self._servers[server.index] = successor
+            with self._lock:
+                for buried in self._buried:
+                    successor.bury(**buried)
+                self._servers[server.index] = successor
             server.close()
             server.rendezvous.put(successor_of(server.key), successor.key)
+
+    def _look_after_spare(self) -> None:
+        """Have a server that has started already, since that takes seconds. Not at once: most jobs never need it."""
+        if self._spare is not None and self._spare.process.poll() is not None:
+            self._spare.close()
+            self._spare, self._quiet_since = None, time.monotonic()
+        if self.rendezvous is None or not self._servers or not self.spare or self._spare is not None:
+            return
+        if time.monotonic() > self._quiet_since + _SPARE_AFTER_S:
+            self._spare = _Server(len(self._servers), self.rendezvous, self.interface)
+            self.register(self._spare.process.pid)
 
     def _watch(self) -> None:
         ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
+            self._look_after_spare()
             for server in list(self._servers):
                 if server.key not in ended and server.process.poll() is not None:
                     ended.add(server.key)

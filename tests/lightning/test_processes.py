@@ -196,7 +196,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any) 
         main.join()
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
-    assert output.count("ended with exit code -9") == output.count("Another one is started in its place.") == 2
+    assert output.count("ended with exit code -9") == output.count("Another one takes its place.") == 2
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert len(zero) == len(one)
     for a, b in zip(zero, one, strict=True):
