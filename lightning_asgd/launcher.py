@@ -138,10 +138,11 @@ class Job:
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
             deadline = time.monotonic() + self.start_timeout_s
             while True:
-                key = _latest(rendezvous, first)
-                address = self._address(rendezvous, server, key)
-                if address != before:
-                    return address
+                key = _latest(rendezvous, first)  # one that starts may be killed too
+                if rendezvous.peek(key) is not None:
+                    address = self._address(rendezvous, server, key)
+                    if address != before:
+                        return address
                 if time.monotonic() > deadline:
                     raise ServerLostError(f"{lost} within {self.start_timeout_s:g} s.")
                 time.sleep(_POLL_S)
