@@ -1,4 +1,4 @@
-"""Whether a tensor holds a NaN or an infinity, and what to do then."""
+"""Whether a tensor holds a NaN, an infinity or something absurdly large, and what to do then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_finite", "zero_what_is_not_finite"]
+__all__ = ["is_finite", "largest", "zero_what_is_not_finite"]
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -21,6 +21,14 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return bool(torch.isfinite(tensor.sum(dtype=wide)).item()) or bool(torch.isfinite(tensor).all().item())
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value, in one pass over memory; NaN if an element is, 0 if there is none or none is real."""
+    if not tensor.dtype.is_floating_point or not tensor.numel():
+        return 0.0
+    least, most = torch.aminmax(tensor)
+    return float(torch.maximum(-least, most))
 
 
 def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:

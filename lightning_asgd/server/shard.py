@@ -11,6 +11,7 @@ have become due, which may be none, and may be other workers'.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,18 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.finite import is_finite
+from lightning_asgd.errors import ProtocolError, WorkerLostError
+from lightning_asgd.finite import is_finite, largest
 from lightning_asgd.messages import Exchange, Reply, Role, Verdict
 
-__all__ = ["CHUNK", "Due", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
+
+REFUSED_IN_A_ROW = 20
+"""Updates of a worker after which it is stopped, if none of them could be applied."""
+_ABSURD = 1e10  # times the largest weight, or 1 if that is smaller: no step changes a weight so much
 
 Buffer = Sequence[Tensor]
 
@@ -78,6 +83,7 @@ class Shard:
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
     _last_seq: dict[int, int] = field(default_factory=dict)
+    _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
     _slots: list[dict[str, Any]] = field(default_factory=list)
@@ -178,6 +184,7 @@ class Shard:
 
         Raises:
             ProtocolError: the shard has no weights yet, or the tensors do not fit its groups.
+            WorkerLostError: too many of the worker's updates in a row were refused.
         """
         if self.weights is None:
             raise ProtocolError(
@@ -216,10 +223,24 @@ class Shard:
             self.counts.repeated += 1
             return Verdict.REPEATED
         self._last_seq[message.worker] = message.seq
-        if not all(is_finite(t) for t in update):
-            self.counts.refused += 1
-            return Verdict.REFUSED
-        return Verdict.APPLIED
+        if all(map(self._is_sane, range(len(self.groups)), update)):
+            self._refused.pop(message.worker, None)
+            return Verdict.APPLIED
+        self.counts.refused += 1
+        refused = self._refused[message.worker] = self._refused.get(message.worker, 0) + 1
+        if refused >= REFUSED_IN_A_ROW:
+            raise WorkerLostError(
+                f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
+                f"{_ABSURD:g}. Look at its data and its machine; lower the learning rate or clip gradients."
+            )
+        return Verdict.REFUSED
+
+    def _is_sane(self, index: int, update: Tensor) -> bool:
+        """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
+        if not update.dtype.is_floating_point:
+            return is_finite(update)
+        size = largest(update)
+        return size <= _ABSURD or size <= _ABSURD * largest(self._weights[index]) < math.inf
 
     # ------------------------------------------------------------------ a push
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.messages import Exchange, Reply, Role, Verdict
 from lightning_asgd.server import shard as shard_module
-from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard import REFUSED_IN_A_ROW, Shard
 from tests.helpers.script import bits
 
 GROUPS = (
@@ -183,6 +183,42 @@ def test_an_update_that_is_not_finite_is_refused_whole(path: Any, bad: float, gr
     assert same(shard.weights, before)
     assert same(answer, before)
     assert (shard.counts.applied, shard.counts.refused) == (0, 1)
+
+
+@pytest.mark.parametrize("size", [1e14, 1e38])
+def test_an_absurdly_large_update_is_refused(size: float) -> None:
+    shard = new_shard("sum")
+    before = copies(shard)
+    update = tensors(1)
+    update[0][0] = -size
+    assert by_value(shard, update)[0].verdict is Verdict.REFUSED
+    assert same(shard.weights, before)
+
+
+def test_what_is_large_depends_on_the_weights() -> None:
+    shard = new_shard("sum")
+    assert shard.weights is not None
+    shard.weights[0].fill_(100.0)
+    update = tensors(1)
+    update[0][0] = 1e11
+    assert by_value(shard, update)[0].verdict is Verdict.APPLIED
+
+
+def test_a_worker_that_sends_only_what_is_refused_is_stopped_by_name() -> None:
+    shard = new_shard()
+
+    def push(worker: int, seq: int, bad: bool) -> Verdict:
+        update = tensors(seq)
+        if bad:
+            update[0][0] = math.nan
+        return by_value(shard, update, worker=worker, seq=seq)[0].verdict
+
+    for seq in range(1, REFUSED_IN_A_ROW):
+        assert push(1, seq, True) is Verdict.REFUSED
+        assert push(0, seq, seq % 2 == 0) is (Verdict.REFUSED if seq % 2 == 0 else Verdict.APPLIED)
+    with pytest.raises(WorkerLostError, match=r"Worker 1 was stopped: its last 20 updates held NaN"):
+        push(1, REFUSED_IN_A_ROW, True)
+    assert push(0, REFUSED_IN_A_ROW, False) is Verdict.APPLIED
 
 
 @pytest.mark.parametrize("path", [by_value, shared])
