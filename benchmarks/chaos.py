@@ -187,6 +187,7 @@ class Job:
         """
         time.sleep(chance.uniform(0.5, 2.0))
         if chance.choice(who) == "servers":
+            time.sleep(chance.uniform(0.0, 6.0))  # starting another one takes seconds
             servers = self.servers()
             if servers:
                 chance.choice(servers).kill()

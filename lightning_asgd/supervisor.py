@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -197,7 +198,7 @@ class Supervisor:
             log.warning("%s\nAnother one takes its place.", self._obituary)
             successor = self._spare or _Server(server.index, server.rendezvous, self.interface)
             successor.index = server.index
-            self._spare, self._quiet_since = None, time.monotonic()
+            self._spare, self._quiet_since = None, -math.inf  # where one has died another one may
             self.register(successor.process.pid)
             with self._lock:
                 for buried in self._buried:
@@ -207,7 +208,7 @@ class Supervisor:
             server.rendezvous.put(successor_of(server.key), successor.key)
 
     def _look_after_spare(self) -> None:
-        """Have a server that has started already, since that takes seconds. Not at once: most jobs never need it."""
+        """Have a server that has started already, since that takes seconds. Not at once: most jobs never need one."""
         if self._spare is not None and self._spare.process.poll() is not None:
             self._spare.close()
             self._spare, self._quiet_since = None, time.monotonic()
