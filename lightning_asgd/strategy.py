@@ -547,13 +547,22 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._stop_heartbeat()
         self.collectives = Collectives(client, timeouts.collective_s)
         with self._explained():
-            client.join()
+            self._enter_session(client)
             overseer = supervisor.current()
             if overseer is not None:
                 overseer.on_worker_exit(self._report_exit)
             if watched:
                 self._heartbeat = Heartbeat(client, policy.silence_s, log.warning if self.is_global_zero else None)
             self.collectives.barrier("join")
+
+    def _enter_session(self, client: Client) -> None:
+        try:
+            client.join()
+        except ServerLostError as error:  # it has ended since the latest session, when nobody needed it
+            if error.server is None:
+                raise
+            client.transport.replace(error.server, self._job.successor(error.server))
+            client.join()
 
     def _stop_recovery(self) -> None:
         if self._recovery is not None:
