@@ -72,13 +72,14 @@ class ExchangeConfig:
     def restorable(self) -> bool:
         """Whether the workers hold all that a server knows, so that one that is lost can be restored from them.
 
-        What an algorithm or a transform keeps on the servers is in nobody's answer; nor are weights that were pushed to
-        more often than they were fetched.
+        What an algorithm or a transform keeps on the servers is in nobody's answer; weights that are pushed to more
+        often than they are fetched may be; and compressed ones are not what the servers have.
         """
         rule = self.algorithm
-        kept = rule.keep_at_most or rule.start(torch.zeros(1)) or any(t.slots or t.backup for t in rule.transforms)
+        kept = any(t.slots or t.backup or t.gathers for t in rule.transforms) or rule.start(torch.zeros(1))
         plain = rule.payload is Payload.DELTA and rule.answer is Answer.WEIGHTS and not rule.waits
-        return plain and not kept and self.nfetch == self.npush
+        exact = self.nfetch == self.npush and self.compression is None
+        return plain and exact and not kept and not rule.keep_at_most
 
     @classmethod
     def create(

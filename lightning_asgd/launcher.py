@@ -96,7 +96,7 @@ class Job:
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface)
-            overseer.spare = self.spare
+            overseer.spare = self.spare and environment.world_size() > 1
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def connect(self) -> RpcTransport:
@@ -113,7 +113,7 @@ class Job:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
-        addresses = [self._address(rendezvous, index, _latest(rendezvous, key)) for index, key in enumerate(keys)]
+        addresses = [self._address(rendezvous, index, key) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             _transport = RpcTransport(addresses, self.interface)
         _connected = True
@@ -136,24 +136,27 @@ class Job:
         try:
             rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
-            deadline = time.monotonic() + self.start_timeout_s
-            while True:
-                key = _latest(rendezvous, first)  # one that starts may be killed too
-                if rendezvous.peek(key) is not None:
-                    address = self._address(rendezvous, server, key)
-                    if address != before:
-                        return address
-                if time.monotonic() > deadline:
-                    raise ServerLostError(f"{lost} within {self.start_timeout_s:g} s.")
-                time.sleep(_POLL_S)
+            return self._address(rendezvous, server, first, other_than=before)
         except (LaunchError, RuntimeError) as error:
             raise error if isinstance(error, ServerLostError) else ServerLostError(f"{lost}: {error}") from error
 
-    def _address(self, rendezvous: Rendezvous, index: int, key: str) -> str:
-        answer = rendezvous.get(key, f"Server {index}", self.start_timeout_s)
-        if "error" in answer:
-            raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
-        return str(answer["address"])
+    def _address(self, rendezvous: Rendezvous, index: int, key: str, other_than: str = "") -> str:
+        """The address of a server, or of the one in its place. One that starts may be killed too."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            key = _latest(rendezvous, key)
+            answer = rendezvous.peek(key) or {}
+            if "error" in answer:
+                raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+            if answer.get("address", other_than) != other_than:
+                return str(answer["address"])
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Server {index} did not start within {self.start_timeout_s:g} s. Expected it to publish {key!r} "
+                    f"at {rendezvous.address[0]}:{rendezvous.address[1]}. Look at its output, or raise "
+                    "timeouts.start_s."
+                )
+            time.sleep(_POLL_S)
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         inherited = os.environ.get(RENDEZVOUS_ENV)

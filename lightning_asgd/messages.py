@@ -256,6 +256,7 @@ class Reply:
         pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
         done: ranges of units of the epoch named in the message whose updates the weights hold.
         terms: how often each worker was declared away; those that never were are left out.
+        left: workers that are gone, and why.
     """
 
     version: int
@@ -267,6 +268,7 @@ class Reply:
     pushes: dict[int, int] = field(default_factory=dict)
     done: tuple[tuple[int, int], ...] = ()
     terms: dict[int, int] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,7 @@ class Offer:
         part: of the present epoch, if there is one.
         term: how often the lost server had declared this worker away when it joined last.
         terms: see :class:`Reply`, as far as this worker knows.
+        left: likewise.
     """
 
     session: str
@@ -343,6 +346,7 @@ class Offer:
     part: Part | None = None
     term: int = 0
     terms: dict[int, int] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -504,6 +508,7 @@ class Grant:
         void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
             comes late needs a batch to notice that a segment is over.
         terms: see :class:`Reply`.
+        left: see :class:`Reply`.
     """
 
     first: int = 0
@@ -513,6 +518,7 @@ class Grant:
     ratio: float = 1.0
     void: bool = False
     terms: dict[int, int] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -540,6 +540,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.global_rank,
             self.world_size,
             timeout_s=patience,
+            patience_s=timeouts.collective_s,
             policy=policy,
             after="" if before is None else before.session,
         )
@@ -561,7 +562,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         except ServerLostError as error:  # it has ended since the latest session, when nobody needed it
             if error.server is None:
                 raise
-            client.transport.replace(error.server, self._job.successor(error.server))
+            client.transport.prepare(error.server, self._job.successor(error.server))
+            client.transport.replace(error.server)
             client.join()
 
     def _stop_recovery(self) -> None:

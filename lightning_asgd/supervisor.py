@@ -33,6 +33,7 @@ _POLL_S = 0.2
 _STOP_S = 5.0
 _LOG_LINES = 20
 _SPARE_AFTER_S = 15.0  # without a server's end
+_UNBORN = 3  # servers in a row that end before they serve: no more are started
 _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is their machine's fault
 
 
@@ -92,6 +93,7 @@ class Supervisor:
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
         self._restarts = 0
+        self._unborn = 0  # servers in a row that ended before they served
         self.spare = False
         """Whether one server more is to be kept ready."""
         self._spare: _Server | None = None
@@ -186,17 +188,25 @@ class Supervisor:
 
     def _succeed(self, server: _Server) -> None:
         """Start another server in the place of one that has ended."""
-        with contextlib.suppress(RuntimeError):
-            by_itself = server.process.returncode >= 0 and server.rendezvous.peek(server.key) is None
-            if by_itself or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
+        if self._closing.is_set():
+            return
+        with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
+            unborn = server.rendezvous.peek(server.key) is None
+            self._unborn = self._unborn + 1 if unborn else 0
+            hopeless = unborn and (server.process.returncode >= 0 or self._unborn >= _UNBORN)
+            if hopeless or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
                 server.rendezvous.put(server.key, {"error": server.obituary()})
-                return
-            if self._closing.is_set():
                 return
             self._restarts += 1
             self._obituary = server.obituary()
             log.warning("%s\nAnother one takes its place.", self._obituary)
-            successor = self._spare or _Server(server.index, server.rendezvous, self.interface)
+            try:
+                successor = self._spare or _Server(server.index, server.rendezvous, self.interface)
+            except OSError as error:
+                server.rendezvous.put(
+                    server.key, {"error": f"{self._obituary}\nAnother one cannot be started: {error}"}
+                )
+                return
             successor.index = server.index
             self._spare, self._quiet_since = None, -math.inf  # where one has died another one may
             self.register(successor.process.pid)
@@ -209,14 +219,18 @@ class Supervisor:
 
     def _look_after_spare(self) -> None:
         """Have a server that has started already, since that takes seconds. Not at once: most jobs never need one."""
+        if self._spare is not None and not self.spare:
+            self._spare.process.terminate()
         if self._spare is not None and self._spare.process.poll() is not None:
             self._spare.close()
             self._spare, self._quiet_since = None, time.monotonic()
+            self._restarts += self.spare
         if self.rendezvous is None or not self._servers or not self.spare or self._spare is not None:
             return
-        if time.monotonic() > self._quiet_since + _SPARE_AFTER_S:
-            self._spare = _Server(len(self._servers), self.rendezvous, self.interface)
-            self.register(self._spare.process.pid)
+        if time.monotonic() > self._quiet_since + _SPARE_AFTER_S and self._restarts < _RESTARTS:
+            with contextlib.suppress(OSError):  # then there is none
+                self._spare = _Server(len(self._servers), self.rendezvous, self.interface)
+                self.register(self._spare.process.pid)
 
     def _watch(self) -> None:
         ended: set[str | int] = set()
@@ -231,8 +245,7 @@ class Supervisor:
                 callback = self._on_worker_exit
                 if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
                     ended.add(rank)
-                    reason = f"its process ended with exit code {code}"
-                    self._buried.append({"session": "", "worker": rank, "reason": reason})
+                    self.bury("", rank, f"its process ended with exit code {code}")
                     callback(rank, code)
 
 

@@ -19,10 +19,18 @@ __all__ = ["Restoration"]
 class Restoration:
     """The way from the first offer until all have settled."""
 
-    offers: dict[int, Offer] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)  # without the shards
+    newest: dict[int, Held] = field(default_factory=dict)  # per fragment, of what was offered
     settled: set[int] = field(default_factory=set)
     restored: bool = False
     """Whether the newest state was taken."""
+
+    def add(self, offer: Offer) -> None:
+        """Take a worker's word, and of its weights those that are newer than all others'."""
+        for held in offer.shards:
+            if held.fragment not in self.newest or held.version > self.newest[held.fragment].version:
+                self.newest[held.fragment] = held
+        self.offers[offer.worker] = replace(offer, shards=())
 
     def offered(self, living: Collection[int]) -> bool:
         """Whether all have offered what they have, and it is to be taken now."""
@@ -33,12 +41,10 @@ class Restoration:
         return self.restored and set(living) & set(self.offers) <= self.settled
 
     def take(self) -> list[Held]:
-        """The newest state, per fragment. From now on the others' are not kept any more."""
-        held = [shard for _, offer in sorted(self.offers.items()) for shard in offer.shards]
-        self.offers = {worker: replace(offer, shards=()) for worker, offer in self.offers.items()}
+        """The newest state, per fragment. It is not kept any longer."""
         self.restored = True
-        fragments = sorted({shard.fragment for shard in held})
-        return [max((s for s in held if s.fragment == f), key=lambda s: s.version) for f in fragments]
+        newest, self.newest = list(self.newest.values()), {}
+        return newest
 
     @property
     def terms(self) -> dict[int, int]:

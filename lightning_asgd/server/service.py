@@ -324,15 +324,21 @@ class Service:
         return self._watching[-1]
 
     def _offer(self, message: Offer) -> Any:
-        coordinator = self._member(message)
-        restoration = self._restoration
+        coordinator, restoration = self._session(message.session), self._restoration
+        if restoration is not None and not restoration.restored:
+            coordinator.join(message.worker, self._clock())  # whoever was silent since it joined has missed nothing
+        else:
+            self._member(message)
+        for worker, reason in message.left.items():
+            self._deliver(coordinator.leave(worker, reason))
         if restoration is None or (restoration.restored and message.worker not in restoration.offers):
             raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
         if restoration.restored:
             return None
         future: Future[Any] = Future()
-        self._held[id(message)] = (message, future)
-        restoration.offers[message.worker] = message
+        restoration.add(message)
+        told = replace(message, shards=())
+        self._held[id(told)] = (told, future)
         self._restore(coordinator)
         return future.value() if future.done() else future
 
@@ -376,6 +382,10 @@ class Service:
     @property
     def _terms(self) -> dict[int, int]:
         return dict(self._coordinator.terms) if self._coordinator is not None else {}
+
+    @property
+    def _left(self) -> dict[int, str]:
+        return dict(self._coordinator.left) if self._coordinator is not None else {}
 
     def _member(self, message: Any) -> Coordinator:
         """The session of a message that only those who take part in it may send."""
@@ -473,7 +483,7 @@ class Service:
             held = self._held.pop(id(claim), None)
             if held is not None:  # its session may have ended
                 away = Failure("WorkerAwayError", f"Worker {claim.worker} was away while it waited for data.")
-                held[1].set_result(away if grant is None else replace(grant, terms=self._terms))
+                held[1].set_result(away if grant is None else replace(grant, terms=self._terms, left=self._left))
 
     def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
@@ -491,7 +501,8 @@ class Service:
                 reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
             if each.message.fetch:
                 leases = self._leases.get(each.message.epoch)
-                reply = replace(reply, done=leases.finished if leases is not None else (), terms=self._terms)
+                done = leases.finished if leases is not None else ()
+                reply = replace(reply, done=done, terms=self._terms, left=self._left)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 
     def _end_session(self, why: str) -> None:

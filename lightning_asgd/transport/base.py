@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 from torch.futures import Future
@@ -18,6 +19,9 @@ class Transport(ABC):
     def num_servers(self) -> int:
         """Number of servers that :meth:`call` reaches, numbered from 0."""
 
+    prepared: Collection[int] = ()
+    """Servers that another process is about to take the place of."""
+
     @abstractmethod
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message.
@@ -31,13 +35,21 @@ class Transport(ABC):
             a future of the server's answer. It fails with the transport's own exception if the server is gone.
         """
 
-    def replace(self, server: int, address: str) -> None:
-        """Call another process from now on, which has taken a lost server's place.
+    def prepare(self, server: int, address: str) -> None:
+        """Learn of another process, which is to take a lost server's place; from any thread.
 
         Args:
             server: index of the server.
             address: the new one's.
         """
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+
+    def call_prepared(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
+        """Send a message to the process that :meth:`prepare` was told of; see :meth:`call`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+
+    def replace(self, server: int) -> None:
+        """Call the process from now on that :meth:`prepare` was told of."""
         raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
 
     @abstractmethod

@@ -46,6 +46,7 @@ __all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]
 
 COORDINATOR = 0  # index of the server that coordinates
 _FOREVER_S = 0.0  # for a transport: no time-out
+_TIMED_OUT = "than set timeout"  # in the transport's words
 _GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
 
 
@@ -72,6 +73,7 @@ class Client:
         worker: this worker's global rank.
         world_size: number of workers.
         timeout_s: seconds for a server to answer anything but a collective.
+        patience_s: seconds to wait for the other workers when servers are restored.
         policy: what the session does about workers that are silent or gone.
         after: the session that this one goes on from.
     """
@@ -84,6 +86,7 @@ class Client:
         world_size: int,
         *,
         timeout_s: float = 300.0,
+        patience_s: float = 1800.0,
         policy: Policy | None = None,
         after: str = "",
     ) -> None:
@@ -92,6 +95,7 @@ class Client:
         self.worker = worker
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._patience_s = patience_s
         self._policy = policy or Policy()
         self._after = after
         self._collectives = 0
@@ -99,6 +103,7 @@ class Client:
         self._answered: tuple[Contribution, dict[int, Any]] | None = None  # the latest that was, and the answer
         self._term = [0] * transport.num_servers  # how often each server had declared this worker away
         self._terms: list[dict[int, int]] = [{} for _ in self._term]  # and others, as far as is known
+        self._left: list[dict[int, str]] = [{} for _ in self._term]  # who each says is gone
         self._lost_servers: set[int] = set()  # that are to be restored
         self._being_restored: set[int] = set()
         self._interrupt: Future[None] | None = None  # ends the present wait
@@ -148,8 +153,10 @@ class Client:
         for server in self._servers():
             try:
                 future = self.transport.call(server, Beat(self.session, self.worker, heard), self.timeout_s)
+                if server in self.transport.prepared:  # this worker may be busy for long before it joins there
+                    self.transport.call_prepared(server, Beat(self.session, self.worker), self.timeout_s)
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
-            except RuntimeError:
+            except (RuntimeError, KeyError):  # replaced just now
                 continue
             if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
                 raise WorkerLostError(answer.message)
@@ -248,16 +255,22 @@ class Client:
         """
         return self._send(server, LayerGradient(self.session, self.worker, phase, step, layer, gradient))
 
-    def answer(self, server: int, future: Future[Any]) -> Any:
+    def answer(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
         """Wait for a server's answer.
+
+        Args:
+            server: which one.
+            future: of its answer.
+            seconds: how long; None for as long as any exchange may take.
 
         Raises:
             ServerLostError: the server is gone or does not answer.
             ASGDError: what it reported.
         """
-        if not self._done_within(future, self.timeout_s + _GRACE_S):
+        seconds = self.timeout_s if seconds is None else seconds
+        if not self._done_within(future, seconds + _GRACE_S):
             raise ServerLostError(
-                f"Server {server} did not answer worker {self.worker} within {self.timeout_s:g} s. "
+                f"Server {server} did not answer worker {self.worker} within {seconds:g} s. "
                 "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
             )
         return self._value(server, future)
@@ -289,6 +302,7 @@ class Client:
             try:
                 reply: Reply = self.answer(server, future)
                 self._terms[server] |= reply.terms
+                self._left[server] |= reply.left
                 return reply
             except WorkerAwayError:
                 if server == COORDINATOR:
@@ -324,7 +338,7 @@ class Client:
             ShardState(self.session, self.worker, fragment, None if states is None else states[s])
             for s in self._servers()
         ]
-        return self._wait_all([self._send(s, message) for s, message in zip(self._servers(), messages, strict=True)])
+        return [self._ask(s, message) for s, message in zip(self._servers(), messages, strict=True)]
 
     def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
         """Fetch the copies of the weights that the algorithm had the servers keep.
@@ -395,6 +409,7 @@ class Client:
             return Grant(over=True)
         grant: Grant = self.answer(COORDINATOR, future)
         self._terms[COORDINATOR] |= grant.terms
+        self._left[COORDINATOR] |= grant.left
         return grant
 
     def collective(
@@ -493,7 +508,7 @@ class Client:
             restored: how often it had been when the message was sent that came to nothing.
             error: raised if it cannot be.
         """
-        if self.restorer is None or self._being_restored:
+        if self.restorer is None or self._being_restored or error.server is None:
             raise error
         if self.restored[server] == restored:
             self._lost_servers.add(server)
@@ -540,10 +555,8 @@ class Client:
         """
         answered = 0 if self._answered is None else self._answered[0].seq
         about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
-        terms = {s: (self._term[s], self._terms[s]) for s in shards}
-        futures = {s: self._send(s, Offer(self.session, self.worker, *about[s], *terms[s])) for s in shards}
-        for s, future in futures.items():
-            self.answer(s, future)
+        others = {s: (self._term[s], self._terms[s], self._left[s]) for s in shards}
+        self._ask_together({s: Offer(self.session, self.worker, *about[s], *others[s]) for s in shards})
 
     def repeat(self) -> None:
         """Send the part in the latest collective again that was answered here, and may not have been elsewhere."""
@@ -553,9 +566,7 @@ class Client:
 
     def settle(self, servers: Collection[int]) -> None:
         """Wait until all have sent again what restored servers had not got."""
-        futures = {s: self._send(s, Settled(self.session, self.worker)) for s in servers}
-        for s, future in futures.items():
-            self.answer(s, future)
+        self._ask_together({s: Settled(self.session, self.worker) for s in servers})
 
     # ------------------------------------------------------------------ helpers
 
@@ -577,17 +588,24 @@ class Client:
             except ServerLostError as error:
                 self.recover(server, restored, error)
 
+    def _ask_together(self, messages: Mapping[int, Any]) -> None:
+        """Send a message to each server, and wait for answers that depend on the other workers."""
+        limit = self._patience_s + _GRACE_S
+        futures = {server: self._send(server, message, limit) for server, message in messages.items()}
+        for server, future in futures.items():
+            self.answer(server, future, self._patience_s)
+
     def _done_within(self, future: Future[Any], seconds: float) -> bool:
         """Wait; meanwhile restore servers that are lost, if that is possible."""
         if self.restorer is None:
             return done_within(future, seconds)
         while not future.done():
             self.attend()
-            if self._lost_servers - self._being_restored:
+            if self._being_restored and self._lost_servers - self._being_restored:
                 raise AnotherLost
             either = self._interrupt = Future()
             future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
-            if self._lost_servers <= self._being_restored and not done_within(either, seconds):
+            if not self._lost_servers - self._being_restored and not done_within(either, seconds):
                 return future.done()
         self._interrupt = None
         return True
@@ -610,7 +628,8 @@ class Client:
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output stands in the main process's error or log."
         )
-        lost.server = server
+        if _TIMED_OUT not in cause:  # else it may live: no other one takes its place
+            lost.server = server
         return lost
 
 

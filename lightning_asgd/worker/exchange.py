@@ -23,7 +23,7 @@ from torch.futures import Future
 from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.compression import Streams, nbytes
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import WorkerAwayError
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.client import Client, done_within
@@ -125,6 +125,12 @@ class Exchanger(Sharing):
 
     def beginning(self) -> Waits:
         """:meth:`begin`, stopping where it has to wait."""
+        if self._pushed and self.replica.remembers:
+            # Nothing was trained since the flush. With two pushes between two fetches a lost server could not be told
+            # what its weights held of them.
+            moved = self.moved
+            yield from self.fetching()
+            self.moved = moved
         self.replica.resume()
         self._pace = None
         if any(t.holds_at_start for t in self._algorithm.transforms):
@@ -244,7 +250,11 @@ class Exchanger(Sharing):
         layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
         ref = None if block is None else block.ref
         about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
-        self.client.lay_out(server, Initialise(*about, self._fragment, config.compression))
+        if not self.client.lay_out(server, Initialise(*about, self._fragment, config.compression)) and ref is not None:
+            raise ProtocolError(
+                f"Server {server}, which took a lost one's place, cannot see the memory that worker "
+                f"{self.client.worker} shares with the servers. Expected one on the same machine."
+            )
 
     def held(self, server: int) -> list[Held]:
         """See :class:`Sharing`."""

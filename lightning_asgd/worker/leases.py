@@ -61,6 +61,7 @@ class _Asked:
     begun: float
     timeout_s: float | None
     stop: bool
+    client: Client  # that it went through: a new layout brings another one
     restored: int  # how often the coordinator had been restored
     answered: list[float] = field(default_factory=list)
 
@@ -330,13 +331,13 @@ class DataLeases:
             stop=stop,
             timeout_s=timeout_s,
         )
-        asked = _Asked(future, self._trained, begun, timeout_s, stop, restored)
+        asked = _Asked(future, self._trained, begun, timeout_s, stop, client, restored)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
 
     def _take(self, asked: _Asked) -> bool:
         """Take what is granted; whether that is anything."""
-        client, grant = self._client(), None
+        client, grant = asked.client, None
         try:
             grant = client.granted(asked.future, asked.timeout_s)
         except WorkerAwayError:

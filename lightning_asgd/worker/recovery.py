@@ -13,6 +13,7 @@ So no acknowledged update is lost, and none is applied twice.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class _Successor:
     """A server that is awaited."""
 
     ready: threading.Event = field(default_factory=threading.Event)
-    address: str = ""
+    replaced: bool = False  # whether the transport leads there
     error: ASGDError | None = None
 
 
@@ -77,13 +78,15 @@ class Recovery:
 
     def watch(self, server: int) -> None:
         """Look for another server as soon as this one is lost, and have the training thread interrupted then."""
+        me = weakref.ref(self)  # the future outlives the session
 
         def ended(future: Future[None]) -> None:
+            recovery = me()
             try:
                 future.value()
             except RuntimeError:
-                if not self._closed:
-                    self._await(server)
+                if recovery is not None and not recovery._closed:
+                    recovery._await(server)
 
         self._client.watch(server).add_done_callback(ended)
 
@@ -95,11 +98,14 @@ class Recovery:
 
         def find() -> None:
             try:
-                awaited.address = self._find(server)
+                self._client.transport.prepare(server, self._find(server))
             except ASGDError as error:
                 awaited.error = error
-            awaited.ready.set()
-            self._client.interrupt(server)
+            except Exception as error:
+                awaited.error = ServerLostError(f"Server {server} is gone. Another one was not reached: {error!r}.")
+            finally:
+                self._client.interrupt(server)
+                awaited.ready.set()
 
         self._background(find)
         return awaited
@@ -133,7 +139,9 @@ class Recovery:
         client, sharing = self._client, self._sharing
         try:
             for server in servers:
-                client.transport.replace(server, self._awaited[server].address)
+                if not self._awaited[server].replaced:
+                    client.transport.replace(server)
+                    self._awaited[server].replaced = True
                 client.join_restored(server)
                 sharing.lay_out(server)
             client.offer({s: sharing.held(s) for s in servers}, self._part())
