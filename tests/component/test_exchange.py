@@ -66,6 +66,21 @@ def pushes(transport: ScriptedTransport, server: int = 0) -> list[Exchange]:
     return [m for m in messages[server::count] if m.push]
 
 
+def test_who_goes_on_after_a_flush_fetches_first_where_servers_are_restored() -> None:
+    """Else there could be two pushes that no fetch has followed, and no telling what a lost server's weights held."""
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=10, scale="sum")
+    for remembers in (False, True):
+        worker.exchanger.replica.remembers = remembers
+        worker.train(1.0)
+        worker.exchanger.flush()
+        transport.log.clear()
+        worker.exchanger.begin()
+        assert [m.fetch for m in transport.log] == [True] * remembers
+        assert worker.exchanger.moved
+    assert worker.w.tolist() == [2.0] * 4
+
+
 # ---------------------------------------------------------------------- when
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, DropStale, SoftSync
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ConfigurationError
 
@@ -23,6 +23,25 @@ def test_nsync_alone_gives_all_the_defaults() -> None:
 def test_nfetch_and_npush_go_before_nsync() -> None:
     config = ExchangeConfig.create(nsync=7, nfetch=2, npush=3)
     assert (config.nfetch, config.npush) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"nsync": "auto"}, True),
+        ({"algorithm": ASGD(transforms=(DropStale(4),))}, True),
+        ({"nfetch": 20}, False),
+        ({"compression": "bf16"}, False),
+        ({"algorithm": ASGD(transforms=(SoftSync(2),))}, False),
+        ({"algorithm": "downpour"}, False),
+        ({"algorithm": "easgd"}, False),
+        ({"algorithm": "local_sgd"}, False),
+        ({"algorithm": "diloco"}, False),
+    ],
+)
+def test_servers_can_be_restored_where_workers_know_all(settings: dict[str, Any], expected: bool) -> None:
+    assert ExchangeConfig.create(**{"nsync": 10, **settings}).restorable is expected
 
 
 def test_other_settings_are_kept() -> None:
