@@ -14,6 +14,8 @@ DEADLINE_S = 10.0
 class Scripted:
     """Answers beats with what the test has put there, and tells the test of them."""
 
+    restored = (0,)
+
     def __init__(self) -> None:
         self.answers: queue.Queue[Any] = queue.Queue()
         self.beats: queue.Queue[int] = queue.Queue()

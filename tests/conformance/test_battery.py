@@ -81,7 +81,7 @@ def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None
         check_same_bits(ours)
 
 
-@pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 4, 0))
+@pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 8, 0))
 def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
     case = CASES[name]
     theirs = battery.run(case, package, DDP, tmp_path)

@@ -97,7 +97,7 @@ def leave_early(lab: Lab, data: str) -> None:
     trainer.fit(lab.regression(), lab.loader())
 
 
-@pytest.mark.parametrize("data", ["leases", "split"])
+@pytest.mark.parametrize("data", ["leases", pytest.param("split", marks=pytest.mark.slow)])
 def test_a_rank_that_trains_fewer_epochs(data: str, pair: Pair, tmp_path: Path) -> None:
     outcomes = ends_with_a_named_error(pair, partial(leave_early, data=data), tmp_path)
     assert "Workers disagree about" in outcomes[0].error
