@@ -3,7 +3,8 @@
 Per server and group there are two flat buffers beside the module's own tensors: ``base``, what this worker has agreed
 with the servers so far, and ``wire``, what is sent and what comes back; on the servers' own machine ``wire`` lies in
 memory they share. That makes two times the parameters' bytes; an answer by value adds a third while it is merged. Where
-lost servers can be restored a worker remembers the weights that it fetched last, which is one more.
+lost servers can be restored a worker remembers the weights that it fetched last: where memory is shared, and the answer
+overwrites the update, that is one more.
 
 In terms of the module's weights *x* (all sums element-wise):
 
@@ -57,7 +58,7 @@ class Replica:
         source: gives the module's tensors, in the layout's order. It is asked every time, since a program may put other
             tensors in their place. They are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
-        remembers: whether :meth:`fetched` is wanted. It takes another vector.
+        remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
         mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
             ``x = mix x + (1 - mix) r``.
     """
@@ -78,8 +79,8 @@ class Replica:
         self.device = source()[0].device
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
-        base: list[tuple[Tensor, ...]] = []
-        spare: list[tuple[Tensor, ...]] = []
+        self._base: list[tuple[Tensor, ...]] = []
+        self._spare: list[tuple[Tensor, ...] | None] = []  # where the answer overwrites the update
         for server in range(layout.num_servers):
             shard = layout.shard(server)
             block = self.blocks[server]
@@ -88,9 +89,9 @@ class Replica:
                 if block is not None
                 else tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard)
             )
-            base.append(tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard))
-            if remembers:
-                spare.append(tuple(map(torch.empty_like, base[-1])))
+            base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
+            self._base.append(base)
+            self._spare.append(tuple(map(torch.empty_like, base)) if remembers and block is not None else None)
         self._scratch: dict[torch.dtype, Tensor] = {}
         chunk = _CHUNK if self.device.type == "cpu" else None
         self._runs = [
@@ -102,12 +103,12 @@ class Replica:
                 p.group,
                 p.offset,
                 layout.groups[p.group].role,
-                base[p.server][p.group][p.offset : p.offset + p.length],
-                spare[p.server][p.group][p.offset : p.offset + p.length] if remembers else None,
+                self._base[p.server][p.group][p.offset : p.offset + p.length],
+                None if spare is None else spare[p.group][p.offset : p.offset + p.length],
             )
             for p in layout.pieces(chunk)
+            for spare in [self._spare[p.server]]
         ]
-        self._buffers = (base, spare)
         self._packed = False  # whether an update was packed since the latest fetch
         self._keeps = False  # whether the one that is being packed is the first
 
@@ -116,6 +117,10 @@ class Replica:
         block = self.blocks[server]
         if block is not None:
             self.wire[server] = tuple(torch.empty_like(t) for t in block.tensors)
+            self._spare[server] = None
+            for run in self._runs:
+                if run.server == server:
+                    run.spare = None
             block.close()
             self.blocks[server] = None
 
@@ -150,8 +155,9 @@ class Replica:
                         r.base, r.spare = r.spare, r.base
                 else:
                     self._pack_difference(r, x, wire)
-        if self._keeps:
-            self._buffers = self._buffers[::-1]
+        for server, spare in enumerate(self._spare):
+            if self._keeps and spare is not None:
+                self._base[server], self._spare[server] = spare, self._base[server]
         self._packed = True
 
     def pack_again(self, server: int) -> None:
@@ -169,9 +175,18 @@ class Replica:
                         wire.copy_(r.base - r.spare)
 
     def fetched(self, server: int) -> tuple[Tensor, ...]:
-        """A server's weights as they were fetched last, one tensor per group, to be read only."""
-        current, before = self._buffers
-        return tuple(t.cpu() for t in (before if self._packed else current)[server])
+        """A server's weights as they were fetched last, one tensor per group, to be read only.
+
+        By value they are what the update was added to, up to rounding.
+        """
+        base, spare = self._base[server], self._spare[server]
+        if not self._packed:
+            return tuple(b.cpu() for b in base)
+        if spare is not None:
+            return tuple(s.cpu() for s in spare)
+        roles = [role for role, _, _ in self.layout.shard(server)]
+        pairs = zip(roles, base, self.wire[server], strict=True)
+        return tuple(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs)
 
     def merge(self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False) -> None:
         """Take the servers' weights and keep what was trained since the push.
