@@ -164,7 +164,8 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(name.encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(raw)
     digests = collectives.gather("all_gather", "state digest", digest.digest()).values()
     if len(set(digests)) == 1:
         return
