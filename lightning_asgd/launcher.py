@@ -137,8 +137,8 @@ class Job:
             rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
             return self._address(rendezvous, server, first, other_than=before)
-        except (LaunchError, RuntimeError) as error:
-            raise error if isinstance(error, ServerLostError) else ServerLostError(f"{lost}: {error}") from error
+        except RuntimeError as error:
+            raise ServerLostError(f"{lost}: {error}") from error
 
     def _address(self, rendezvous: Rendezvous, index: int, key: str, other_than: str = "") -> str:
         """The address of a server, or of the one in its place. One that starts may be killed too."""

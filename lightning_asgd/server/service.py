@@ -104,12 +104,15 @@ class Service:
         Returns:
             the answer, a :class:`Failure`, or a future of either. Never raises for what a message can cause.
         """
+        with self._lock:
+            return self._handle(message)
+
+    def _handle(self, message: Any) -> Any:
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
                 raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
-            with self._lock:
-                return handler(message)
+            return handler(message)
         except ASGDError as error:
             return Failure(type(error).__name__, str(error))
         except Exception as error:
@@ -438,7 +441,7 @@ class Service:
             self._meet(coordinator)
             early, self._early = self._early, []
             for message, future in early:
-                answer = self._exchange(message)
+                answer = self._handle(message)
                 if isinstance(answer, Future):
                     answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
                 else:

@@ -19,10 +19,12 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Held,
     Initialise,
     Join,
     Joined,
     Leave,
+    Offer,
     OpenEpoch,
     Policy,
     Reply,
@@ -344,6 +346,20 @@ def test_one_that_trains_no_more_and_one_that_waits_for_it_are_told_so() -> None
         error, text = failure(answer)
         assert error == "CollectiveMismatchError"
         assert "worker 1 called gather 'train end', where data of epoch fit/3 were expected by worker 0" in text
+
+
+def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer() -> None:
+    clock = Clock()
+    s = Service(clock)
+    for rank in range(2):
+        s.handle(Join("s", rank, 2, Policy(silence_s=10.0), restore=True))
+        s.handle(Initialise("s", rank, GROUPS, ASGD("sum")))
+    early = s.handle(push(1, 1.0, worker=1))
+    passes(s, clock, 90, 0)  # worker 1 is away meanwhile
+    held = Held(0, 5, (torch.ones(3),), {})
+    assert s.handle(Offer("s", 0, (held,))) is None
+    assert failure(early)[0] == "WorkerAwayError"
+    assert s.status()["version"] == 5
 
 
 def test_a_broadcast_from_a_worker_who_left_is_answered_to_everybody() -> None:
