@@ -184,7 +184,7 @@ CELLS = [
 import pytorch_lightning as pl, torch, lightning_asgd
 from tests.lightning.models import Regression, dataset, loader
 torch.manual_seed(0)
-module = Regression()
+module = Regression(lr=0.01)  # at 0.05 one process's SGD ends above 1 in one run of ten, too
 options = dict(accelerator="cpu", devices=2, max_epochs=60, logger=False, enable_checkpointing=False)
 trainer = pl.Trainer(strategy="asgd_notebook", **options)
 trainer.fit(module, loader())
@@ -216,7 +216,7 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = ["".join(o.get("text", "") for o in cell.outputs if o.get("name") == "stdout") for cell in book.cells]
     loss, pushes = re.search(r"loss ([\d.]+) pushes (\d+)", said[0]).groups()  # type: ignore[union-attr]
-    assert float(loss) < 1
+    assert float(loss) < 0.5
     assert int(pushes) >= 60  # one per epoch at the least: the other worker may be the faster one
     assert int(re.search(r"again (\d+)", said[1]).group(1)) >= 2  # type: ignore[union-attr]
     assert "not compatible with an interactive environment" in said[2]
