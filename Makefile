@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos soak clean
+.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -60,6 +60,9 @@ memory: $(VENV)/.installed-examples ## memory of workers and servers
 
 chaos: $(VENV)/.installed-examples ## workers are stopped and killed while they train: what is lost
 	@$(RUN) benchmarks/chaos.py
+
+interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments: what stays behind
+	@$(RUN) benchmarks/interrupt.py
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py
