@@ -270,6 +270,11 @@ class Reply:
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def bulky(self) -> bool:
+        """Whether it is worth a message more not to keep it for long."""
+        return self.weights is not None
+
 
 @dataclass(frozen=True)
 class Held:

@@ -10,6 +10,10 @@ TensorPipe's default transport between processes of one machine polls in a loop 
 (measured: 2.9 s of CPU time in 3 s), so it is switched off here: sockets carry the messages, and large tensors go
 through the kernel's cross-memory attach or through :mod:`lightning_asgd.transport.shared_memory`.
 
+A connection that breaks is made again, and the calls that it took with it are repeated there and answered once (see
+:mod:`lightning_asgd.transport.once`): until their time is up, or nobody listens there any more, which is how the end of
+a server's process shows.
+
 TensorPipe unpickles what anybody who can connect sends. Processes listen on one interface only, loopback unless the
 run spans machines; keep other users off that network.
 """
@@ -18,8 +22,12 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import itertools
+import logging
 import os
 import threading
+import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,18 +37,28 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transport.base import Transport
+from lightning_asgd.transport.once import Once
 
 __all__ = ["RpcTransport", "check_available", "serve", "stop"]
+
+log = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # a build without it lacks most names; check_available says so
 _lock = threading.RLock()
 _handler: Callable[[Any], Any] | None = None
+_once = Once()
 _owner: object | None = None  # whoever uses this process's agent now
 _addresses: Any = None  # store that this process's agent looks its peers' addresses up in
 _peers = 0  # number of them
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
 _INFINITE = 0.0
+_ORIGIN = " (this error"  # in TensorPipe's words, like the next two
+_BROKEN, _REFUSED = f"{_ORIGIN} originated at tensorpipe", "ECONNREFUSED"
+_LATE = "RPC ran for more than set timeout"  # in torch's
+_FORGET_S = 10.0  # for a message that may as well be lost
+_REFUSALS = 2  # after which nobody listens there any more
+_AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
 
 
 def check_available() -> None:
@@ -75,13 +93,13 @@ class RpcTransport(Transport):
     def __init__(self, addresses: Sequence[str], interface: str = "lo") -> None:
         self.addresses = tuple(addresses)
         self.interface = interface
-        self._number = 0  # of processes that took others' places
-        self._prepared: dict[int, tuple[tuple[str, str], str]] = {}
-        self._names = [_names(i) for i in range(len(self.addresses))]
+        self._caller = uuid.uuid4().hex
+        self._numbers = itertools.count(1)  # of calls
+        self._arrived: list[int] = []  # calls whose answers have, and no server was told so
+        self._prepared: dict[int, _Link] = {}
         with _lock:
             _start_agent("worker", interface, self)
-            for names, address in zip(self._names, self.addresses, strict=True):
-                _add_peer(names, address)
+            self._links = [_Link(self, i, address) for i, address in enumerate(self.addresses)]
 
     @property
     def num_servers(self) -> int:
@@ -100,26 +118,21 @@ class RpcTransport(Transport):
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message; see :meth:`Transport.call`."""
-        return _send(self._names[server], message, timeout_s)
+        return self._links[server].call(message, timeout_s)
 
     def call_prepared(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """See :meth:`Transport.call_prepared`."""
-        return _send(self._prepared[server][0], message, timeout_s)
+        return self._prepared[server].call(message, timeout_s)
 
     def prepare(self, server: int, address: str) -> None:
         """See :meth:`Transport.prepare`."""
-        with _lock:
-            self._number += 1
-            names = _names(f"{server}:{self._number}")
-            if _owner is self:
-                _add_peer(names, address)
-            self._prepared[server] = names, address
+        self._prepared[server] = _Link(self, server, address)
 
     def replace(self, server: int) -> None:
         """See :meth:`Transport.replace`. Connections to the others stay."""
         with _lock:
-            self._names[server], address = self._prepared.pop(server)
-            self.addresses = (*self.addresses[:server], address, *self.addresses[server + 1 :])
+            link = self._links[server] = self._prepared.pop(server)
+            self.addresses = (*self.addresses[:server], link.address, *self.addresses[server + 1 :])
 
     def close(self) -> None:
         """Stop this process's agent if it still belongs to this transport."""
@@ -127,20 +140,149 @@ class RpcTransport(Transport):
             if _owner is self:
                 _stop_agent()
 
+    def number(self) -> tuple[int, list[int]]:
+        """A number for a call, and those of calls whose answers have arrived."""
+        with _lock:
+            arrived, self._arrived = self._arrived, []
+            return next(self._numbers), arrived
 
-def _names(server: int | str) -> tuple[str, str]:
-    """Two names for one server, each of which gets a connection of its own.
+    def note_arrival(self, number: int) -> None:
+        """Tell with the next call that an answer has arrived."""
+        with _lock:
+            self._arrived.append(number)
+
+    @property
+    def caller(self) -> str:
+        """What servers know this transport by."""
+        return self._caller
+
+
+class _Link:
+    """The way to one server's process: two connections, made when they are needed, and again when they break.
 
     A connection carries one message after the other. What is small and urgent would wait there until all weights are
     through that were sent before: 0.4 s for 2.4 MB there and back at 100 Mbit/s.
     """
-    return f"server{server}", f"server{server}-urgent"
+
+    def __init__(self, transport: RpcTransport, server: int, address: str) -> None:
+        self.transport = transport
+        self.server = server
+        self.address = address
+        self._names = {urgent: self._connect(urgent) for urgent in (False, True)}
+        self._mended: dict[str, str] = {}  # names of connections in another's place, and why; until they have served
+
+    def call(self, message: Any, timeout_s: float) -> Future[Any]:
+        """Send a message; see :meth:`Transport.call`."""
+        call = _Call(self, message, timeout_s)
+        call.send()
+        return call.future
+
+    def name(self, urgent: bool) -> str:
+        """The name that leads through a connection which is not known to be broken."""
+        return self._names[urgent]
+
+    def mend(self, urgent: bool, broken: str, why: str) -> None:
+        """Use another connection from now on, if that has not happened."""
+        with _lock:
+            if self._names[urgent] == broken and self.transport.alive:
+                self._names[urgent] = self._connect(urgent)
+                self._mended[self._names[urgent]] = why
+
+    def free(self) -> None:
+        """Tell the server what has arrived, so that it need not keep that until the next call."""
+        name, (_, arrived) = self.name(True), self.transport.number()
+
+        def failed(why: Exception) -> None:
+            for number in arrived:
+                self.transport.note_arrival(number)
+            self.mend(True, name, str(why).partition(_ORIGIN)[0])
+
+        try:
+            sent = _rpc().rpc_async(name, _forget, args=(self.transport.caller, arrived), timeout=_FORGET_S)
+        except RuntimeError as error:
+            failed(error)
+        else:
+            sent.add_done_callback(lambda done: _unless_done(done, failed))
+
+    def note_answer(self, name: str) -> None:
+        """A connection has served."""
+        why = self._mended.pop(name, None) if self._mended else None
+        if why is not None:
+            log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
+
+    def _connect(self, urgent: bool) -> str:
+        with _lock:
+            name = f"server{self.server}{'-urgent' * urgent}:{_peers + 1}"
+            if self.transport.alive:
+                _add_peer(name, self.address)
+            return name
 
 
-def _send(names: tuple[str, str], message: Any, timeout_s: float) -> Future[Any]:
-    name = names[getattr(message, "urgent", False)]
-    future: Future[Any] = _rpc().rpc_async(name, _answer, args=(message,), timeout=timeout_s)
-    return future
+class _Call:
+    """A message on its way, and its answer."""
+
+    def __init__(self, link: _Link, message: Any, timeout_s: float) -> None:
+        self.link = link
+        self.message = message
+        self.urgent = bool(getattr(message, "urgent", False))
+        self.future: Future[Any] = Future()
+        self.number, self.arrived = link.transport.number()
+        self._timeout_s = timeout_s
+        self._begun = time.monotonic()
+        self._attempts = self._refusals = 0
+
+    def send(self) -> None:
+        """Send it, over the connection of the moment."""
+        name, left_s = self.link.name(self.urgent), _INFINITE
+        if self._timeout_s != _INFINITE:
+            left_s = max(0.001, self._begun + self._timeout_s - time.monotonic())
+        arguments = (self.link.transport.caller, self.number, self.arrived, self.message)
+        try:
+            attempt = _rpc().rpc_async(name, _answer, args=arguments, timeout=left_s)
+        except RuntimeError as error:
+            self._failed(name, error)
+        else:
+            attempt.add_done_callback(lambda done: self._answered(name, done))
+
+    def _answered(self, name: str, attempt: Future[Any]) -> None:
+        try:
+            answer = attempt.value()
+        except RuntimeError as error:
+            self._failed(name, error)
+            return
+        transport = self.link.transport
+        self.link.note_answer(name)
+        transport.note_arrival(self.number)
+        self.future.set_result(answer)
+        if getattr(answer, "bulky", False):
+            self.link.free()
+
+    def _failed(self, name: str, error: RuntimeError) -> None:
+        text = str(error).splitlines()[0] if str(error) else ""
+        self._refusals = self._refusals + 1 if _REFUSED in text else 0
+        if _BROKEN not in text or self._refusals > _REFUSALS or not self.link.transport.alive:
+            self.future.set_exception(error)
+            return
+        # Not in the thread that brings answers.
+        arguments = (name, text.partition(_ORIGIN)[0])
+        threading.Thread(target=self._repeat, args=arguments, name="lightning_asgd.repeat", daemon=True).start()
+
+    def _repeat(self, name: str, why: str) -> None:
+        pause_s = _AGAIN_S[min(self._attempts, len(_AGAIN_S) - 1)]
+        self._attempts += 1
+        time.sleep(pause_s)
+        if self._timeout_s != _INFINITE and time.monotonic() > self._begun + self._timeout_s:
+            self.future.set_exception(RuntimeError(f"{_LATE} of {self._timeout_s:g} s, without a connection: {why}"))
+            return
+        self.link.mend(self.urgent, name, why)
+        self.send()
+
+
+def _unless_done(future: Future[Any], failed: Callable[[Exception], None]) -> None:
+    try:
+        future.value()
+    except RuntimeError as error:
+        failed(error)
 
 
 def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> str:
@@ -192,14 +334,13 @@ def _start_agent(name: str, interface: str, owner: object) -> str:
     return str(_addresses.get(name).decode())
 
 
-def _add_peer(names: Sequence[str], address: str) -> None:
-    """Let this process's agent know another process under several names."""
+def _add_peer(name: str, address: str) -> None:
+    """Let this process's agent know another process under a name, which gets a connection of its own."""
     global _peers
     rpc = _rpc()
-    for name in names:
-        _peers += 1
-        _addresses.set(name, address)
-        rpc.api._get_current_rpc_agent()._update_group_membership(rpc.WorkerInfo(name, _peers), [], {}, True)
+    _peers += 1
+    _addresses.set(name, address)
+    rpc.api._get_current_rpc_agent()._update_group_membership(rpc.WorkerInfo(name, _peers), [], {}, True)
 
 
 def _stop_agent() -> None:
@@ -210,17 +351,17 @@ def _stop_agent() -> None:
         rpc.shutdown(graceful=False)
 
 
-def _answer(message: Any) -> Future[Any]:
+def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Future[Any]:
     """Run on the server for every message."""
     handler = _handler
     if handler is None:
         raise RuntimeError("this process serves nothing any more")
-    answer = handler(message)
-    if isinstance(answer, Future):
-        return answer
-    future: Future[Any] = Future()
-    future.set_result(answer)
-    return future
+    return _once.answer(caller, number, arrived, lambda: handler(message))
+
+
+def _forget(caller: str, arrived: list[int]) -> None:
+    """Run on the server when a large answer has arrived."""
+    _once.forget(caller, arrived)
 
 
 if dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -13,10 +17,11 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.messages import Claim, Contribution, Exchange, Joined
+from lightning_asgd.messages import Claim, Contribution, Epoch, Exchange, Joined
 from lightning_asgd.transport import rpc
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
+from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
 
 
@@ -177,3 +182,67 @@ def test_a_process_may_serve_and_stop_serving() -> None:
     finally:
         rpc.stop()
         rpc.stop()
+
+
+def break_connections(servers: Sequence[ServerProcess]) -> int:
+    """Shut this process's connections to the servers down, as a router or a firewall would; how many there were."""
+    look: Any = getattr(psutil.Process, "net_connections", None) or psutil.Process.connections
+    ports = {c.laddr.port for s in servers for c in look(s.process, kind="tcp") if c.status == psutil.CONN_LISTEN}
+    connections = (c for c in look(psutil.Process(), kind="tcp") if c.status == psutil.CONN_ESTABLISHED)
+    mine = [c for c in connections if c.raddr.port in ports]
+    for connection in mine:
+        with contextlib.suppress(OSError):  # it is gone already
+            broken = socket.socket(fileno=os.dup(connection.fd))
+            broken.shutdown(socket.SHUT_RDWR)
+            broken.close()
+    return len(mine)
+
+
+def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.LogCaptureFixture) -> None:
+    transport = processes.connect()
+    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first.join()
+    second.join()
+    waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
+    assert not done_within(waiting, 0.2)
+    assert break_connections(processes.servers) >= 2
+    assert second.collective("barrier", "x", timeout_s=10.0) == {0: None, 1: None}
+    assert done_within(waiting, 10.0)
+    assert waiting.wait() == {0: None, 1: None}
+    assert "The connection to server 0 broke (EOF: end of file) and was made again." in caplog.text
+
+
+def test_nothing_is_lost_or_done_twice_while_connections_break(processes: Processes) -> None:
+    transport = processes.connect()
+    client = client_of(transport, "storm")
+    client.join()
+    client.initialise(layout_of_floats(4, 2), ASGD("sum"), [None] * 2, [(torch.zeros(2),)] * 2)
+    pushes, batches = 150, 1000
+    epoch = Epoch("storm epoch", batches, (batches,))
+    client.open_epoch(epoch)
+    over, broken = threading.Event(), 0
+
+    def storm() -> None:
+        nonlocal broken
+        while not over.wait(0.03):
+            broken += break_connections(processes.servers)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    granted: list[int] = []
+    try:
+        for number in range(1, pushes + 1):
+            updates = [(torch.ones(2),) for _ in range(2)]
+            futures = client.exchange(number, [number - 1] * 2, push=True, fetch=True, updates=updates)
+            claim = client.claim(epoch.key, 0, len(granted), len(granted), 0.001, 0.0)
+            grant = client.granted(claim)
+            granted += range(grant.first, grant.last)
+            replies = client.replies(futures)
+            assert [r.version for r in replies] == [number] * 2
+            assert all(r.weights is not None and r.weights[0].tolist() == [number] * 2 for r in replies)
+            assert client.collective("barrier", "x", timeout_s=10.0) == {0: None}
+    finally:
+        over.set()
+        thread.join()
+    assert broken > 20
+    assert granted == list(range(granted[-1] + 1))

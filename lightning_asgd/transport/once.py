@@ -1,0 +1,86 @@
+"""Every call is answered once, however often it comes: a connection that breaks takes calls and answers with it.
+
+Whoever calls numbers its calls, sends those again that were not answered, and tells which were. So the other side knows
+a call that it has seen before, and keeps an answer until it has arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.futures import Future
+
+__all__ = ["Once"]
+
+_FORGET_S = 120.0  # signs of life come every few seconds
+
+
+@dataclass
+class _Caller:
+    heard: float
+    calls: dict[int, Future[Any]] = field(default_factory=dict)
+
+
+class Once:
+    """The calls that were answered, or are to be, until their callers have the answers.
+
+    Args:
+        clock: seconds, monotonic; given by tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._callers: dict[str, _Caller] = {}
+
+    def answer(self, caller: str, number: int, arrived: Collection[int], handle: Callable[[], Any]) -> Future[Any]:
+        """The answer to a call, which is handled if it is new. From any thread.
+
+        Args:
+            caller: who calls; unique.
+            number: of the call; unique for the caller.
+            arrived: numbers of calls whose answers have arrived.
+            handle: answers the call, with a value or a future.
+        """
+        with self._lock:
+            calls = self._forget(caller, arrived)
+            before = calls.get(number)
+            if before is not None:
+                return before
+            future = calls[number] = Future()
+        try:
+            answer = handle()
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda done: _copy(done, future))
+        else:
+            future.set_result(answer)
+        return future
+
+    def forget(self, caller: str, arrived: Collection[int]) -> None:
+        """Keep answers no longer that have arrived."""
+        with self._lock:
+            self._forget(caller, arrived)
+
+    def _forget(self, caller: str, arrived: Collection[int]) -> dict[int, Future[Any]]:
+        now = self._clock()
+        for name in [name for name, other in self._callers.items() if now - other.heard > _FORGET_S]:
+            del self._callers[name]
+        known = self._callers.setdefault(caller, _Caller(now))
+        known.heard = now
+        for number in arrived:
+            known.calls.pop(number, None)
+        return known.calls
+
+
+def _copy(done: Future[Any], to: Future[Any]) -> None:
+    try:
+        to.set_result(done.value())
+    except Exception as error:
+        to.set_exception(error)
