@@ -72,7 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "transport": set(),
     "transport.base": set(),
     "transport.inprocess": {"transport.base"},
-    "transport.rpc": {"errors", "transport.base"},
+    "transport.once": set(),
+    "transport.rpc": {"errors", "transport.base", "transport.once"},
     "transport.shared_memory": {"layout", "messages"},
     # server
     "server": set(),

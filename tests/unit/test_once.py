@@ -1,0 +1,76 @@
+"""Calls that come twice are handled once, and answered as often as they come."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.futures import Future
+
+from lightning_asgd.transport.once import Once
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_repeated_call_is_not_handled_again() -> None:
+    once, handled = Once(), itertools.count(1)
+    answers = [once.answer("a", 1, [], lambda: next(handled)).wait() for _ in range(3)]
+    assert answers == [1, 1, 1]
+    assert once.answer("b", 1, [], lambda: next(handled)).wait() == 2  # somebody else's
+    assert once.answer("a", 2, [], lambda: next(handled)).wait() == 3
+
+
+def test_a_call_that_waits_is_answered_to_all_that_ask() -> None:
+    once, later = Once(), Future()
+    both = [once.answer("a", 1, [], lambda: later) for _ in range(2)]
+    assert not any(f.done() for f in both)
+    later.set_result("answer")
+    assert [f.wait() for f in both] == ["answer"] * 2
+
+
+def test_an_error_is_an_answer_too() -> None:
+    once = Once()
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no"):
+            once.answer("a", 1, [], fail).wait()
+    later: Future[None] = Future()
+    answer = once.answer("a", 2, [], lambda: later)
+    later.set_exception(RuntimeError("not now"))
+    with pytest.raises(RuntimeError, match="not now"):
+        answer.wait()
+
+
+def test_what_has_arrived_is_kept_no_longer_nor_what_nobody_asks_for() -> None:
+    clock, handled = Clock(), itertools.count(1)
+    once = Once(clock)
+    first = once.answer("a", 1, [], lambda: next(handled))
+    once.answer("a", 2, [], lambda: next(handled))
+    once.answer("a", 3, [1], lambda: next(handled))
+    assert once.answer("a", 1, [], lambda: next(handled)) is not first
+    once.forget("a", [2])
+    assert once.answer("a", 2, [], lambda: next(handled)).wait() == 5
+    clock.now = 100.0
+    assert once.answer("a", 3, [], lambda: next(handled)).wait() == 3
+    clock.now = 300.0
+    once.forget("b", [])
+    assert once.answer("a", 3, [], lambda: next(handled)).wait() == 6
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=40))
+def test_in_any_order(calls: list[tuple[str, int]]) -> None:
+    once, handled = Once(), []
+    for caller, number in calls:
+        answer = once.answer(caller, number, [], lambda c=caller, n=number: handled.append((c, n)) or (c, n))  # type: ignore[misc,func-returns-value]
+        assert answer.wait() == (caller, number)
+    assert sorted(handled) == sorted(set(calls))
