@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Network", "available", "two_machines"]
+__all__ = ["Network", "available", "pull", "two_machines"]
 
 _PREFIX = "asgd"
 _NAMESPACES = Path("/run/netns")
@@ -93,6 +93,16 @@ def two_machines(mbit: float | None = None) -> Iterator[Network]:
         with _uninterrupted():
             for name in network.names:
                 _remove(name)
+
+
+def pull(network: Network, index: int, seconds: float) -> None:
+    """Pull the cable out of a machine, and put it back."""
+    name, interface = network.names[index], network.interfaces[index]
+    _ip("-n", name, "link", "set", interface, "down")
+    try:
+        time.sleep(seconds)
+    finally:
+        _ip("-n", name, "link", "set", interface, "up")
 
 
 def _ip(*arguments: str) -> str:

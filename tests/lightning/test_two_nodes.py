@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from benchmarks import network
 from tests.lightning.test_processes import check_finished, start, training, wait_until
 
-PORTS = ("29555", "29556", "29557")  # in a namespace of its own every port is free
+PORTS = ("29555", "29556", "29557", "29558")  # in a namespace of its own every port is free
 
 REASON = network.available()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(150)]
@@ -71,6 +72,27 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
         )
         for node in (0, 1)
     ]
+    check_finished(tmp_path, jobs)
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_for_some_seconds(tmp_path: Path, machines: network.Network) -> None:
+    jobs = [
+        start(
+            tmp_path,
+            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 300}",
+            command=[*machines.prefix(node), sys.executable],
+            NODE_RANK=str(node),
+            MASTER_ADDR=machines.addresses[0],
+            MASTER_PORT=PORTS[3],
+        )
+        for node in (0, 1)
+    ]
+    wait_until(lambda: training(tmp_path) or jobs[0].poll() is not None, 90, "training")
+    for seconds in (1.0, 5.0):
+        network.pull(machines, 1, seconds)
+        time.sleep(1.0)
+    assert jobs[0].poll() is None, "training was over before the cable was pulled"
     check_finished(tmp_path, jobs)
 
 
