@@ -31,8 +31,8 @@ from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards, successor_of
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.transport import rpc
-from lightning_asgd.transport.rpc import RpcTransport
+from lightning_asgd.transport import choose
+from lightning_asgd.transport.base import Transport
 
 __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
@@ -43,7 +43,7 @@ _STOP_S = 3.0  # for a worker to end after SIGTERM
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
-_transport: RpcTransport | None = None  # kept from one call of the Trainer to the next
+_transport: Transport | None = None  # kept from one call of the Trainer to the next
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Job:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
         spare: whether a server is to be kept ready for the place of one that dies.
+        transport: how messages are sent.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
             same program.
         launches: how often the Trainer was called with this strategy.
@@ -64,6 +65,7 @@ class Job:
     num_servers: int
     start_timeout_s: float
     spare: bool = False
+    transport: str = "rpc"
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
     address: tuple[str, int] | None = None
@@ -86,20 +88,23 @@ class Job:
             ConfigurationError: this torch cannot do RPC.
             LaunchError: the rendezvous cannot be hosted.
         """
-        rpc.check_available()
+        choose.check_available(self.transport)
         self.launches += 1
         self.address = self._find_rendezvous(environment, num_nodes, is_main)
         if num_nodes > 1:
             self.interface = interface_of(local_address_towards(self.address[0]))
+        if self.transport == "zmq":
+            alone = num_nodes == 1 and not environment.creates_processes_externally
+            choose.provide_secret(one_machine=alone)
         if is_main:
             rendezvous = _hosted.get(self.address)
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
-            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface)
+            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface, self.transport)
             overseer.spare = self.spare and environment.world_size() > 1
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
-    def connect(self) -> RpcTransport:
+    def connect(self) -> Transport:
         """Wait for the servers of the present session and connect to them.
 
         Returns:
@@ -115,7 +120,9 @@ class Job:
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
         addresses = [self._address(rendezvous, index, key) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
-            _transport = RpcTransport(addresses, self.interface)
+            if _transport is not None:
+                _transport.close()
+            _transport = choose.connect(self.transport, addresses, self.interface)
         _connected = True
         return _transport
 
@@ -306,7 +313,7 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
-        rpc.stop()  # an agent cannot be shared with forked children
+        choose.release()  # an agent cannot be shared with forked children
         self.job.begin(self._strategy.cluster_environment, 1, is_main=True)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)

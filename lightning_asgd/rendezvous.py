@@ -19,7 +19,7 @@ import torch.distributed
 
 from lightning_asgd.errors import LaunchError
 
-__all__ = ["LOOPBACK", "Rendezvous", "interface_of", "local_address_towards", "successor_of"]
+__all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "local_address_towards", "successor_of"]
 
 LOOPBACK = "127.0.0.1"
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
@@ -137,6 +137,21 @@ def local_address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
         return str(probe.getsockname()[0])
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises:
+        LaunchError: it has none.
+    """
+    for address in psutil.net_if_addrs().get(interface, []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    raise LaunchError(
+        f"The network interface {interface!r} has no IPv4 address. Expected one of {sorted(psutil.net_if_addrs())} "
+        "that has. Set MASTER_ADDR to an address that every machine can reach."
+    )
 
 
 def interface_of(address: str) -> str:

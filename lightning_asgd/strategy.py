@@ -37,6 +37,7 @@ from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
 from lightning_asgd.messages import Part, Policy
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transport.choose import TRANSPORTS
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
@@ -86,6 +87,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             hung joins again when it wakes. ``"abort"``: end training on all workers, and say why. Worker 0 logs and
             writes the checkpoints: nothing goes on without it.
         timeouts: how long to wait for processes that hang.
+        transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
+            nobody gets in without the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
+            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each.
         max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
         accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
             them.
@@ -135,6 +139,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         min_workers: int = 1,
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
+        transport: str = "rpc",
         max_offline_steps: int = 1000,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -155,6 +160,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         )
         if start_method not in _START_METHODS:
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
+        if transport not in TRANSPORTS:
+            raise ConfigurationError(f"transport={transport!r}. Expected {' or '.join(map(repr, TRANSPORTS))}.")
         if data not in _DATA:
             raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         if on_worker_failure not in _ON_FAILURE:
@@ -178,7 +185,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.collectives = Collectives()
         self._heartbeat: Heartbeat | None = None
         self._recovery: Recovery | None = None
-        self._job = Job(positive_int("num_servers", num_servers), self.config.timeouts.start_s, self.config.restorable)
+        servers = positive_int("num_servers", num_servers)
+        self._job = Job(servers, self.config.timeouts.start_s, self.config.restorable, transport)
         self._sharing: Sharing | None = None
         self._data = data
         self._leased: LeasedLoop | None = None  # None while every worker has its own part of the data

@@ -38,13 +38,13 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 
 
 class _Server:
-    def __init__(self, index: int, rendezvous: Rendezvous, interface: str) -> None:
+    def __init__(self, index: int, rendezvous: Rendezvous, interface: str, transport: str) -> None:
         self.index = index
         self.rendezvous = rendezvous
         self.key = f"server/{uuid.uuid4().hex}"
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
-        arguments = ServerArguments(f"server{index}", self.key, host, port, interface, os.getpid())
+        arguments = ServerArguments(f"server{index}", self.key, host, port, interface, os.getpid(), transport)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
             stdin=subprocess.PIPE,
@@ -84,11 +84,13 @@ class Supervisor:
     Args:
         rendezvous: where they publish their addresses; None if there are none.
         interface: network interface they listen on.
+        transport: how messages reach them.
     """
 
-    def __init__(self, rendezvous: Rendezvous | None, interface: str) -> None:
+    def __init__(self, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc") -> None:
         self.rendezvous = rendezvous
         self.interface = interface
+        self.transport = transport
         self._servers: list[_Server] = []
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
@@ -114,7 +116,7 @@ class Supervisor:
     def add_servers(self, total: int) -> None:
         """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous."""
         while self.rendezvous is not None and len(self._servers) < total:
-            server = _Server(len(self._servers), self.rendezvous, self.interface)
+            server = _Server(len(self._servers), self.rendezvous, self.interface, self.transport)
             self._servers.append(server)
             self.register(server.process.pid)
 
@@ -201,7 +203,7 @@ class Supervisor:
             self._obituary = server.obituary()
             log.warning("%s\nAnother one takes its place.", self._obituary)
             try:
-                successor = self._spare or _Server(server.index, server.rendezvous, self.interface)
+                successor = self._spare or _Server(server.index, server.rendezvous, self.interface, self.transport)
             except OSError as error:
                 server.rendezvous.put(
                     server.key, {"error": f"{self._obituary}\nAnother one cannot be started: {error}"}
@@ -229,7 +231,7 @@ class Supervisor:
             return
         if time.monotonic() > self._quiet_since + _SPARE_AFTER_S and self._restarts < _RESTARTS:
             with contextlib.suppress(OSError):  # then there is none
-                self._spare = _Server(len(self._servers), self.rendezvous, self.interface)
+                self._spare = _Server(len(self._servers), self.rendezvous, self.interface, self.transport)
                 self.register(self._spare.process.pid)
 
     def _watch(self) -> None:
@@ -252,18 +254,19 @@ class Supervisor:
 _current: Supervisor | None = None
 
 
-def ensure(num_servers: int, rendezvous: Rendezvous | None, interface: str) -> Supervisor:
+def ensure(num_servers: int, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc") -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
     Servers are kept and reused, because starting one takes as long as importing torch.
     """
     global _current
     if _current is not None:
-        if _current.healthy and _current.interface == interface and _current.rendezvous is rendezvous:
+        present = _current.interface, _current.rendezvous, _current.transport
+        if _current.healthy and present == (interface, rendezvous, transport):
             _current.add_servers(num_servers)
             return _current
         _current.close()
-    _current = Supervisor(rendezvous, interface)
+    _current = Supervisor(rendezvous, interface, transport)
     _current.start()
     _current.add_servers(num_servers)
     return _current

@@ -74,6 +74,9 @@ ALLOWED: dict[str, set[str]] = {
     "transport.inprocess": {"transport.base"},
     "transport.once": set(),
     "transport.rpc": {"errors", "transport.base", "transport.once"},
+    "transport.wire": {"algorithms", "algorithms.base", "compression", "errors", "layout", "messages"},
+    "transport.zeromq": {"errors", "messages", "transport.base", "transport.once", "transport.wire"},
+    "transport.choose": {"errors", "rendezvous", "transport.base", "transport.rpc", "transport.zeromq"},
     "transport.shared_memory": {"layout", "messages"},
     # server
     "server": set(),
@@ -94,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.shard",
         "transport.shared_memory",
     },
-    "server.process": {"rendezvous", "server.service", "transport.rpc"},
+    "server.process": {"rendezvous", "server.service", "transport.choose"},
     # worker
     "worker": set(),
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
@@ -199,7 +202,8 @@ ALLOWED: dict[str, set[str]] = {
     "_lightning": set(),
     "callbacks": {"_lightning"},
     "_loop": {"messages", "worker.leases"},
-    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor", "transport.rpc"},
+    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
+    | {"transport.base", "transport.choose"},
     "strategy": {
         "_lightning",
         "algorithms",
@@ -216,6 +220,7 @@ ALLOWED: dict[str, set[str]] = {
         "optim",
         "stats",
         "supervisor",
+        "transport.choose",
         "worker.client",
         "worker.collectives",
         "worker.entry",

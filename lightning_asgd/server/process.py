@@ -16,7 +16,7 @@ import torch
 
 from lightning_asgd.rendezvous import Rendezvous
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport import rpc
+from lightning_asgd.transport import choose
 
 __all__ = ["ServerArguments", "main"]
 
@@ -36,6 +36,7 @@ class ServerArguments:
         port: where the rendezvous is.
         interface: network interface to listen on.
         parent: process to stop with.
+        transport: how messages come.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ServerArguments:
     port: int
     interface: str
     parent: int
+    transport: str = "rpc"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     torch.set_num_threads(1)  # the cores belong to the workers
     service = Service()
-    address = rpc.serve(service.handle, arguments.name, arguments.interface)
+    address, stop = choose.serve(arguments.transport, service.handle, arguments.name, arguments.interface)
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         stopped.wait(_LAST_WORDS_S)
     service.close()
-    rpc.stop()
+    stop()
     return 0
 
 

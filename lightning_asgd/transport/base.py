@@ -19,6 +19,10 @@ class Transport(ABC):
     def num_servers(self) -> int:
         """Number of servers that :meth:`call` reaches, numbered from 0."""
 
+    addresses: tuple[str, ...] = ()
+    """Of the servers, where they have any."""
+    alive: Any = True
+    """Whether messages can be sent."""
     prepared: Collection[int] = ()
     """Servers that another process is about to take the place of."""
 

@@ -12,7 +12,14 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Coded, Compression
-from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, WorkerAwayError, WorkerLostError, error_from
+from lightning_asgd.errors import (
+    ASGDError,
+    CollectiveTimeoutError,
+    ServerLostError,
+    WorkerAwayError,
+    WorkerLostError,
+    error_from,
+)
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
     Beat,
@@ -576,6 +583,8 @@ class Client:
     def _send(self, server: int, message: Any, timeout_s: float | None = None) -> Future[Any]:
         try:
             return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
+        except ASGDError:  # the message cannot be sent
+            raise
         except RuntimeError as error:
             raise self._lost(server, error) from error
 

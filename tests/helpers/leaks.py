@@ -77,8 +77,9 @@ def _check_threads(before: set[threading.Thread], grace_s: float) -> list[str]:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    # Python makes a dummy for a thread of C++ that once called back.
-    return isinstance(thread, threading._DummyThread) or thread.name.startswith(_THREADS)
+    # Python makes a dummy for a thread of C++ that once called back; pyzmq keeps one for memory that was being sent.
+    foreign = isinstance(thread, threading._DummyThread) or type(thread).__module__.startswith("zmq.")
+    return foreign or thread.name.startswith(_THREADS)
 
 
 def _children() -> set[int]:

@@ -16,27 +16,30 @@ import psutil
 import lightning_asgd
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
 from lightning_asgd.server.process import ServerArguments
+from lightning_asgd.transport.zeromq import SECRET_ENV
 
 START_S = 50.0
+SECRET = "known to the tests alone"
 ROOT = str(Path(lightning_asgd.__file__).resolve().parent.parent)
 
 
 class ServerProcess:
     """Starts at once; :meth:`address` waits until it serves."""
 
-    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, transport: str = "rpc") -> None:
         self.name = name
         self._rendezvous = rendezvous
         self._key = f"server/{uuid.uuid4().hex}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         host, port = rendezvous.address
-        arguments = ServerArguments(name, self._key, host, port, interface_of(LOOPBACK), os.getpid())
+        interface = interface_of(LOOPBACK)
+        arguments = ServerArguments(name, self._key, host, port, interface, os.getpid(), transport)
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", SECRET_ENV: SECRET},
         )
 
     @property

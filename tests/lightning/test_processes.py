@@ -176,8 +176,9 @@ def servers_of(main: Any) -> list[psutil.Process]:
     return found
 
 
-def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any) -> None:
-    main = mains(target=main_process, args=(tmp_path, Regression()))
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, transport: str) -> None:
+    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs={"transport": transport})
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
@@ -264,7 +265,8 @@ from tests.lightning.models import Recorder, Regression, loader, trainer
 from tests.lightning.test_processes import Signpost
 folder = Path(sys.argv[1])
 options = eval(sys.argv[2])
-run = trainer(folder, ASGDStrategy(nsync=2), callbacks=[Recorder(folder), Signpost(folder)], **options)
+settings = options.pop("settings", {})
+run = trainer(folder, ASGDStrategy(nsync=2, **settings), callbacks=[Recorder(folder), Signpost(folder)], **options)
 run.fit(Regression(), loader())
 """
 

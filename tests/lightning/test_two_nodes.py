@@ -14,7 +14,7 @@ import pytest
 from benchmarks import network
 from tests.lightning.test_processes import check_finished, start, training, wait_until
 
-PORTS = ("29555", "29556", "29557", "29558")  # in a namespace of its own every port is free
+PORTS = ("29555", "29559", "29557", "29558", "29556")  # in a namespace of its own every port is free
 
 REASON = network.available()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(150)]
@@ -40,15 +40,17 @@ def listening(pid: int) -> set[str]:
 
 
 @pytest.mark.slow  # of the usual tests the last one starts so, and torchrun's goes to the end
-def test_lightnings_own_environment(tmp_path: Path, machines: network.Network) -> None:
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str) -> None:
     jobs = [
         start(
             tmp_path,
-            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 60}",
+            f"{{'num_nodes': 2, 'devices': 1, 'max_epochs': 60, 'settings': {{'transport': '{transport}'}}}}",
             command=[*machines.prefix(node), sys.executable],
             NODE_RANK=str(node),
             MASTER_ADDR=machines.addresses[0],
-            MASTER_PORT=PORTS[0],
+            MASTER_PORT=PORTS[transport == "zmq"],
+            LIGHTNING_ASGD_SECRET="known to both machines",
         )
         for node in (0, 1)
     ]
@@ -66,7 +68,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
             command=[
                 *machines.prefix(node),
                 *[sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"],
-                *[f"--node-rank={node}", f"--master-addr={machines.addresses[0]}", f"--master-port={PORTS[1]}"],
+                *[f"--node-rank={node}", f"--master-addr={machines.addresses[0]}", f"--master-port={PORTS[4]}"],
             ],
             NODE_RANK=str(node),
         )

@@ -11,18 +11,27 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.inprocess import InProcessTransport
 from lightning_asgd.transport.rpc import RpcTransport
-from tests.helpers.servers import ServerProcess
+from lightning_asgd.transport.zeromq import ZmqTransport
+from tests.helpers.servers import SECRET, ServerProcess
 
 _sessions = itertools.count()
 
 
 @dataclass
 class Processes:
-    """Two servers that live as long as the tests of this folder, and two to be killed."""
+    """Two servers that live as long as the tests of this folder, two to be killed, and two that talk ZeroMQ."""
 
     servers: list[ServerProcess]
     spares: list[ServerProcess]
+    encrypted: list[ServerProcess]
     transport: RpcTransport | None = None
+    zmq: ZmqTransport | None = None
+
+    def connect_encrypted(self) -> ZmqTransport:
+        """The connection to the two that talk ZeroMQ."""
+        if self.zmq is None or not self.zmq.alive:
+            self.zmq = ZmqTransport([server.address() for server in self.encrypted], SECRET)
+        return self.zmq
 
     def connect(self) -> RpcTransport:
         """The connection to the lasting two; a new one if a test took the process's agent meanwhile."""
@@ -39,11 +48,12 @@ def connect(*servers: ServerProcess) -> RpcTransport:
 def processes() -> Iterator[Processes]:
     # All start together, and load their modules while the first tests need none of them.
     rendezvous = Rendezvous.host()
-    started = [ServerProcess(rendezvous, f"server{i}") for i in range(4)]
-    result = Processes(started[:2], started[2:])
+    started = [ServerProcess(rendezvous, f"server{i}", "rpc" if i < 4 else "zmq") for i in range(6)]
+    result = Processes(started[:2], started[2:4], started[4:])
     yield result
-    if result.transport is not None:
-        result.transport.close()
+    for transport in (result.transport, result.zmq):
+        if transport is not None:
+            transport.close()
     for server in started:
         server.close()
 
@@ -56,8 +66,16 @@ class Link:
     session: str
 
 
-@pytest.fixture(scope="session", params=["inprocess", "rpc"])
+@pytest.fixture(scope="session")
+def encrypted(processes: Processes) -> ZmqTransport:
+    """A connection that stays from one test to the next, and its thread."""
+    return processes.connect_encrypted()
+
+
+@pytest.fixture(scope="session", params=["inprocess", "rpc", "zmq"])
 def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "zmq":
+        request.getfixturevalue("encrypted")
     return str(request.param)
 
 
@@ -66,6 +84,9 @@ def link(kind: str, processes: Processes) -> Iterator[Link]:
     session = f"session {next(_sessions)}"
     if kind == "rpc":
         yield Link(processes.connect(), session)
+        return
+    if kind == "zmq":
+        yield Link(processes.connect_encrypted(), session)
         return
     services = [Service() for _ in range(2)]
     yield Link(InProcessTransport([s.handle for s in services]), session)

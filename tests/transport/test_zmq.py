@@ -1,0 +1,251 @@
+"""What only ZeroMQ's connections can show: strangers, broken connections, servers that end."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import zmq
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
+from lightning_asgd.messages import Beat, Contribution, Epoch
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.server.service import Service
+from lightning_asgd.transport import choose, zeromq
+from lightning_asgd.worker.client import Client, done_within
+from tests.helpers.cluster import layout_of_floats
+from tests.helpers.servers import SECRET, ServerProcess
+from tests.transport.conftest import Processes
+from tests.transport.test_rpc import break_connections, client_of, listening
+
+STRANGERS = 300  # per kind; benchmarks/strangers.py sends more
+
+
+@pytest.fixture
+def server() -> Iterator[zeromq.Server]:
+    service = Service()
+    server = zeromq.Server(service.handle, LOOPBACK, SECRET)
+    yield server
+    server.close()
+    service.close()
+
+
+@pytest.fixture
+def transport(server: zeromq.Server) -> Iterator[zeromq.ZmqTransport]:
+    transport = zeromq.ZmqTransport([server.address], SECRET)
+    yield transport
+    transport.close()
+
+
+def push(client: Any, number: int) -> Any:
+    n = client.num_servers
+    updates = [(torch.ones(2),) for _ in range(n)]
+    return client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+
+
+def begin(transport: Any, session: str) -> Any:
+    client = client_of(transport, session)
+    client.join()
+    n = client.num_servers
+    client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
+    return client
+
+
+def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(
+    server: zeromq.Server, transport: zeromq.ZmqTransport
+) -> None:
+    stranger = zeromq.ZmqTransport([server.address], SECRET + "?")
+    try:
+        with pytest.raises(ServerLostError, match="does not know this job's secret: expected the same LIGHTNING_ASGD"):
+            client_of(stranger, "wrong").join()
+    finally:
+        stranger.close()
+    client = begin(transport, "right")
+    assert client.replies(push(client, 1))[0].version == 1
+
+
+def test_strangers_change_nothing(server: zeromq.Server, transport: zeromq.ZmqTransport) -> None:
+    client = begin(transport, "strangers")
+    host, port = LOOPBACK, int(server.address.rpartition(":")[2])
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    plain = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    chance = random.Random(0)
+    for number in range(STRANGERS):
+        for data in (
+            b"",
+            chance.randbytes(chance.randint(1, 2000)),
+            plain + b"\x04\x05READY",
+            greeting + chance.randbytes(chance.randint(1, 300)),  # a broken handshake
+            greeting + b"\x06" + struct.pack(">Q", 1 << 40),  # a terabyte is promised
+            greeting[: chance.randint(1, 64)],
+        ):
+            with socket.create_connection((host, port), timeout=5) as stranger:
+                stranger.sendall(data)
+                if number % 2:  # reset instead of an orderly end
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert client.replies(push(client, 1))[0].version == 1
+    late = zeromq.ZmqTransport([server.address], SECRET)
+    try:
+        client_of(late, "strangers").join()
+    finally:
+        late.close()
+    assert server.refused == 0, "a stranger's bytes were taken for a message"
+
+
+def test_a_worker_that_sends_rubbish_harms_nobody(server: zeromq.Server, transport: zeromq.ZmqTransport) -> None:
+    client = begin(transport, "rubbish")
+    keys = zeromq._Keys.of(SECRET)
+    context = zmq.Context()
+    worker = context.socket(zmq.DEALER)
+    worker.setsockopt(zmq.LINGER, 0)
+    worker.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+    worker.setsockopt(zmq.CURVE_PUBLICKEY, keys.worker_public)
+    worker.setsockopt(zmq.CURVE_SECRETKEY, keys.worker)
+    worker.connect(server.address)
+    chance = random.Random(0)
+    sent = 0
+    for _ in range(200):
+        header = json.dumps(["O", "Join", {"session": 3}])
+        for frames in (
+            [chance.randbytes(chance.randint(0, 200))],
+            [b"[]"],
+            [b"[1, 2, 3, 4, 5]"],
+            [json.dumps(["me", 1, [], [10], header]).encode()],  # promises a buffer
+            [json.dumps(["me", 1, [], [-1], header]).encode()],
+            [json.dumps(["me", 1, [], [], "[" * 100_000]).encode()],
+        ):
+            worker.send_multipart(frames)
+            sent += 1
+    for number, text in enumerate(('["O","Join",{"nobody":1}]', '["O","os.system",{}]', "[", '["T",0,"float32",[2]]')):
+        worker.send_multipart([json.dumps(["me", 100 + number, [], [], text]).encode()])
+    answers = []
+    while worker.poll(2000):
+        frames = worker.recv_multipart()
+        answers.append(json.loads(frames[0]))
+        if len(answers) == 4 and not worker.poll(300):
+            break
+    worker.close()
+    context.term()
+    assert all("ProtocolError" in header for number, _, header in answers if number >= 100)
+    assert sum(number >= 100 for number, _, _ in answers) == 4
+    assert client.replies(push(client, 1))[0].version == 1
+
+
+def test_a_broken_connection_is_made_again(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+    transport = encrypted
+    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first.join()
+    second.join()
+    waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
+    assert not done_within(waiting, 0.2)
+    assert break_connections(processes.encrypted) >= 1
+    assert second.collective("barrier", "x", timeout_s=10.0) == {0: None, 1: None}
+    assert done_within(waiting, 10.0)
+
+
+def test_nothing_is_lost_or_done_twice_while_connections_break(
+    processes: Processes, encrypted: zeromq.ZmqTransport
+) -> None:
+    client = begin(encrypted, "storm")
+    units = 100_000
+    epoch = Epoch("storm epoch", units, (units,))
+    client.open_epoch(epoch)
+    over, broken = threading.Event(), 0
+
+    def storm() -> None:
+        nonlocal broken
+        while not over.wait(0.1):
+            broken += break_connections(processes.encrypted)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    granted = 0
+    try:
+        for number in range(1, 101):
+            futures = push(client, number)
+            grant = client.granted(client.claim(epoch.key, 0, granted, granted, 0.001, 0.0))
+            assert grant.first == granted, "units were granted that the worker does not know of"
+            granted = grant.last
+            replies = client.replies(futures)
+            assert [r.version for r in replies] == [number] * 2
+            assert all(r.weights is not None and r.weights[0].tolist() == [number] * 2 for r in replies)
+            assert client.collective("barrier", "x", timeout_s=10.0) == {0: None}
+    finally:
+        over.set()
+        thread.join()
+    assert broken > 5
+
+
+def test_everybody_listens_on_loopback_only(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+    for server in processes.encrypted:
+        assert set(listening(server.process)) == {"127.0.0.1"}
+
+
+def test_a_killed_server_is_lost_at_once() -> None:
+    server = ServerProcess(Rendezvous.host(), "server0", "zmq")
+    try:
+        transport = zeromq.ZmqTransport([server.address()], SECRET)
+        client = Client(transport, "killed", 0, 2, timeout_s=20.0)
+        client.join()
+        waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
+        server.popen.kill()
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="nobody listens at"):
+            waiting.wait()
+        with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
+            client.join()
+        assert time.monotonic() - begun < 5.0
+        transport.close()
+        transport.close()
+        with pytest.raises(ServerLostError, match="Server 0 is gone"):
+            client.join()
+    finally:
+        server.close()
+
+
+def test_a_call_that_is_not_answered_in_time_fails(transport: zeromq.ZmqTransport) -> None:
+    Client(transport, "time-out", 0, 2, timeout_s=20.0).join()
+    future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
+    with pytest.raises(RuntimeError, match="than set timeout"):
+        future.wait()
+    sign = transport.call(0, Beat("time-out", 0), 5.0)  # the connection is as good as before
+    assert done_within(sign, 5.0)
+
+
+def test_what_a_server_cannot_be_sent_is_named(transport: zeromq.ZmqTransport) -> None:
+    client = client_of(transport, "unknown")
+    client.join()
+
+    class Mine(ASGD):
+        pass
+
+    with pytest.raises(ProtocolError, match=r"Mine cannot be sent without pickle.*transport='rpc'"):
+        client.initialise(layout_of_floats(2, 1), Mine("sum"), [None], [(torch.zeros(2),)])
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(zeromq.SECRET_ENV, raising=False)
+    with pytest.raises(ConfigurationError, match=r"LIGHTNING_ASGD_SECRET is not set.*openssl rand -hex 32"):
+        choose.provide_secret(one_machine=False)
+    monkeypatch.setenv(zeromq.SECRET_ENV, "short")
+    with pytest.raises(ConfigurationError, match="has 5 characters"):
+        choose.provide_secret(one_machine=True)
+
+
+def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+    begin(encrypted, "idle")
+    watched = [server.process for server in processes.encrypted] + [psutil.Process()]
+    before = [p.cpu_times() for p in watched]
+    threading.Event().wait(2.0)
+    used = [p.cpu_times().user - b.user + p.cpu_times().system - b.system for p, b in zip(watched, before, strict=True)]
+    assert max(used) < 0.2

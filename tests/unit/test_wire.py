@@ -1,0 +1,146 @@
+"""Messages become bytes and the same messages again; other bytes become errors and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asgd import compression
+from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.messages import Contribution, Epoch, Exchange, Initialise, Join, Policy, Reply, Role, Verdict
+from lightning_asgd.transport.wire import Pickled, decode, encode
+
+
+def there_and_back(value: Any, *, open_pickled: bool = False) -> Any:
+    header, buffers = encode(value)
+    return decode(header, [bytearray(buffer) for buffer in buffers], open_pickled=open_pickled)
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers() | st.text(max_size=3) | st.tuples(st.integers()), inner, max_size=3)
+        | st.sets(st.integers(), max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
+def test_plain_values(value: Any) -> None:
+    back = there_and_back(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+@given(
+    st.sampled_from(
+        [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    ),
+    st.lists(st.integers(0, 4), max_size=3),
+)
+def test_tensors_bit_by_bit(dtype: torch.dtype, shape: list[int]) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    back = there_and_back(tensor)
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert torch.equal(back, tensor)
+    back.zero_()  # memory of its own, that can be written to
+
+
+def test_views_arrive_without_what_they_are_views_of() -> None:
+    matrix = torch.arange(12.0).view(3, 4)
+    assert torch.equal(there_and_back(matrix.t()), matrix.t())
+    assert torch.equal(there_and_back(matrix[1]), matrix[1])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Join("s", 1, 2, Policy(silence_s=3.0)),
+        Initialise("s", 0, ((Role.PARAMETER, "float32", 3),), ASGD("sum", transforms=(DropStale(3),))),
+        Initialise("s", 0, (), Downpour("adam", options={"betas": (0.9, 0.99)}), compression=compression.Int8()),
+        Initialise("s", 0, (), EASGD()),
+        Initialise("s", 0, (), StreamingDiLoCo()),
+        Contribution("s", 0, 3, "broadcast", "x", payload={"a": (1, None)}, answer={0: 1.5, 3: "x"}),
+        Epoch("e", 3, (1, 3), b"\x00\xff", ((0, 1),)),
+        Reply(3, 1, Verdict.APPLIED, pushes={0: 1}, terms={1: 2}, left={2: "gone"}),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages(message: Any) -> None:
+    back = there_and_back(message)
+    assert back == message
+    assert repr(back) == repr(message)
+
+
+def test_an_exchange_with_its_weights() -> None:
+    back = there_and_back(Exchange("s", 0, 1, 0, True, True, (torch.arange(5.0), (torch.ones(2), torch.zeros(0)))))
+    assert torch.equal(back.update[0], torch.arange(5.0))
+    assert back.update[1][1].shape == (0,)
+
+
+class Mine:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_any_object_can_be_broadcast_and_servers_leave_it_closed() -> None:
+    message = Contribution("s", 0, 1, "broadcast", "x", payload=Mine(), answer={0: Mine()})
+    on_server = there_and_back(message)
+    assert isinstance(on_server.payload, Pickled)
+    answer = there_and_back({0: on_server.payload}, open_pickled=True)
+    assert answer == {0: Mine()}
+    with pytest.raises(ProtocolError, match=r"test_wire.Mine cannot be sent without pickle"):
+        encode({"elsewhere": Mine()})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[",
+        b"{}",
+        b"[]",
+        b'["X"]',
+        b'["T",0,"float32",[1]]',
+        b'["T",0,"load",[1]]',
+        b'["T",0,"float32",[-1]]',
+        b'["T",7,"float32",[1]]',
+        b'["O","Popen",{"args":1}]',
+        b'["O","Role",{}]',
+        b'["O","Join",{"session":"s","shell":1}]',
+        b'["O","Join",{}]',
+        b'["E","Join",1]',
+        b'["E","Role","no such role"]',
+        b'["D",[[1]]]',
+        b"[" * 5000,
+        b'["L",[' * 50 + b"]]" * 50,
+    ],
+)
+def test_what_is_no_message_is_an_error(header: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(header, [b"12345"])
+
+
+@given(st.binary(max_size=60), st.binary(max_size=10))
+def test_rubbish_is_an_error_or_a_plain_value(header: bytes, buffer: bytes) -> None:
+    try:
+        value = decode(header, [buffer])
+    except ProtocolError:
+        return
+    json.dumps(value)
