@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt soak clean
+.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt strangers soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ chaos: $(VENV)/.installed-examples ## workers are stopped and killed while they 
 
 interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments: what stays behind
 	@$(RUN) benchmarks/interrupt.py
+
+strangers: $(VENV)/.installed-examples ## thousands of connections and messages that a server does not expect
+	@$(RUN) benchmarks/strangers.py
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py

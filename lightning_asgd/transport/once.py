@@ -17,6 +17,7 @@ from torch.futures import Future
 __all__ = ["Once"]
 
 _FORGET_S = 120.0  # signs of life come every few seconds
+_MOST = 256  # answers that have not arrived, per caller: a worker has a few at a time
 
 
 @dataclass
@@ -51,6 +52,9 @@ class Once:
             before = calls.get(number)
             if before is not None:
                 return before
+            if len(calls) >= _MOST:
+                for old in [n for n, call in calls.items() if call.done()][: len(calls) // 2]:
+                    del calls[old]
             future = calls[number] = Future()
         try:
             answer = handle()

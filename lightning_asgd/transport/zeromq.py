@@ -39,7 +39,7 @@ from lightning_asgd.transport import wire
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.once import Once
 
-__all__ = ["SECRET_ENV", "Server", "ZmqTransport", "check_available"]
+__all__ = ["SECRET_ENV", "Keys", "Server", "ZmqTransport", "check_available", "keys_of"]
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def check_available() -> None:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """What follows from a job's secret; all in Z85."""
 
     server_public: bytes
@@ -85,17 +85,22 @@ class _Keys:
     worker_public: bytes
     worker: bytes
 
-    @classmethod
-    def of(cls, secret: str) -> _Keys:
-        import zmq
-        from zmq.utils import z85
 
-        def pair(role: bytes) -> tuple[bytes, bytes]:
-            digest = hashlib.blake2b(secret.encode(), digest_size=32, person=role).digest()
-            private: bytes = z85.encode(digest)
-            return zmq.curve_public(private), private
+def keys_of(secret: str) -> Keys:
+    """The key pairs of a job.
 
-        return cls(*pair(b"asgd server"), *pair(b"asgd worker"))
+    Args:
+        secret: the job's.
+    """
+    import zmq
+    from zmq.utils import z85
+
+    def pair(role: bytes) -> tuple[bytes, bytes]:
+        digest = hashlib.blake2b(secret.encode(), digest_size=32, person=role).digest()
+        private: bytes = z85.encode(digest)
+        return zmq.curve_public(private), private
+
+    return Keys(*pair(b"asgd server"), *pair(b"asgd worker"))
 
 
 def _secure(sock: Any) -> None:
@@ -215,7 +220,7 @@ class Server(_Loop):
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
         self._once = Once()
-        keys = _Keys.of(secret)
+        keys = keys_of(secret)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_Only(keys.worker_public))
@@ -268,6 +273,8 @@ class Server(_Loop):
                     return self._handler(wire.decode(header.encode(), _assemble(sizes, frames[2:])))
                 except ASGDError as error:
                     return Failure(type(error).__name__, str(error))
+                except Exception as error:  # as a text: the exception would keep the message
+                    return Failure("ProtocolError", f"A message could not be read: {error!r}.")
 
             answer = self._once.answer(caller, number, arrived, handle)
         except Exception as error:
@@ -316,7 +323,7 @@ class ZmqTransport(Transport, _Loop):
         check_available()
         super().__init__("lightning_asgd.zmq")
         self.addresses = tuple(addresses)
-        self._keys = _Keys.of(secret)
+        self._keys = keys_of(secret)
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count(1)
         self._arrived: list[int] = []
@@ -405,7 +412,7 @@ class ZmqTransport(Transport, _Loop):
         return [json.dumps([self._caller, 0, arrived, [], None]).encode()]
 
     @property
-    def keys(self) -> _Keys:
+    def keys(self) -> Keys:
         """Of the job."""
         return self._keys
 

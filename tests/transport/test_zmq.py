@@ -104,7 +104,7 @@ def test_strangers_change_nothing(server: zeromq.Server, transport: zeromq.ZmqTr
 
 def test_a_worker_that_sends_rubbish_harms_nobody(server: zeromq.Server, transport: zeromq.ZmqTransport) -> None:
     client = begin(transport, "rubbish")
-    keys = zeromq._Keys.of(SECRET)
+    keys = zeromq.keys_of(SECRET)
     context = zmq.Context()
     worker = context.socket(zmq.DEALER)
     worker.setsockopt(zmq.LINGER, 0)

@@ -67,6 +67,15 @@ def test_what_has_arrived_is_kept_no_longer_nor_what_nobody_asks_for() -> None:
     assert once.answer("a", 3, [], lambda: next(handled)).wait() == 6
 
 
+def test_answers_that_nobody_takes_do_not_pile_up() -> None:
+    once, waiting = Once(), Future()
+    first = once.answer("a", 0, [], lambda: waiting)
+    for number in range(1, 2000):
+        once.answer("a", number, [], lambda: None)
+    assert len(once._callers["a"].calls) <= 256
+    assert once.answer("a", 0, [], lambda: None) is first  # what is not answered yet is not forgotten
+
+
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=40))
 def test_in_any_order(calls: list[tuple[str, int]]) -> None:
     once, handled = Once(), []
