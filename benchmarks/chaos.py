@@ -13,6 +13,10 @@ random servers. Two programs are trained:
   reached one of them only: then half of that push is lost, and so much is allowed.
 * scikit-learn's digits, as in convergence.py: with all these faults the accuracy must be within 0.01 of that without.
 
+Last, how fast it goes meanwhile, with a fault of any kind about every 25 s and the program that counts: the samples
+trained per second of a living worker must be 0.9 of those without faults. Seconds in which a worker is stopped, and
+those after it was killed, do not count as living; those in which others wait for it do.
+
 Exits with 1 if either fails, or if training does not end by itself.
 """
 
@@ -57,18 +61,22 @@ from lightning_asgd.algorithms import ASGD
 SILENCE_S = 2.0
 IN_FLIGHT_S = 0.1  # in which answers of a server that was killed may still be noticed
 NSYNC, BATCH = 5, 2
+SAMPLES = {"counts": 1000, "speed": 8000}  # of one epoch
+CALM_S = 22.0  # between the faults while the speed is measured
+LEAST = 0.9  # of the speed without faults
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 class Counts(pl.LightningModule):
     """Learns how often each sample was trained."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, step_s: float) -> None:
         super().__init__()
         self.seen = torch.nn.Parameter(torch.zeros(samples))
+        self.step_s = step_s
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(0.005)
+        time.sleep(self.step_s)
         return -self.seen[batch[0]].sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -82,12 +90,14 @@ class Report(pl.Callback):
         self.folder = folder
         self.epochs = epochs
         self.pushes: list[float] = []  # when worker 0 learnt of one more that was applied
+        self.begun = 0.0
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.strategy.stats.pushes != len(self.pushes):
             self.pushes += [time.monotonic()] * (trainer.strategy.stats.pushes - len(self.pushes))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.begun = time.monotonic()
         new = self.folder / f"new{trainer.global_rank}"
         new.write_text(str(os.getpid()))
         new.rename(self.folder / f"worker{trainer.global_rank}")
@@ -100,6 +110,7 @@ class Report(pl.Callback):
         if trainer.is_global_zero:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
             result = {"epochs": trainer.current_epoch, "metrics": metrics, "pushes": self.pushes}
+            result |= {"begun": self.begun, "ended": time.monotonic()}
             if isinstance(pl_module, Counts):
                 result["seen"] = sorted(Counter(pl_module.seen.tolist()).items())
             (self.folder / "result.json").write_text(json.dumps(result))
@@ -115,7 +126,7 @@ def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | No
     pl.seed_everything(1, verbose=False)
     strategy = ASGDStrategy(
         nsync=NSYNC,
-        algorithm=ASGD("sum") if program == "counts" else None,
+        algorithm=None if program == "digits" else ASGD("sum"),
         num_servers=servers,
         start_method="fork",
         timeouts=Timeouts(silence_s=SILENCE_S),
@@ -132,9 +143,10 @@ def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | No
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    if program == "counts":
-        samples = 1000
-        trainer.fit(Counts(samples), DataLoader(TensorDataset(torch.arange(samples)), BATCH, shuffle=True))
+    if program in SAMPLES:
+        samples = SAMPLES[program]
+        module = Counts(samples, 0.005 if program == "counts" else 0.02)
+        trainer.fit(module, DataLoader(TensorDataset(torch.arange(samples)), BATCH, shuffle=True))
     else:
         trainer.fit(DigitsCNN(), *loaders(batch_size=16))
 
@@ -143,7 +155,7 @@ class Job:
     """A job that trains, and what is done to its workers.
 
     Args:
-        program: ``"counts"`` or ``"digits"``.
+        program: ``"counts"``, ``"speed"`` or ``"digits"``.
         workers: number of them.
         servers: number of them.
         folder: for what its processes tell.
@@ -157,6 +169,7 @@ class Job:
         self.process.start()
         self.killed: set[int] = set()
         self.servers_killed: list[float] = []  # when
+        self.stopped: list[tuple[float, float]] = []  # from when to when a worker was
         deadline = time.monotonic() + 120
         while not all((folder / f"worker{rank}").exists() for rank in range(workers)):
             if time.monotonic() > deadline or self.process.exitcode is not None:
@@ -186,6 +199,8 @@ class Job:
             what it was.
         """
         time.sleep(chance.uniform(0.5, 2.0))
+        if who == ("nobody",):
+            return "nothing"
         if chance.choice(who) == "servers":
             time.sleep(chance.uniform(0.0, 6.0))  # starting another one takes seconds
             servers = self.servers()
@@ -200,10 +215,13 @@ class Job:
         if kill:
             self.killed.add(rank)
             worker.kill()
+            self.stopped.append((time.monotonic(), math.inf))
             return "SIGKILL of a worker"
         worker.suspend()
+        since = time.monotonic()
         time.sleep(chance.uniform(0.1, 4 * SILENCE_S))
         worker.resume()
+        self.stopped.append((since, time.monotonic()))
         return "SIGSTOP of a worker"
 
     def end(self, seconds: float) -> dict[str, Any]:
@@ -225,6 +243,7 @@ class Job:
         return {
             **result,
             "servers_killed": self.servers_killed,
+            "stopped": self.stopped,
             "back": output.count("is back"),
             "restored": output.count("Another one takes its place"),
         }
@@ -244,17 +263,20 @@ def disturbed(
     chance: random.Random,
     epochs: int | None,
     who: tuple[str, ...] = ("workers",),
+    calm_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Train with faults."""
+    """Train with faults, and between them without for so many seconds."""
     with tempfile.TemporaryDirectory() as name:
         job = Job(program, workers, servers, Path(name), epochs)
         done: Counter[str] = Counter()
         try:
             for _ in range(faults):
+                time.sleep(calm_s)
                 try:
                     done[job.disturb(chance, who)] += 1
                 except (psutil.NoSuchProcess, FileNotFoundError):  # training is over
                     break
+            time.sleep(calm_s)
             result = job.end(600)
         finally:
             job.close()
@@ -292,12 +314,31 @@ def count(workers: int, servers: int, faults: int, chance: random.Random, who: t
     return fine
 
 
+def pace(result: dict[str, Any], workers: int) -> float:
+    """Samples per second of a living worker."""
+    begun, ended = result["begun"], result["ended"]
+    idle = sum(min(until, ended) - max(since, begun) for since, until in result["stopped"] if since < ended)
+    return float(result["epochs"] * SAMPLES["speed"] / (workers * (ended - begun) - idle))
+
+
+def speed(workers: int, faults: int, chance: random.Random) -> bool:
+    """Whether the living train nearly as fast with faults as without."""
+    quiet = pace(disturbed("speed", workers, 2, 2, chance, None, ("nobody",), CALM_S), workers)
+    loud = pace(disturbed("speed", workers, 2, faults, chance, None, ("workers", "servers"), CALM_S), workers)
+    fine = loud >= LEAST * quiet
+    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
+    CONSOLE.print(
+        f"{verdict}  {loud:.1f} samples/s per living worker with faults, {quiet:.1f} without: {loud / quiet:.2f} of it"
+    )
+    return fine
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=("counts", "digits"))
+    parser.add_argument("--only", choices=("counts", "digits", "speed"))
     args = parser.parse_args()
     clean_environment()
     torch.set_num_threads(1)
@@ -306,12 +347,12 @@ def main() -> int:
     both = ("workers", "servers")
     good = True
     with told_of_errors(CONSOLE):
-        if args.only != "digits":
+        if args.only in (None, "counts"):
             good &= count(args.workers, 1, share, chance, ("workers",))
             good &= count(args.workers, 2, share, chance, ("workers",))
             good &= count(args.workers, 2, share, chance, ("servers",))
             good &= count(args.workers, 1, share, chance, both)
-        if args.only != "counts":
+        if args.only in (None, "digits"):
             epochs = max(20, 12 * share)
             quiet = disturbed("digits", args.workers, 2, 0, chance, epochs)["metrics"]["val_acc"]
             loud = disturbed("digits", args.workers, 2, share, chance, epochs, both)["metrics"]["val_acc"]
@@ -319,6 +360,8 @@ def main() -> int:
             good &= near
             verdict = "[green]PASS[/]" if near else "[red]FAIL[/]"
             CONSOLE.print(f"{verdict}  digits: accuracy {loud:.3f} with faults, {quiet:.3f} without")
+        if args.only in (None, "speed"):
+            good &= speed(args.workers, max(1, share // 2), chance)
     return 0 if good else 1
 
 

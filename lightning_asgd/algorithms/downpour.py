@@ -128,6 +128,8 @@ class Downpour(Algorithm):
         module, _, last = name.rpartition(".")
         try:
             cls = getattr(importlib.import_module(module), last)
+            if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):  # a message may name anything
+                raise ValueError(f"{name} is not a torch.optim.Optimizer")
             optimizer: torch.optim.Optimizer = cls([parameter], **options)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigurationError(

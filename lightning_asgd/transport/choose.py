@@ -59,7 +59,8 @@ def connect(transport: str, addresses: Sequence[str], interface: str) -> Transpo
 
 def release() -> None:
     """End what this process cannot share with the children that it is about to fork."""
-    rpc.stop()
+    if rpc.is_available():
+        rpc.stop()
 
 
 def serve(transport: str, handler: Callable[[Any], Any], name: str, interface: str) -> tuple[str, Callable[[], None]]:

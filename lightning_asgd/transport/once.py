@@ -16,14 +16,16 @@ from torch.futures import Future
 
 __all__ = ["Once"]
 
-_FORGET_S = 120.0  # signs of life come every few seconds
-_MOST = 256  # answers that have not arrived, per caller: a worker has a few at a time
+_FORGET_S = 600.0  # signs of life come every few seconds
+_MOST = 1024  # answers that have not arrived, per caller: a worker has as many under way as a module has layers
+_LATE = 4096  # calls that are known to be over, per caller: a copy of one may still come
 
 
 @dataclass
 class _Caller:
     heard: float
     calls: dict[int, Future[Any]] = field(default_factory=dict)
+    over: dict[int, None] = field(default_factory=dict)  # in order
 
 
 class Once:
@@ -48,7 +50,12 @@ class Once:
             handle: answers the call, with a value or a future.
         """
         with self._lock:
-            calls = self._forget(caller, arrived)
+            known = self._forget(caller, arrived)
+            calls = known.calls
+            if number in known.over:  # nobody waits for it
+                nothing: Future[Any] = Future()
+                nothing.set_result(None)
+                return nothing
             before = calls.get(number)
             if before is not None:
                 return before
@@ -72,15 +79,19 @@ class Once:
         with self._lock:
             self._forget(caller, arrived)
 
-    def _forget(self, caller: str, arrived: Collection[int]) -> dict[int, Future[Any]]:
+    def _forget(self, caller: str, arrived: Collection[int]) -> _Caller:
         now = self._clock()
-        for name in [name for name, other in self._callers.items() if now - other.heard > _FORGET_S]:
-            del self._callers[name]
         known = self._callers.setdefault(caller, _Caller(now))
         known.heard = now
+        for name, other in list(self._callers.items()):
+            if now - other.heard > _FORGET_S and all(call.done() for call in other.calls.values()):
+                del self._callers[name]
         for number in arrived:
-            known.calls.pop(number, None)
-        return known.calls
+            if known.calls.pop(number, None) is not None:
+                known.over[number] = None
+        while len(known.over) > _LATE:
+            del known.over[next(iter(known.over))]
+        return known
 
 
 def _copy(done: Future[Any], to: Future[Any]) -> None:

@@ -21,6 +21,7 @@ run spans machines; keep other users off that network.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +41,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.once import Once
 
-__all__ = ["RpcTransport", "check_available", "serve", "stop"]
+__all__ = ["RpcTransport", "check_available", "is_available", "serve", "stop"]
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +63,18 @@ _REFUSALS = 2  # after which nobody listens there any more
 _AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
 
 
+def is_available() -> bool:
+    """Whether this build of torch can do RPC."""
+    return bool(dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available())
+
+
 def check_available() -> None:
     """Raise if this build of torch cannot do RPC.
 
     Raises:
         ConfigurationError: torch was built without it.
     """
-    if not (dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available()):
+    if not is_available():
         import torch
 
         raise ConfigurationError(
@@ -95,7 +102,6 @@ class RpcTransport(Transport):
         self.interface = interface
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count(1)  # of calls
-        self._arrived: list[int] = []  # calls whose answers have, and no server was told so
         self._prepared: dict[int, _Link] = {}
         with _lock:
             _start_agent("worker", interface, self)
@@ -140,16 +146,9 @@ class RpcTransport(Transport):
             if _owner is self:
                 _stop_agent()
 
-    def number(self) -> tuple[int, list[int]]:
-        """A number for a call, and those of calls whose answers have arrived."""
-        with _lock:
-            arrived, self._arrived = self._arrived, []
-            return next(self._numbers), arrived
-
-    def note_arrival(self, number: int) -> None:
-        """Tell with the next call that an answer has arrived."""
-        with _lock:
-            self._arrived.append(number)
+    def number(self) -> int:
+        """A number for a call."""
+        return next(self._numbers)
 
     @property
     def caller(self) -> str:
@@ -169,6 +168,7 @@ class _Link:
         self.server = server
         self.address = address
         self._names = {urgent: self._connect(urgent) for urgent in (False, True)}
+        self._arrived: deque[int] = deque()  # calls whose answers have, and the server was not told so
         self._mended: dict[str, str] = {}  # names of connections in another's place, and why; until they have served
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
@@ -190,12 +190,13 @@ class _Link:
 
     def free(self) -> None:
         """Tell the server what has arrived, so that it need not keep that until the next call."""
-        name, (_, arrived) = self.name(True), self.transport.number()
+        name, arrived = self.name(True), self.take_arrived()
 
         def failed(why: Exception) -> None:
-            for number in arrived:
-                self.transport.note_arrival(number)
-            self.mend(True, name, str(why).partition(_ORIGIN)[0])
+            self.note_arrival(*arrived)
+            if self.transport.alive:  # in another thread: this one may be waited for by who holds the lock
+                arguments = (True, name, str(why).partition(_ORIGIN)[0])
+                threading.Thread(target=self.mend, args=arguments, name="lightning_asgd.mend", daemon=True).start()
 
         try:
             sent = _rpc().rpc_async(name, _forget, args=(self.transport.caller, arrived), timeout=_FORGET_S)
@@ -203,6 +204,18 @@ class _Link:
             failed(error)
         else:
             sent.add_done_callback(lambda done: _unless_done(done, failed))
+
+    def take_arrived(self) -> list[int]:
+        """Calls whose answers have arrived, to tell the server. Takes no lock, like all that agents' threads call."""
+        arrived = []
+        with contextlib.suppress(IndexError):
+            while True:
+                arrived.append(self._arrived.popleft())
+        return arrived
+
+    def note_arrival(self, *numbers: int) -> None:
+        """Tell the server with the next call that answers have arrived."""
+        self._arrived.extend(numbers)
 
     def note_answer(self, name: str) -> None:
         """A connection has served."""
@@ -226,7 +239,7 @@ class _Call:
         self.message = message
         self.urgent = bool(getattr(message, "urgent", False))
         self.future: Future[Any] = Future()
-        self.number, self.arrived = link.transport.number()
+        self.number, self.arrived = link.transport.number(), link.take_arrived()
         self._timeout_s = timeout_s
         self._begun = time.monotonic()
         self._attempts = self._refusals = 0
@@ -250,17 +263,17 @@ class _Call:
         except RuntimeError as error:
             self._failed(name, error)
             return
-        transport = self.link.transport
         self.link.note_answer(name)
-        transport.note_arrival(self.number)
-        self.future.set_result(answer)
+        self.link.note_arrival(self.number)
         if getattr(answer, "bulky", False):
             self.link.free()
+        self.future.set_result(answer)
 
     def _failed(self, name: str, error: RuntimeError) -> None:
         text = str(error).splitlines()[0] if str(error) else ""
         self._refusals = self._refusals + 1 if _REFUSED in text else 0
         if _BROKEN not in text or self._refusals > _REFUSALS or not self.link.transport.alive:
+            self.link.note_arrival(*self.arrived)
             self.future.set_exception(error)
             return
         # Not in the thread that brings answers.
@@ -364,7 +377,7 @@ def _forget(caller: str, arrived: list[int]) -> None:
     _once.forget(caller, arrived)
 
 
-if dist.is_available() and hasattr(dist, "rpc") and _rpc().is_available():
+if is_available():
     _answer = _rpc().functions.async_execution(_answer)
 
 

@@ -127,6 +127,8 @@ def attach(ref: SharedRef, groups: Groups) -> SharedBlock | None:
     """
     if ref.host != host_identity() or ref.nbytes != _size(groups):
         return None
+    if type(ref.pid) is not int or type(ref.fd) is not int:  # else they could spell the path of any file
+        return None
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
     try:
         if os.stat(path).st_size != ref.nbytes:

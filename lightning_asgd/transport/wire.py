@@ -28,6 +28,7 @@ from lightning_asgd.layout import dtype_from_name
 __all__ = ["Pickled", "decode", "encode"]
 
 _DEEPEST = 40  # nested values
+_PLAIN = 1 << 16  # bytes of a header up to which a value of a collective is not pickled
 _CLASSES: dict[str, type] = {
     name: value
     for module in (messages, algorithms, compression)
@@ -81,7 +82,9 @@ def decode(header: bytes, buffers: Sequence[Buffer], *, open_pickled: bool = Fal
 # Every value that JSON does not know is a list that begins with a letter.
 
 
-def _encode(value: Any, buffers: list[Buffer]) -> Any:
+def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
+    if depth > _DEEPEST // 2:
+        raise ProtocolError(f"A value is nested more than {_DEEPEST // 2} deep. Expected a flatter one.")
     if value is None or isinstance(value, bool | float) or type(value) in (int, str):
         return value
     if isinstance(value, Tensor) and value.layout is torch.strided:
@@ -94,9 +97,9 @@ def _encode(value: Any, buffers: list[Buffer]) -> Any:
     for letter, kind in _CONTAINERS.items():
         if type(value) is kind:
             items: Any = value
-            return [letter, [_encode(item, buffers) for item in items]]
+            return [letter, [_encode(item, buffers, depth + 1) for item in items]]
     if type(value) is dict:
-        return ["D", [[_encode(k, buffers), _encode(v, buffers)] for k, v in value.items()]]
+        return ["D", [[_encode(k, buffers, depth + 1), _encode(v, buffers, depth + 1)] for k, v in value.items()]]
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
         if isinstance(value, Enum):
@@ -108,7 +111,7 @@ def _encode(value: Any, buffers: list[Buffer]) -> Any:
             contents["payload"] = _closed(value.payload)
             if value.answer is not None:
                 contents["answer"] = {rank: _closed(item) for rank, item in value.answer.items()}
-        return ["O", name, {field: _encode(item, buffers) for field, item in contents.items()}]
+        return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
     if isinstance(value, Pickled):
         buffers.append(value.data)
         return ["P", len(buffers) - 1]
@@ -179,12 +182,12 @@ def _open(buffers: Sequence[Buffer], open_pickled: bool, inner: Any, index: int)
 
 
 def _closed(value: Any) -> Any:
-    """A value of a collective: as it is where it is plain, and else such that servers leave it alone."""
+    """A value of a collective: as it is where it is plain and small, and else such that servers leave it alone."""
     try:
-        _encode(value, [])
+        small = len(json.dumps(_encode(value, [], 4))) <= _PLAIN
     except ProtocolError:
-        return Pickled(pickle.dumps(value))
-    return value
+        small = False
+    return value if small or isinstance(value, Pickled) else Pickled(pickle.dumps(value))
 
 
 _CONTAINERS: dict[str, type] = {"L": list, "U": tuple, "S": set, "F": frozenset}

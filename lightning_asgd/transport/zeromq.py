@@ -53,8 +53,9 @@ _THREADS = 8
 _BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own signs of life, which notice machines that are gone
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 1000
 _TICK_MS = 100
-_PROBE_S = 0.5
-_HANDSHAKES = 2  # that fail before the secret is to blame
+_PROBE_S = 0.2
+_LOOK_S = 0.3
+_HANDSHAKES = 3  # that fail, one after the other, before the secret is to blame
 _LATE = "RPC ran for more than set timeout"  # the words of torch's RPC, by which it is known that a server may live
 
 
@@ -158,7 +159,10 @@ class _Loop:
         except Exception:
             log.exception("The thread %s failed. This is a bug.", self.thread.name)
         finally:
+            self.closed.set()
             self.end()
+            while self._work:
+                self._work.popleft()()
             self.context.destroy(linger=0)
             self._wake.close()
             self._bell.close()
@@ -195,7 +199,9 @@ def _assemble(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
         buffer = numpy.empty(size, numpy.uint8)
         for start in range(0, size, _FRAME):
             part = numpy.frombuffer(next(rest).buffer, numpy.uint8)
-            buffer[start : start + _FRAME] = part  # raises where the sizes differ
+            if len(part) != min(_FRAME, size - start):
+                raise ValueError("a frame of another size")
+            buffer[start : start + _FRAME] = part
         buffers.append(buffer)
     return buffers
 
@@ -229,7 +235,6 @@ class Server(_Loop):
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that connects again is the same one
         port = self._socket.bind_to_random_port(f"tcp://{address}")
         self.address = f"tcp://{address}:{port}"
         """Where it listens."""
@@ -326,7 +331,6 @@ class ZmqTransport(Transport, _Loop):
         self._keys = keys_of(secret)
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count(1)
-        self._arrived: list[int] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._links = [_Link(self, i, address) for i, address in enumerate(self.addresses)]
@@ -366,7 +370,9 @@ class ZmqTransport(Transport, _Loop):
 
     def replace(self, server: int) -> None:
         """See :meth:`Transport.replace`."""
-        link = self._links[server] = self._prepared.pop(server)
+        link = self._prepared.pop(server)
+        self._links[server], lost = link, self._links[server]
+        self.submit(lambda: lost.fail("another server has taken its place"))
         self.addresses = (*self.addresses[:server], link.address, *self.addresses[server + 1 :])
 
     def close(self) -> None:
@@ -379,8 +385,7 @@ class ZmqTransport(Transport, _Loop):
             raise RuntimeError("the connection is closed")
         with self._lock:
             number = next(self._numbers)
-            arrived, self._arrived = self._arrived, []
-        frames = _frames([self._caller, number, arrived], message)
+        frames = _frames([self._caller, number, link.take_arrived()], message)
         deadline = time.monotonic() + timeout_s if timeout_s else math.inf
         call = _Call(number, frames, deadline, timeout_s, urgent=bool(getattr(message, "urgent", False)))
         self.submit(lambda: link.add(call))
@@ -393,6 +398,10 @@ class ZmqTransport(Transport, _Loop):
         now = time.monotonic()
         for link in list(self._all):
             link.tick(ready, now)
+            if link.lost:
+                link.close()
+                with self._lock:
+                    self._all.remove(link)
 
     def end(self) -> None:
         """See :class:`_Loop`."""
@@ -400,16 +409,10 @@ class ZmqTransport(Transport, _Loop):
             link.fail("the connection is closed")
             link.close()
 
-    def note_arrival(self, number: int) -> None:
-        """An answer has come: the server need not keep it, and hears so with the next call."""
-        with self._lock:
-            self._arrived.append(number)
-
-    def farewell(self) -> list[Any]:
-        """A message that only tells which answers have arrived."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
-        return [json.dumps([self._caller, 0, arrived, [], None]).encode()]
+    @property
+    def caller(self) -> str:
+        """What servers know this transport by."""
+        return self._caller
 
     @property
     def keys(self) -> Keys:
@@ -429,8 +432,12 @@ class _Call:
     future: Future[Any] = field(default_factory=Future)
 
     def fail(self, why: str) -> None:
-        if not self.future.done():
+        with contextlib.suppress(RuntimeError):  # it is done
             self.future.set_exception(RuntimeError(why))
+
+    def answer(self, answer: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.future.set_result(answer)
 
 
 class _Link:
@@ -443,6 +450,23 @@ class _Link:
         self._calls: dict[int, _Call] = {}
         self._ways: dict[bool, _Way] = {}
         self._lost: str | None = None
+        self._arrived: deque[int] = deque()  # calls whose answers have, and the server was not told so
+        self._looked = -math.inf
+        self.served = False
+        """Whether the server has proved that it knows the secret."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody is there."""
+        return self._lost is not None
+
+    def take_arrived(self) -> list[int]:
+        """Calls whose answers have arrived, to tell the server."""
+        arrived = []
+        with contextlib.suppress(IndexError):
+            while True:
+                arrived.append(self._arrived.popleft())
+        return arrived
 
     def add(self, call: _Call) -> None:
         """Send a call; from the thread, like all that follows."""
@@ -473,15 +497,16 @@ class _Link:
         call = self._calls.pop(number, None)
         if call is None:
             return
-        self.transport.note_arrival(number)
-        if not call.future.done():
-            call.future.set_result(answer)
-        if getattr(answer, "bulky", False) and False in self._ways:
-            self._ways[False].send(self.transport.farewell())
+        self._arrived.append(number)
+        if getattr(answer, "bulky", False) and False in self._ways:  # the server need not keep it until the next call
+            arrived = self.take_arrived()
+            if not self._ways[False].send([json.dumps([self.transport.caller, 0, arrived, [], None]).encode()]):
+                self._arrived.extend(arrived)
+        call.answer(answer)
 
     def fail(self, why: str) -> None:
         """Give up: nobody is there."""
-        self._lost = why
+        self._lost = self._lost or why
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.fail(why)
@@ -490,6 +515,21 @@ class _Link:
         for way in self._ways.values():
             way.close()
         self._ways.clear()
+
+    def look(self) -> None:
+        """Fail if nobody listens there, as far as can be told at once. Not often: others wait meanwhile."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_S:
+            return
+        self._looked = now
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        try:
+            with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+                return
+        except ConnectionRefusedError:
+            self.fail(f"ECONNREFUSED: nobody listens at {self.address} any more")
+        except OSError:  # no answer is no answer
+            return
 
 
 class _Way:
@@ -503,8 +543,7 @@ class _Way:
         self._poller = loop.poller
         self._backlog: deque[_Call] = deque()
         self._failed = 0  # handshakes in a row
-        self._served = False
-        self._broken = False
+        self._broken = self._connected = False
         self._socket = loop.context.socket(zmq.DEALER)
         _secure(self._socket)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what is not sent stays here
@@ -516,7 +555,6 @@ class _Way:
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED
             | zmq.EVENT_CLOSED
-            | zmq.EVENT_CONNECT_RETRIED
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -536,11 +574,16 @@ class _Way:
         """Whether there was a connection to send it over."""
         import zmq
 
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
+        whole = True
+        for index, frame in enumerate(frames):
+            more = zmq.SNDMORE if index + 1 < len(frames) else 0
+            try:
+                self._socket.send(frame, zmq.NOBLOCK | more, copy=False)
+            except zmq.Again:
+                if index == 0:
+                    return False
+                whole = False  # it broke: ZeroMQ drops the rest, up to the last frame, which must come
+        return whole
 
     def tick(self, ready: dict[Any, int]) -> None:
         import zmq
@@ -581,7 +624,9 @@ class _Way:
                 answer = wire.decode(header.encode(), _assemble(sizes, frames[1:]), open_pickled=True)
             except Exception as error:
                 log.warning("An answer of server %d could not be read: %r.", self._link.server, error)
-                continue
+                number = _number_in(frames)
+                text = f"The answer of server {self._link.server} could not be read: {error!r}."
+                answer = Failure("ProtocolError", text)
             if self._broken:
                 self._broken = False
                 log.warning("The connection to server %d broke and was made again.", self._link.server)
@@ -591,33 +636,30 @@ class _Way:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
-        while self._events.poll(0):
+        while self._events.poll(0) and not self._link.lost:
             event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._served, self._failed = True, 0
-            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED):
-                if not self._listens():
-                    self._link.fail(f"ECONNREFUSED: nobody listens at {self._link.address} any more")
-                    return
-                if event == zmq.EVENT_DISCONNECTED and self._served:
+                self._failed, self._link.served = 0, True
+                if self._connected:  # what was sent since the one before broke may be lost
                     self._broken = True
                     self.queue(self._link.waiting(self._urgent))
+                self._connected = True
+            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                self._link.look()
             else:
                 self._failed += 1
-                if self._failed >= _HANDSHAKES and not self._served:
-                    self._link.fail(
+                if self._failed >= _HANDSHAKES:
+                    known = f"another process listens at {self._link.address} now"
+                    unknown = (
                         f"the server at {self._link.address} does not know this job's secret: expected the same "
                         f"{SECRET_ENV} on all machines"
                     )
-                    return
+                    self._link.fail(known if self._link.served else unknown)
 
-    def _listens(self) -> bool:
-        """Whether anybody does, as far as can be told at once."""
-        host, _, port = self._link.address.removeprefix("tcp://").rpartition(":")
-        try:
-            with socket.create_connection((host, int(port)), timeout=_PROBE_S):
-                return True
-        except ConnectionRefusedError:
-            return False
-        except OSError:  # no answer is no answer
-            return True
+
+def _number_in(frames: Sequence[Any]) -> int:
+    """The number of the call that a message answers; 0 if it cannot be told."""
+    try:
+        return int(json.loads(bytes(frames[0].buffer))[0])
+    except Exception:
+        return 0

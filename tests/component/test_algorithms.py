@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -234,6 +235,15 @@ def test_downpour_with_one_worker_has_the_bits_of_its_optimizer(name: str) -> No
         reply = only(send(one, push(0, seq), (gradient, torch.zeros(2))))
         assert reply.weights is not None
         assert bits(reply.weights[0]) == bits(w)
+
+
+def test_downpour_calls_nothing_but_optimizers(tmp_path: Path) -> None:
+    settings = Downpour("sgd", lr=0.1)
+    object.__setattr__(settings, "optimizer", "torch.save")  # as somebody's message might name it
+    object.__setattr__(settings, "options", {"f": str(tmp_path / "file")})
+    with pytest.raises(ConfigurationError, match=r"torch\.save is not a torch\.optim\.Optimizer"):
+        shard(settings, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_downpour_follows_the_workers_learning_rate_unless_given_one() -> None:

@@ -42,6 +42,8 @@ class Turns:
         self._back = threading.Semaphore(0)
         self._current: _Task | None = None
         self._over = False
+        self.before_turn: Callable[[], None] = lambda: None
+        """Called before every turn."""
 
     def add(self, name: str, function: Callable[[], None]) -> None:
         self._tasks.append(_Task(name, function))
@@ -68,6 +70,7 @@ class Turns:
         for _ in range(MOST_TURNS):
             if ends():
                 return
+            self.before_turn()
             ready = [t for t in self._tasks if not t.ended and not self._asleep(t.name) and t.ready()]
             if not ready:
                 continue

@@ -249,3 +249,25 @@ def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypt
     threading.Event().wait(2.0)
     used = [p.cpu_times().user - b.user + p.cpu_times().system - b.system for p, b in zip(watched, before, strict=True)]
     assert max(used) < 0.2
+
+
+class Unreadable:
+    """Travels to a worker that cannot open it."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_an_answer_that_cannot_be_read_is_an_error(transport: zeromq.ZmqTransport) -> None:
+    client = client_of(transport, "unreadable")
+    client.join()
+    with pytest.raises(ProtocolError, match=r"answer of server 0 could not be read: ProtocolError.*invalid literal"):
+        client.collective("broadcast", "x", Unreadable(), timeout_s=10.0)
+    assert client.collective("barrier", "y", timeout_s=10.0) == {0: None}
+
+
+def test_large_objects_are_broadcast(transport: zeromq.ZmqTransport) -> None:
+    client = client_of(transport, "large")
+    client.join()
+    value = {"texts": ["x" * 1000] * 5000, "deep": [[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]}
+    assert client.collective("broadcast", "x", value, timeout_s=10.0) == {0: value}

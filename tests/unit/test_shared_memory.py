@@ -60,6 +60,16 @@ def test_a_block_holds_one_tensor_per_group() -> None:
     block.close()
 
 
+def test_a_reference_that_spells_a_path_is_not_followed() -> None:
+    block = made()
+    for wrong in (
+        dataclasses.replace(block.ref, pid="self"),  # type: ignore[arg-type]
+        dataclasses.replace(block.ref, fd=f"../fd/{block.ref.fd}"),  # type: ignore[arg-type]
+    ):
+        assert attach(wrong, GROUPS) is None
+    block.close()
+
+
 def test_both_sides_see_what_the_other_writes() -> None:
     block = made()
     other = attach(block.ref, GROUPS)
