@@ -188,14 +188,20 @@ class _Link:
                 self._names[urgent] = self._connect(urgent)
                 self._mended[self._names[urgent]] = why
 
-    def free(self) -> None:
-        """Tell the server what has arrived, so that it need not keep that until the next call."""
-        name, arrived = self.name(True), self.take_arrived()
+    def free(self, name: str, urgent: bool) -> None:
+        """Tell the server what has arrived, so that it need not keep that until the next call.
+
+        Args:
+            name: of the connection that it came through. To make another one would be dangerous: if this process ended
+                meanwhile, TensorPipe would let nobody connect to the server any more.
+            urgent: which of the two that is.
+        """
+        arrived = self.take_arrived()
 
         def failed(why: Exception) -> None:
             self.note_arrival(*arrived)
             if self.transport.alive:  # in another thread: this one may be waited for by who holds the lock
-                arguments = (True, name, str(why).partition(_ORIGIN)[0])
+                arguments = (urgent, name, str(why).partition(_ORIGIN)[0])
                 threading.Thread(target=self.mend, args=arguments, name="lightning_asgd.mend", daemon=True).start()
 
         try:
@@ -266,7 +272,7 @@ class _Call:
         self.link.note_answer(name)
         self.link.note_arrival(self.number)
         if getattr(answer, "bulky", False):
-            self.link.free()
+            self.link.free(name, self.urgent)
         self.future.set_result(answer)
 
     def _failed(self, name: str, error: RuntimeError) -> None:
