@@ -39,12 +39,15 @@ from ranks import clean_environment
 from rich.console import Console
 
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import build_layout
 from lightning_asgd.messages import Beat, Exchange, Join
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.server.process import ServerArguments
-from lightning_asgd.transport import wire, zeromq
+from lightning_asgd.transport import wire
+from lightning_asgd.transport.zeromq.ends import keys_of
+from lightning_asgd.transport.zeromq.worker import ZmqTransport
 from lightning_asgd.worker.client import Client
 
 GROWTH_MB = 5.0
@@ -55,7 +58,7 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 class Pusher(threading.Thread):
     """A worker of the job, that pushes ones."""
 
-    def __init__(self, transport: zeromq.ZmqTransport) -> None:
+    def __init__(self, transport: ZmqTransport) -> None:
         super().__init__(daemon=True)
         self.client = Client(transport, SESSION, 0, 2, timeout_s=30.0)
         self.client.join()
@@ -150,7 +153,7 @@ def main() -> int:
     clean_environment()
     torch.set_num_threads(1)
     chance = random.Random(args.seed)
-    secret = os.environ[zeromq.SECRET_ENV] = secrets.token_hex(32)
+    secret = os.environ[SECRET_ENV] = secrets.token_hex(32)
     rendezvous = Rendezvous.host(LOOPBACK)
     arguments = ServerArguments("server0", "key", *rendezvous.address, "lo", os.getpid(), "zmq")
     with tempfile.TemporaryFile() as output:
@@ -158,7 +161,7 @@ def main() -> int:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             address = str(rendezvous.get("key", "The server", 60.0)["address"])
-            transport = zeromq.ZmqTransport([address], secret)
+            transport = ZmqTransport([address], secret)
             pusher = Pusher(transport)
             pusher.start()
             server = psutil.Process(process.pid)
@@ -168,7 +171,7 @@ def main() -> int:
             )
             context = zmq.Context()
             peer = context.socket(zmq.DEALER)
-            keys = zeromq.keys_of(secret)
+            keys = keys_of(secret)
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
             peer.setsockopt(zmq.CURVE_PUBLICKEY, keys.worker_public)
@@ -185,7 +188,7 @@ def main() -> int:
             context.term()
             pusher.over.set()
             pusher.join(30)
-            late = zeromq.ZmqTransport([address], secret)
+            late = ZmqTransport([address], secret)
             Client(late, SESSION, 1, 2, timeout_s=10.0).join()
             late.close()
             transport.close()

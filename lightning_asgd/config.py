@@ -13,9 +13,10 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RENDEZVOUS_ENV", "ExchangeConfig", "Timeouts"]
+__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts"]
 
 RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
+SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """``host:port`` of the store where a job's processes find each other; set for the workers that the launcher starts."""
 
 

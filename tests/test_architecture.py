@@ -75,8 +75,13 @@ ALLOWED: dict[str, set[str]] = {
     "transport.once": set(),
     "transport.rpc": {"errors", "transport.base", "transport.once"},
     "transport.wire": {"algorithms", "algorithms.base", "compression", "errors", "layout", "messages"},
-    "transport.zeromq": {"errors", "messages", "transport.base", "transport.once", "transport.wire"},
-    "transport.choose": {"errors", "rendezvous", "transport.base", "transport.rpc", "transport.zeromq"},
+    "transport.zeromq": set(),
+    "transport.zeromq.ends": {"errors", "transport.wire"},
+    "transport.zeromq.server": {"errors", "messages", "transport.once", "transport.wire", "transport.zeromq.ends"},
+    "transport.zeromq.worker": {"config", "messages", "transport.base", "transport.once", "transport.wire"}
+    | {"transport.zeromq.ends"},
+    "transport.choose": {"config", "errors", "rendezvous", "transport.base", "transport.rpc"}
+    | {"transport.zeromq.server", "transport.zeromq.worker"},
     "transport.shared_memory": {"layout", "messages"},
     # server
     "server": set(),
@@ -326,6 +331,12 @@ def test_only_one_module_imports_rpc() -> None:
         assert RPC not in strings_outside_docstrings(module), module
         attributes = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute) and n.attr == "rpc"]
         assert not [ast.unparse(n) for n in attributes if ast.unparse(n.value).endswith("dist")], module
+
+
+def test_only_one_package_imports_zmq() -> None:
+    found = {module for module in FILES if any(is_part_of(name, "zmq") for name in imported_names(module))}
+    assert found - {"transport.choose"} == {f"transport.zeromq.{end}" for end in ("ends", "server", "worker")}
+    assert "zmq" not in loaded_after("import lightning_asgd.server.process"), "who does not use it needs not have it"
 
 
 def loaded_after(statement: str) -> set[str]:

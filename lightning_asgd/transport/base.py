@@ -8,7 +8,10 @@ from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["Transport"]
+__all__ = ["TIMED_OUT", "Transport"]
+
+TIMED_OUT = "RPC ran for more than set timeout"
+"""What the exception of a call says whose time is up, in the words of torch's RPC: the server may live."""
 
 
 class Transport(ABC):

@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.rendezvous import address_of
-from lightning_asgd.transport import rpc, zeromq
+from lightning_asgd.transport import rpc
 from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.zeromq import SECRET_ENV
 
 __all__ = ["TRANSPORTS", "check_available", "connect", "provide_secret", "release", "serve"]
 
@@ -25,7 +25,10 @@ def check_available(transport: str) -> None:
     Raises:
         ConfigurationError: what it needs is missing.
     """
-    (zeromq if transport == "zmq" else rpc).check_available()
+    if transport == "zmq":
+        _check_zmq()
+    else:
+        rpc.check_available()
 
 
 def provide_secret(*, one_machine: bool) -> None:
@@ -53,7 +56,9 @@ def connect(transport: str, addresses: Sequence[str], interface: str) -> Transpo
         interface: network interface to use.
     """
     if transport == "zmq":
-        return zeromq.ZmqTransport(addresses, _check(os.environ.get(SECRET_ENV)))
+        from lightning_asgd.transport.zeromq.worker import ZmqTransport
+
+        return ZmqTransport(addresses, _check(os.environ.get(SECRET_ENV)))
     return rpc.RpcTransport(addresses, interface)
 
 
@@ -76,7 +81,9 @@ def serve(transport: str, handler: Callable[[Any], Any], name: str, interface: s
         the address for :func:`connect`, and what ends it.
     """
     if transport == "zmq":
-        server = zeromq.Server(handler, address_of(interface), _check(os.environ.get(SECRET_ENV)))
+        from lightning_asgd.transport.zeromq.server import Server
+
+        server = Server(handler, address_of(interface), _check(os.environ.get(SECRET_ENV)))
         return server.address, server.close
     return rpc.serve(handler, name, interface), rpc.stop
 
@@ -89,3 +96,17 @@ def _check(secret: str | None) -> str:
             f"{_LEAST} characters on all machines: make one with `openssl rand -hex 32`, and set it on each."
         )
     return secret
+
+
+def _check_zmq() -> None:
+    """Raise if pyzmq is missing, or was built without CURVE."""
+    try:
+        import zmq
+    except ImportError as error:
+        raise ConfigurationError(
+            "transport='zmq' needs pyzmq, which is not installed. Install it: pip install 'lightning-asgd[zmq]'."
+        ) from error
+    if not zmq.has("curve"):
+        raise ConfigurationError(
+            f"libzmq {zmq.zmq_version()} was built without CURVE. Expected one that encrypts: pip's wheels of pyzmq do."
+        )

@@ -6,15 +6,17 @@ a call that it has seen before, and keeps an answer until it has arrived.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["Once"]
+__all__ = ["Arrivals", "Once"]
 
 _FORGET_S = 600.0  # signs of life come every few seconds
 _MOST = 1024  # answers that have not arrived, per caller: a worker has as many under way as a module has layers
@@ -26,6 +28,28 @@ class _Caller:
     heard: float
     calls: dict[int, Future[Any]] = field(default_factory=dict)
     over: dict[int, None] = field(default_factory=dict)  # in order
+
+
+class Arrivals:
+    """The caller's side: the calls whose answers have arrived, and the other side was not told so. From any thread.
+
+    It takes no lock: whoever holds one may wait for the thread that brings an answer.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: deque[int] = deque()
+
+    def note(self, *numbers: int) -> None:
+        """Tell it with the next call."""
+        self._numbers.extend(numbers)
+
+    def take(self) -> list[int]:
+        """What is to be told now. Noted again if that comes to nothing."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._numbers.popleft())
+        return taken
 
 
 class Once:

@@ -21,7 +21,6 @@ run spans machines; keep other users off that network.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import itertools
 import logging
@@ -29,7 +28,6 @@ import os
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,8 +36,8 @@ import torch.distributed
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.once import Once
+from lightning_asgd.transport.base import TIMED_OUT, Transport
+from lightning_asgd.transport.once import Arrivals, Once
 
 __all__ = ["RpcTransport", "check_available", "is_available", "serve", "stop"]
 
@@ -57,7 +55,6 @@ _THREADS = 8  # a server's threads for incoming messages; they take turns at the
 _INFINITE = 0.0
 _ORIGIN = " (this error"  # in TensorPipe's words, like the next two
 _BROKEN, _REFUSED = f"{_ORIGIN} originated at tensorpipe", "ECONNREFUSED"
-_LATE = "RPC ran for more than set timeout"  # in torch's
 _FORGET_S = 10.0  # for a message that may as well be lost
 _REFUSALS = 2  # after which nobody listens there any more
 _AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
@@ -168,7 +165,7 @@ class _Link:
         self.server = server
         self.address = address
         self._names = {urgent: self._connect(urgent) for urgent in (False, True)}
-        self._arrived: deque[int] = deque()  # calls whose answers have, and the server was not told so
+        self.arrivals = Arrivals()
         self._mended: dict[str, str] = {}  # names of connections in another's place, and why; until they have served
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
@@ -196,10 +193,10 @@ class _Link:
                 meanwhile, TensorPipe would let nobody connect to the server any more.
             urgent: which of the two that is.
         """
-        arrived = self.take_arrived()
+        arrived = self.arrivals.take()
 
         def failed(why: Exception) -> None:
-            self.note_arrival(*arrived)
+            self.arrivals.note(*arrived)
             if self.transport.alive:  # in another thread: this one may be waited for by who holds the lock
                 arguments = (urgent, name, str(why).partition(_ORIGIN)[0])
                 threading.Thread(target=self.mend, args=arguments, name="lightning_asgd.mend", daemon=True).start()
@@ -210,18 +207,6 @@ class _Link:
             failed(error)
         else:
             sent.add_done_callback(lambda done: _unless_done(done, failed))
-
-    def take_arrived(self) -> list[int]:
-        """Calls whose answers have arrived, to tell the server. Takes no lock, like all that agents' threads call."""
-        arrived = []
-        with contextlib.suppress(IndexError):
-            while True:
-                arrived.append(self._arrived.popleft())
-        return arrived
-
-    def note_arrival(self, *numbers: int) -> None:
-        """Tell the server with the next call that answers have arrived."""
-        self._arrived.extend(numbers)
 
     def note_answer(self, name: str) -> None:
         """A connection has served."""
@@ -245,7 +230,7 @@ class _Call:
         self.message = message
         self.urgent = bool(getattr(message, "urgent", False))
         self.future: Future[Any] = Future()
-        self.number, self.arrived = link.transport.number(), link.take_arrived()
+        self.number, self.arrived = link.transport.number(), link.arrivals.take()
         self._timeout_s = timeout_s
         self._begun = time.monotonic()
         self._attempts = self._refusals = 0
@@ -270,7 +255,7 @@ class _Call:
             self._failed(name, error)
             return
         self.link.note_answer(name)
-        self.link.note_arrival(self.number)
+        self.link.arrivals.note(self.number)
         if getattr(answer, "bulky", False):
             self.link.free(name, self.urgent)
         self.future.set_result(answer)
@@ -279,7 +264,7 @@ class _Call:
         text = str(error).splitlines()[0] if str(error) else ""
         self._refusals = self._refusals + 1 if _REFUSED in text else 0
         if _BROKEN not in text or self._refusals > _REFUSALS or not self.link.transport.alive:
-            self.link.note_arrival(*self.arrived)
+            self.link.arrivals.note(*self.arrived)
             self.future.set_exception(error)
             return
         # Not in the thread that brings answers.
@@ -291,7 +276,10 @@ class _Call:
         self._attempts += 1
         time.sleep(pause_s)
         if self._timeout_s != _INFINITE and time.monotonic() > self._begun + self._timeout_s:
-            self.future.set_exception(RuntimeError(f"{_LATE} of {self._timeout_s:g} s, without a connection: {why}"))
+            self.link.arrivals.note(*self.arrived)
+            self.future.set_exception(
+                RuntimeError(f"{TIMED_OUT} of {self._timeout_s:g} s, without a connection: {why}")
+            )
             return
         self.link.mend(self.urgent, name, why)
         self.send()

@@ -47,13 +47,12 @@ from lightning_asgd.messages import (
     SharedRef,
     Watch,
 )
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.transport.base import TIMED_OUT, Transport
 
 __all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]
 
 COORDINATOR = 0  # index of the server that coordinates
 _FOREVER_S = 0.0  # for a transport: no time-out
-_TIMED_OUT = "than set timeout"  # in the transport's words
 _GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
 
 
@@ -637,7 +636,7 @@ class Client:
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output stands in the main process's error or log."
         )
-        if _TIMED_OUT not in cause:  # else it may live: no other one takes its place
+        if TIMED_OUT not in cause:  # else it may live: no other one takes its place
             lost.server = server
         return lost
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 
 import lightning_asgd
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
 from lightning_asgd.server.process import ServerArguments
-from lightning_asgd.transport.zeromq import SECRET_ENV
 
 START_S = 50.0
 SECRET = "known to the tests alone"

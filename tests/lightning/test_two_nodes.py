@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,21 +40,26 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.slow  # of the usual tests the last one starts so, and torchrun's goes to the end
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str) -> None:
-    jobs = [
+def on_both(folder: Path, machines: network.Network, port: str, **options: Any) -> list[Any]:
+    """A job with a worker on each machine, in Lightning's own environment."""
+    return [
         start(
-            tmp_path,
-            f"{{'num_nodes': 2, 'devices': 1, 'max_epochs': 60, 'settings': {{'transport': '{transport}'}}}}",
+            folder,
+            repr({"num_nodes": 2, "devices": 1, **options}),
             command=[*machines.prefix(node), sys.executable],
             NODE_RANK=str(node),
             MASTER_ADDR=machines.addresses[0],
-            MASTER_PORT=PORTS[transport == "zmq"],
+            MASTER_PORT=port,
             LIGHTNING_ASGD_SECRET="known to both machines",
         )
         for node in (0, 1)
     ]
+
+
+@pytest.mark.slow  # of the usual tests the last one starts so, and torchrun's goes to the end
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str) -> None:
+    jobs = on_both(tmp_path, machines, PORTS[transport == "zmq"], max_epochs=60, settings={"transport": transport})
     wait_until(lambda: (tmp_path / "training0").exists() or jobs[0].poll() is not None, 90, "training")
     seen = listening(jobs[0].pid) if jobs[0].poll() is None else set()
     check_finished(tmp_path, jobs)
@@ -79,17 +85,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
 
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_for_some_seconds(tmp_path: Path, machines: network.Network) -> None:
-    jobs = [
-        start(
-            tmp_path,
-            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 300}",
-            command=[*machines.prefix(node), sys.executable],
-            NODE_RANK=str(node),
-            MASTER_ADDR=machines.addresses[0],
-            MASTER_PORT=PORTS[3],
-        )
-        for node in (0, 1)
-    ]
+    jobs = on_both(tmp_path, machines, PORTS[3], max_epochs=300)
     wait_until(lambda: training(tmp_path) or jobs[0].poll() is not None, 90, "training")
     for seconds in (1.0, 5.0):
         network.pull(machines, 1, seconds)
@@ -99,17 +95,7 @@ def test_a_cable_that_is_pulled_for_some_seconds(tmp_path: Path, machines: netwo
 
 
 def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines: network.Network) -> None:
-    jobs = [
-        start(
-            tmp_path,
-            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 1_000_000}",
-            command=[*machines.prefix(node), sys.executable],
-            NODE_RANK=str(node),
-            MASTER_ADDR=machines.addresses[0],
-            MASTER_PORT=PORTS[2],
-        )
-        for node in (0, 1)
-    ]
+    jobs = on_both(tmp_path, machines, PORTS[2], max_epochs=1_000_000)
     try:
         wait_until(lambda: training(tmp_path), 90, "training")
         assert listening(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all

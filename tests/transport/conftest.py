@@ -11,7 +11,7 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.inprocess import InProcessTransport
 from lightning_asgd.transport.rpc import RpcTransport
-from lightning_asgd.transport.zeromq import ZmqTransport
+from lightning_asgd.transport.zeromq.worker import ZmqTransport
 from tests.helpers.servers import SECRET, ServerProcess
 
 _sessions = itertools.count()

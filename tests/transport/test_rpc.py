@@ -20,13 +20,14 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.messages import Beat, Claim, Contribution, Epoch, Exchange, Joined
 from lightning_asgd.transport import rpc
+from lightning_asgd.transport.base import Transport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
 
 
-def client_of(transport: rpc.RpcTransport, session: str, workers: int = 1) -> Client:
+def client_of(transport: Transport, session: str, workers: int = 1) -> Client:
     return Client(transport, session, 0, workers, timeout_s=20.0)
 
 
@@ -213,28 +214,45 @@ def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.
     assert "The connection to server 0 broke (EOF: end of file) and was made again." in caplog.text
 
 
+class Step:
+    """A push of ones and a claim of data at once: neither may be lost or done twice when connections break."""
+
+    def __init__(self, client: Client, number: int, granted: int) -> None:
+        self.client, self.number, self.granted = client, number, granted
+        n = client.num_servers
+        updates = [(torch.ones(2),) for _ in range(n)]
+        self.futures = client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+        self.claim = client.claim("storm epoch", 0, granted, granted, 0.001, 0.0)
+
+    def end(self) -> int:
+        """The number of units granted by now."""
+        grant = self.client.granted(self.claim)
+        assert grant.first == self.granted, "units were granted that the worker does not know of"
+        replies = self.client.replies(self.futures)
+        assert [r.version for r in replies] == [self.number] * self.client.num_servers
+        assert all(r.weights is not None and r.weights[0].tolist() == [self.number] * 2 for r in replies)
+        assert self.client.collective("barrier", "x", timeout_s=10.0) == {0: None}
+        return grant.last
+
+    @staticmethod
+    def begin(transport: Transport) -> Client:
+        client = client_of(transport, "storm")
+        client.join()
+        n = client.num_servers
+        client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
+        client.open_epoch(Epoch("storm epoch", 100_000, (100_000,)))
+        return client
+
+
 def test_nothing_is_lost_or_done_twice_when_connections_break(processes: Processes) -> None:
     transport = processes.connect()
-    client = client_of(transport, "storm")
-    client.join()
-    client.initialise(layout_of_floats(4, 2), ASGD("sum"), [None] * 2, [(torch.zeros(2),)] * 2)
-    units = 100_000
-    epoch = Epoch("storm epoch", units, (units,))
-    client.open_epoch(epoch)
+    client = Step.begin(transport)
     chance, granted = random.Random(0), 0
     for number in range(1, 101):
-        updates = [(torch.ones(2),) for _ in range(2)]
-        futures = client.exchange(number, [number - 1] * 2, push=True, fetch=True, updates=updates)
-        claim = client.claim(epoch.key, 0, granted, granted, 0.001, 0.0)
+        step = Step(client, number, granted)
         sign = transport.call(1, Beat("storm", 0), 20.0)
         if number % 3 == 0:  # not while one is made: TensorPipe would accept none any more
             time.sleep(chance.uniform(0.0, 0.004))
             assert break_connections(processes.servers) >= 4
-        grant = client.granted(claim)
-        assert grant.first == granted, "units were granted that the worker does not know of"
-        granted = grant.last
-        replies = client.replies(futures)
-        assert [r.version for r in replies] == [number] * 2
-        assert all(r.weights is not None and r.weights[0].tolist() == [number] * 2 for r in replies)
-        assert client.collective("barrier", "x", timeout_s=10.0) == {0: None}
+        granted = step.end()
         assert done_within(sign, 10.0)

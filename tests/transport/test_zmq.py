@@ -17,32 +17,36 @@ import torch
 import zmq
 
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.messages import Beat, Contribution, Epoch
+from lightning_asgd.messages import Beat, Contribution
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport import choose, zeromq
+from lightning_asgd.transport import choose
+from lightning_asgd.transport.zeromq.ends import keys_of
+from lightning_asgd.transport.zeromq.server import Server
+from lightning_asgd.transport.zeromq.worker import ZmqTransport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import SECRET, ServerProcess
 from tests.transport.conftest import Processes
-from tests.transport.test_rpc import break_connections, client_of, listening
+from tests.transport.test_rpc import Step, break_connections, client_of, listening
 
 STRANGERS = 300  # per kind; benchmarks/strangers.py sends more
 
 
 @pytest.fixture
-def server() -> Iterator[zeromq.Server]:
+def server() -> Iterator[Server]:
     service = Service()
-    server = zeromq.Server(service.handle, LOOPBACK, SECRET)
+    server = Server(service.handle, LOOPBACK, SECRET)
     yield server
     server.close()
     service.close()
 
 
 @pytest.fixture
-def transport(server: zeromq.Server) -> Iterator[zeromq.ZmqTransport]:
-    transport = zeromq.ZmqTransport([server.address], SECRET)
+def transport(server: Server) -> Iterator[ZmqTransport]:
+    transport = ZmqTransport([server.address], SECRET)
     yield transport
     transport.close()
 
@@ -61,10 +65,8 @@ def begin(transport: Any, session: str) -> Any:
     return client
 
 
-def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(
-    server: zeromq.Server, transport: zeromq.ZmqTransport
-) -> None:
-    stranger = zeromq.ZmqTransport([server.address], SECRET + "?")
+def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: Server, transport: ZmqTransport) -> None:
+    stranger = ZmqTransport([server.address], SECRET + "?")
     try:
         with pytest.raises(ServerLostError, match="does not know this job's secret: expected the same LIGHTNING_ASGD"):
             client_of(stranger, "wrong").join()
@@ -74,7 +76,7 @@ def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(
     assert client.replies(push(client, 1))[0].version == 1
 
 
-def test_strangers_change_nothing(server: zeromq.Server, transport: zeromq.ZmqTransport) -> None:
+def test_strangers_change_nothing(server: Server, transport: ZmqTransport) -> None:
     client = begin(transport, "strangers")
     host, port = LOOPBACK, int(server.address.rpartition(":")[2])
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -94,7 +96,7 @@ def test_strangers_change_nothing(server: zeromq.Server, transport: zeromq.ZmqTr
                 if number % 2:  # reset instead of an orderly end
                     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert client.replies(push(client, 1))[0].version == 1
-    late = zeromq.ZmqTransport([server.address], SECRET)
+    late = ZmqTransport([server.address], SECRET)
     try:
         client_of(late, "strangers").join()
     finally:
@@ -102,9 +104,9 @@ def test_strangers_change_nothing(server: zeromq.Server, transport: zeromq.ZmqTr
     assert server.refused == 0, "a stranger's bytes were taken for a message"
 
 
-def test_a_worker_that_sends_rubbish_harms_nobody(server: zeromq.Server, transport: zeromq.ZmqTransport) -> None:
+def test_a_worker_that_sends_rubbish_harms_nobody(server: Server, transport: ZmqTransport) -> None:
     client = begin(transport, "rubbish")
-    keys = zeromq.keys_of(SECRET)
+    keys = keys_of(SECRET)
     context = zmq.Context()
     worker = context.socket(zmq.DEALER)
     worker.setsockopt(zmq.LINGER, 0)
@@ -141,7 +143,7 @@ def test_a_worker_that_sends_rubbish_harms_nobody(server: zeromq.Server, transpo
     assert client.replies(push(client, 1))[0].version == 1
 
 
-def test_a_broken_connection_is_made_again(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+def test_a_broken_connection_is_made_again(processes: Processes, encrypted: ZmqTransport) -> None:
     transport = encrypted
     first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
     first.join()
@@ -153,13 +155,8 @@ def test_a_broken_connection_is_made_again(processes: Processes, encrypted: zero
     assert done_within(waiting, 10.0)
 
 
-def test_nothing_is_lost_or_done_twice_while_connections_break(
-    processes: Processes, encrypted: zeromq.ZmqTransport
-) -> None:
-    client = begin(encrypted, "storm")
-    units = 100_000
-    epoch = Epoch("storm epoch", units, (units,))
-    client.open_epoch(epoch)
+def test_nothing_is_lost_or_done_twice_while_connections_break(processes: Processes, encrypted: ZmqTransport) -> None:
+    client = Step.begin(encrypted)
     over, broken = threading.Event(), 0
 
     def storm() -> None:
@@ -172,21 +169,14 @@ def test_nothing_is_lost_or_done_twice_while_connections_break(
     granted = 0
     try:
         for number in range(1, 101):
-            futures = push(client, number)
-            grant = client.granted(client.claim(epoch.key, 0, granted, granted, 0.001, 0.0))
-            assert grant.first == granted, "units were granted that the worker does not know of"
-            granted = grant.last
-            replies = client.replies(futures)
-            assert [r.version for r in replies] == [number] * 2
-            assert all(r.weights is not None and r.weights[0].tolist() == [number] * 2 for r in replies)
-            assert client.collective("barrier", "x", timeout_s=10.0) == {0: None}
+            granted = Step(client, number, granted).end()
     finally:
         over.set()
         thread.join()
     assert broken > 5
 
 
-def test_everybody_listens_on_loopback_only(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+def test_everybody_listens_on_loopback_only(processes: Processes, encrypted: ZmqTransport) -> None:
     for server in processes.encrypted:
         assert set(listening(server.process)) == {"127.0.0.1"}
 
@@ -194,7 +184,7 @@ def test_everybody_listens_on_loopback_only(processes: Processes, encrypted: zer
 def test_a_killed_server_is_lost_at_once() -> None:
     server = ServerProcess(Rendezvous.host(), "server0", "zmq")
     try:
-        transport = zeromq.ZmqTransport([server.address()], SECRET)
+        transport = ZmqTransport([server.address()], SECRET)
         client = Client(transport, "killed", 0, 2, timeout_s=20.0)
         client.join()
         waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
@@ -213,7 +203,7 @@ def test_a_killed_server_is_lost_at_once() -> None:
         server.close()
 
 
-def test_a_call_that_is_not_answered_in_time_fails(transport: zeromq.ZmqTransport) -> None:
+def test_a_call_that_is_not_answered_in_time_fails(transport: ZmqTransport) -> None:
     Client(transport, "time-out", 0, 2, timeout_s=20.0).join()
     future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
     with pytest.raises(RuntimeError, match="than set timeout"):
@@ -222,7 +212,7 @@ def test_a_call_that_is_not_answered_in_time_fails(transport: zeromq.ZmqTranspor
     assert done_within(sign, 5.0)
 
 
-def test_what_a_server_cannot_be_sent_is_named(transport: zeromq.ZmqTransport) -> None:
+def test_what_a_server_cannot_be_sent_is_named(transport: ZmqTransport) -> None:
     client = client_of(transport, "unknown")
     client.join()
 
@@ -234,15 +224,15 @@ def test_what_a_server_cannot_be_sent_is_named(transport: zeromq.ZmqTransport) -
 
 
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(zeromq.SECRET_ENV, raising=False)
+    monkeypatch.delenv(SECRET_ENV, raising=False)
     with pytest.raises(ConfigurationError, match=r"LIGHTNING_ASGD_SECRET is not set.*openssl rand -hex 32"):
         choose.provide_secret(one_machine=False)
-    monkeypatch.setenv(zeromq.SECRET_ENV, "short")
+    monkeypatch.setenv(SECRET_ENV, "short")
     with pytest.raises(ConfigurationError, match="has 5 characters"):
         choose.provide_secret(one_machine=True)
 
 
-def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: zeromq.ZmqTransport) -> None:
+def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: ZmqTransport) -> None:
     begin(encrypted, "idle")
     watched = [server.process for server in processes.encrypted] + [psutil.Process()]
     before = [p.cpu_times() for p in watched]
@@ -258,7 +248,7 @@ class Unreadable:
         return int, ("no number",)
 
 
-def test_an_answer_that_cannot_be_read_is_an_error(transport: zeromq.ZmqTransport) -> None:
+def test_an_answer_that_cannot_be_read_is_an_error(transport: ZmqTransport) -> None:
     client = client_of(transport, "unreadable")
     client.join()
     with pytest.raises(ProtocolError, match=r"answer of server 0 could not be read: ProtocolError.*invalid literal"):
@@ -266,7 +256,7 @@ def test_an_answer_that_cannot_be_read_is_an_error(transport: zeromq.ZmqTranspor
     assert client.collective("barrier", "y", timeout_s=10.0) == {0: None}
 
 
-def test_large_objects_are_broadcast(transport: zeromq.ZmqTransport) -> None:
+def test_large_objects_are_broadcast(transport: ZmqTransport) -> None:
     client = client_of(transport, "large")
     client.join()
     value = {"texts": ["x" * 1000] * 5000, "deep": [[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]}

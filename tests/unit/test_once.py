@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.transport.once import Once
+from lightning_asgd.transport.once import Arrivals, Once
 
 
 class Clock:
@@ -81,6 +81,14 @@ def test_answers_that_nobody_takes_do_not_pile_up() -> None:
         once.answer("a", number, [], lambda: None)
     assert len(once._callers["a"].calls) <= 1024
     assert once.answer("a", 0, [], lambda: None) is first  # what is not answered yet is not forgotten
+
+
+def test_arrivals_are_told_once() -> None:
+    arrivals = Arrivals()
+    arrivals.note(1, 2)
+    arrivals.note(3)
+    assert arrivals.take() == [1, 2, 3]
+    assert arrivals.take() == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=40))
