@@ -233,6 +233,9 @@ ALLOWED: dict[str, set[str]] = {
         "worker.recovery",
         "worker.sharing",
     },
+    # the command line
+    "commands": set(),
+    "commands.main": {"errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
 }
