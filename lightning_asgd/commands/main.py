@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Callable[..., Any]] = {}
-"""By name. A command returns the process's exit code, or None for success."""
+COMMANDS: dict[str, Any] = {}
+"""Functions by name. A command returns the process's exit code, or None for success."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
