@@ -28,9 +28,11 @@ __all__ = [
     "Joined",
     "LayerGradient",
     "Leave",
+    "Meeting",
     "Offer",
     "OpenEpoch",
     "Part",
+    "Pickled",
     "Policy",
     "Reply",
     "Role",
@@ -42,7 +44,7 @@ __all__ = [
     "Watch",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -406,6 +408,30 @@ class LayerGradient:
 
 
 @dataclass(frozen=True)
+class Pickled:
+    """An object that workers make and open. To servers, which need not have its class, it is bytes."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a worker says at a sync point.
+
+    Attributes:
+        moved: whether anything was pushed since the last one.
+        should_stop: whether training is to end.
+        grown: whether there are trainable parameters that are not exchanged.
+        checkpoints: what this worker's checkpoint callbacks know of the files.
+    """
+
+    moved: bool
+    should_stop: bool
+    grown: bool
+    checkpoints: list[Any]
+
+
+@dataclass(frozen=True)
 class Contribution:
     """A worker's part in a collective.
 
@@ -415,7 +441,7 @@ class Contribution:
         seq: number of this worker's collective in the session, counted from 1.
         kind: ``"barrier"``, ``"broadcast"``, ``"all_gather"``, ...: must be the same on all workers.
         name: what the caller calls it; must be the same on all workers.
-        payload: any picklable value.
+        payload: a plain value, a tensor, or an object as :class:`Pickled`.
         source: the one worker whose payload is delivered; None: everybody's.
         target: the one worker that it is delivered to, the others get nothing; None: everybody.
         timeout_s: seconds after which the servers give up on the missing workers.

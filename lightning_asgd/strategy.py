@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
-from lightning_asgd.messages import Part, Policy
+from lightning_asgd.messages import Meeting, Part, Policy
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport.choose import TRANSPORTS
@@ -390,7 +390,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trainer = self.lightning_module.trainer
             grown = bool(newly_trainable(self.lightning_module, sharing.layout))
             restored = list(self._connected().restored)
-            mine = _Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer))
+            mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer))
             met = self.collectives.gather("sync point", name, mine)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
@@ -705,13 +705,3 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if words is None:
                 raise
             raise ServerLostError(f"{error}\n{words}") from error
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """What a worker says at a sync point."""
-
-    moved: bool
-    should_stop: bool
-    grown: bool  # whether there are trainable parameters that are not exchanged
-    checkpoints: list[Any]  # what this worker's checkpoint callbacks know of the files

@@ -2,18 +2,15 @@
 
 Only what is listed here can be sent: numbers, texts, bytes, tensors, tuples, lists, dicts, sets, the messages
 themselves, algorithms, transforms and compressions. Decoding makes nothing else, so whoever may send can have nothing
-run that is not theirs to run. The one exception are values of collectives, such as what a program broadcasts, which can
-be any object: they travel as :class:`Pickled`, which a server hands on as it is, and only a worker opens, which trusts
-the job's other workers in any case.
+run that is not theirs to run. What a program broadcasts can be any object: its worker sends it as
+:class:`~lightning_asgd.messages.Pickled`, which is bytes here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -25,10 +22,9 @@ from lightning_asgd.algorithms.base import Configurable
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import dtype_from_name
 
-__all__ = ["Pickled", "decode", "encode"]
+__all__ = ["decode", "encode"]
 
 _DEEPEST = 40  # nested values
-_PLAIN = 1 << 16  # bytes of a header up to which a value of a collective is not pickled
 _CLASSES: dict[str, type] = {
     name: value
     for module in (messages, algorithms, compression)
@@ -37,13 +33,6 @@ _CLASSES: dict[str, type] = {
 }
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
-
-
-@dataclass(frozen=True)
-class Pickled:
-    """An object that only workers open."""
-
-    data: bytes
 
 
 def encode(value: Any) -> tuple[bytes, list[Buffer]]:
@@ -60,19 +49,18 @@ def encode(value: Any) -> tuple[bytes, list[Buffer]]:
     return json.dumps(_encode(value, buffers), separators=(",", ":")).encode(), buffers
 
 
-def decode(header: bytes, buffers: Sequence[Buffer], *, open_pickled: bool = False) -> Any:
+def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
     """What :func:`encode` was given.
 
     Args:
         header: its first result.
         buffers: its second one. Tensors are views of them.
-        open_pickled: whether objects are made of :class:`Pickled`. Only for what this job's own processes have sent.
 
     Raises:
         ProtocolError: it is nothing that :func:`encode` returns.
     """
     try:
-        return _decode(json.loads(header), buffers, open_pickled, 0)
+        return _decode(json.loads(header), buffers, 0)
     except ProtocolError:
         raise
     except Exception as error:
@@ -107,21 +95,14 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         instance: Any = value
         fields = [f.name for f in dataclasses.fields(instance)]
         contents = {field: getattr(value, field) for field in fields}
-        if isinstance(value, messages.Contribution):
-            contents["payload"] = _closed(value.payload)
-            if value.answer is not None:
-                contents["answer"] = {rank: _closed(item) for rank, item in value.answer.items()}
         return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
-    if isinstance(value, Pickled):
-        buffers.append(value.data)
-        return ["P", len(buffers) - 1]
     raise ProtocolError(
         f"A {type(value).__module__}.{name} cannot be sent without pickle. Expected an algorithm, transform or "
         "compression of lightning_asgd, or plain values and tensors. ASGDStrategy(transport='rpc') sends any object."
     )
 
 
-def _decode(value: Any, buffers: Sequence[Buffer], open_pickled: bool, depth: int) -> Any:
+def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
     if depth > _DEEPEST:
         raise ProtocolError(f"A message is nested more than {_DEEPEST} deep.")
     if not isinstance(value, list):
@@ -130,15 +111,15 @@ def _decode(value: Any, buffers: Sequence[Buffer], open_pickled: bool, depth: in
         return value
 
     def inner(item: Any) -> Any:
-        return _decode(item, buffers, open_pickled, depth + 1)
+        return _decode(item, buffers, depth + 1)
 
     letter, *rest = value
     if letter in _CONTAINERS:
         return _CONTAINERS[letter](inner(item) for item in rest[0])
-    return _MAKERS[letter](buffers, open_pickled, inner, *rest)
+    return _MAKERS[letter](buffers, inner, *rest)
 
 
-def _make_tensor(buffers: Sequence[Buffer], _: bool, inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
+def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
     kind = dtype_from_name(dtype)
     numbers = 1
     for size in shape:
@@ -154,7 +135,7 @@ def _make_tensor(buffers: Sequence[Buffer], _: bool, inner: Any, index: int, dty
     return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
 
 
-def _make_object(buffers: Sequence[Buffer], _: bool, inner: Any, name: str, contents: dict[str, Any]) -> Any:
+def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
     kind: Any = _CLASSES[name]
     if issubclass(kind, Enum):
         raise ProtocolError(f"{name} is an enumeration.")
@@ -170,32 +151,17 @@ def _make_object(buffers: Sequence[Buffer], _: bool, inner: Any, name: str, cont
     return made
 
 
-def _make_enum(buffers: Sequence[Buffer], _: bool, inner: Any, name: str, value: Any) -> Any:
+def _make_enum(buffers: Sequence[Buffer], inner: Any, name: str, value: Any) -> Any:
     if not issubclass(_CLASSES[name], Enum):
         raise ProtocolError(f"{name} is no enumeration.")
     return _CLASSES[name](value)
 
 
-def _open(buffers: Sequence[Buffer], open_pickled: bool, inner: Any, index: int) -> Any:
-    data = bytes(buffers[index])
-    return pickle.loads(data) if open_pickled else Pickled(data)
-
-
-def _closed(value: Any) -> Any:
-    """A value of a collective: as it is where it is plain and small, and else such that servers leave it alone."""
-    try:
-        small = len(json.dumps(_encode(value, [], 4))) <= _PLAIN
-    except ProtocolError:
-        small = False
-    return value if small or isinstance(value, Pickled) else Pickled(pickle.dumps(value))
-
-
 _CONTAINERS: dict[str, type] = {"L": list, "U": tuple, "S": set, "F": frozenset}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "T": _make_tensor,
-    "B": lambda buffers, _, inner, index: bytes(buffers[index]),
-    "D": lambda buffers, _, inner, items: {inner(key): inner(item) for key, item in items},
+    "B": lambda buffers, inner, index: bytes(buffers[index]),
+    "D": lambda buffers, inner, items: {inner(key): inner(item) for key, item in items},
     "E": _make_enum,
     "O": _make_object,
-    "P": _open,
 }

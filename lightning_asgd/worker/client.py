@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from lightning_asgd.compression import Coded, Compression
 from lightning_asgd.errors import (
     ASGDError,
     CollectiveTimeoutError,
+    ProtocolError,
     ServerLostError,
     WorkerAwayError,
     WorkerLostError,
@@ -39,6 +41,7 @@ from lightning_asgd.messages import (
     Offer,
     OpenEpoch,
     Part,
+    Pickled,
     Policy,
     Reply,
     Samples,
@@ -449,7 +452,7 @@ class Client:
         """
         self._collectives += 1
         message = Contribution(
-            self.session, self.worker, self._collectives, kind, name, payload, source, target, timeout_s
+            self.session, self.worker, self._collectives, kind, name, _closed(payload), source, target, timeout_s
         )
         limit = timeout_s + _GRACE_S
         while True:
@@ -467,7 +470,7 @@ class Client:
                 self.recover(COORDINATOR, restored, error)
             else:
                 self._answered = message, values
-                return values
+                return {rank: _opened(rank, value) for rank, value in values.items()}
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
         """Leave the session on every server, or report that another worker's process is gone.
@@ -639,6 +642,25 @@ class Client:
         if TIMED_OUT not in cause:  # else it may live: no other one takes its place
             lost.server = server
         return lost
+
+
+def _closed(value: Any) -> Any:
+    """What a worker gives into a collective: servers open no objects, since they may lack the classes."""
+    plain = value is None or isinstance(value, bool | int | float | str | bytes | Tensor)
+    return value if plain else Pickled(pickle.dumps(value))
+
+
+def _opened(worker: int, value: Any) -> Any:
+    """The same for the other workers, who trust each other."""
+    if not isinstance(value, Pickled):
+        return value
+    try:
+        return pickle.loads(value.data)
+    except Exception as error:
+        raise ProtocolError(
+            f"An object of worker {worker} could not be read: {error!r}. Expected its class and module to be the same "
+            "on every worker."
+        ) from error
 
 
 _setting = threading.Lock()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,19 +168,43 @@ def test_whole_numbers_from_four_workers_sum_up_exactly_with_repetitions(link: L
         assert torch.equal(reply.weights[0], total)
 
 
-def test_workers_meet(link: Link) -> None:
+@dataclass
+class Mine:
+    rank: int
+
+
+def test_workers_meet(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a class of a script is: servers cannot import it.
+    monkeypatch.setitem(sys.modules, "only_here", SimpleNamespace(Mine=Mine))
+    monkeypatch.setattr(Mine, "__module__", "only_here")
+
     def work(rank: int) -> Any:
         client = Client(link.transport, link.session, rank, 3, timeout_s=WAIT_S)
         client.join()
         collectives = Collectives(client, WAIT_S)
         gathered = collectives.all_gather(torch.full((rank + 1,), float(rank)))
         sums = collectives.reduce(torch.tensor([1, rank]), "sum")
-        word = collectives.broadcast({"from": rank}, source=2)
+        word = collectives.broadcast({"from": rank, "by": Mine(rank)}, source=2)
         collectives.barrier("end")
         return [t.tolist() for t in gathered], sums.tolist(), word
 
-    expected = [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]], [3, 3], {"from": 2}
+    expected = [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]], [3, 3], {"from": 2, "by": Mine(2)}
     assert run_workers(3, work) == [expected] * 3
+
+
+class Unreadable:
+    """Travels to a worker that cannot open it."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_an_object_that_cannot_be_read_is_an_error(link: Link) -> None:
+    client = Client(link.transport, link.session, 0, 1, timeout_s=WAIT_S)
+    client.join()
+    with pytest.raises(ProtocolError, match=r"An object of worker 0 could not be read: ValueError.*invalid literal"):
+        client.collective("broadcast", "x", Unreadable(), timeout_s=WAIT_S)
+    assert client.collective("barrier", "y", timeout_s=WAIT_S) == {0: None}
 
 
 def test_what_a_worker_does_to_a_collectives_result_is_its_own_affair(link: Link) -> None:

@@ -13,13 +13,24 @@ from hypothesis import strategies as st
 from lightning_asgd import compression
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
 from lightning_asgd.errors import ProtocolError
-from lightning_asgd.messages import Contribution, Epoch, Exchange, Initialise, Join, Policy, Reply, Role, Verdict
-from lightning_asgd.transport.wire import Pickled, decode, encode
+from lightning_asgd.messages import (
+    Contribution,
+    Epoch,
+    Exchange,
+    Initialise,
+    Join,
+    Pickled,
+    Policy,
+    Reply,
+    Role,
+    Verdict,
+)
+from lightning_asgd.transport.wire import decode, encode
 
 
-def there_and_back(value: Any, *, open_pickled: bool = False) -> Any:
+def there_and_back(value: Any) -> Any:
     header, buffers = encode(value)
-    return decode(header, [bytearray(buffer) for buffer in buffers], open_pickled=open_pickled)
+    return decode(header, [bytearray(buffer) for buffer in buffers])
 
 
 PLAIN = st.recursive(
@@ -93,18 +104,12 @@ def test_an_exchange_with_its_weights() -> None:
 
 
 class Mine:
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mine)
-
-    __hash__ = None  # type: ignore[assignment]
+    """Of no class that the package knows."""
 
 
-def test_any_object_can_be_broadcast_and_servers_leave_it_closed() -> None:
-    message = Contribution("s", 0, 1, "broadcast", "x", payload=Mine(), answer={0: Mine()})
-    on_server = there_and_back(message)
-    assert isinstance(on_server.payload, Pickled)
-    answer = there_and_back({0: on_server.payload}, open_pickled=True)
-    assert answer == {0: Mine()}
+def test_an_object_crosses_closed_or_not_at_all() -> None:
+    message = Contribution("s", 0, 1, "broadcast", "x", payload=Pickled(b"abc"), answer={0: Pickled(b"")})
+    assert there_and_back(message) == message
     with pytest.raises(ProtocolError, match=r"test_wire.Mine cannot be sent without pickle"):
         encode({"elsewhere": Mine()})
 

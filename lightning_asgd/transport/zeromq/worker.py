@@ -329,7 +329,7 @@ class _Way:
                 return
             try:
                 number, sizes, header = json.loads(bytes(frames[0].buffer))
-                answer = wire.decode(header.encode(), assemble(sizes, frames[1:]), open_pickled=True)
+                answer = wire.decode(header.encode(), assemble(sizes, frames[1:]))
             except Exception as error:
                 log.warning("An answer of server %d could not be read: %r.", self._link.server, error)
                 number = _number_in(frames)
