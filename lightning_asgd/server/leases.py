@@ -25,6 +25,10 @@ __all__ = ["Leases"]
 _CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
 _TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
 _LATE = 1.05  # a worker is granted a unit if it will be through with it at most that much later than the others
+# One that needs many times as long for a unit saves the others next to nothing by it, and costs them a lot if they turn
+# out faster than they were: it has to be through sooner.
+_MANY = 4.0
+_SOONER = 0.85
 
 
 Answer = tuple[Claim, Grant | None]
@@ -240,6 +244,9 @@ class Leases:
         loads = [(w.backlog(now, w.pace or mean) if w.waiting is None else 0.0, w.pace or mean) for w in others]
         mine = max(0, worker.granted - worker.trained) * worker.pace
         if loads and mine + worker.pace > _LATE * _through(loads, left):
+            return 0
+        faster = [load for load in loads if load[1] * _MANY < worker.pace]
+        if faster and mine + worker.pace > _SOONER * _through(faster, left):
             return 0
         share = max(0.0, _through([*loads, (mine, worker.pace)], left) - mine) / worker.pace
         size = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer

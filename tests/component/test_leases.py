@@ -215,6 +215,18 @@ def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for(
     assert len(run.workers[1].trained) == 2
 
 
+@pytest.mark.parametrize(("needs_s", "gets_it"), [(0.15, True), (0.19, False)])
+def test_a_worker_that_saves_next_to_nothing_has_to_be_through_sooner(needs_s: float, gets_it: bool) -> None:
+    """The other one needs 0.2 s for the rest, as far as is known; it may well be faster."""
+    leases = Leases(Epoch("0", 101, (101,)))
+    leases.meet({0, 1}, 0.0)
+    leases.claim(Claim("s", 1, "0", 0, 0, 0, needs_s), 0.0)
+    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.002), 0.0)
+    ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, 1, 1, needs_s), 0.0)
+    assert grant is not None
+    assert (grant.last > grant.first) is gets_it
+
+
 def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
     run = Run(20, (10, 20), [1.0, 2.0], done=((0, 3), (5, 10), (12, 14)))
     run.segment()
