@@ -23,11 +23,14 @@ __all__ = [
     "Tree",
     "adopt_checkpoint_states",
     "apply_to_collection",
+    "become_global_zero",
     "callback_modules",
     "checkpoint_states",
+    "follow_progress",
     "is_environment",
     "looks_at_gradients",
     "metrics_of",
+    "progress_of",
     "rank_zero_warn",
     "when_epochs_end",
     "when_imported",
@@ -295,6 +298,51 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
 
     loop.on_advance_end = end_and_call
     return lambda: vars(loop).pop("on_advance_end", None)
+
+
+def progress_of(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint would hold at an epoch's end, but for weights and optimizer states.
+
+    In place of these stand the optimizers' settings, such as the learning rates, which schedules go on from.
+    """
+    from torch import Tensor
+
+    package = tree_of(trainer).package
+    call = importlib.import_module(f"{package}.trainer.call")
+    groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers]
+    progress = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": importlib.import_module(package).__version__,
+        "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "groups": groups,
+    }
+    return dict(apply_to_collection(progress, Tensor, lambda t: t.detach().cpu()))
+
+
+def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
+    """Have a fit begin where :func:`progress_of` was called, whatever checkpoint it was given.
+
+    To be called while the strategy is set up, after the optimizers: Lightning goes on from the same place afterwards.
+    """
+    connector = trainer._checkpoint_connector
+    if connector._loaded_checkpoint:
+        rank_zero_warn("The checkpoint is not loaded: this worker takes part in a run that has begun.")
+    connector._loaded_checkpoint = progress or {}
+    if progress is not None:
+        connector.restore_callbacks()
+        for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+
+
+def become_global_zero(rank: int) -> None:
+    """Let Lightning log and warn in this process if ``rank`` is 0, and else not."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def rank_zero_warn(message: str) -> None:

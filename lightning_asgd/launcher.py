@@ -14,7 +14,6 @@ import pickle
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from lightning_asgd._lightning import Extension, is_environment
 from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards, successor_of
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport import choose
 from lightning_asgd.transport.base import Transport
@@ -38,7 +37,6 @@ __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.02
 _STOP_S = 3.0  # for a worker to end after SIGTERM
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
@@ -60,6 +58,7 @@ class Job:
         launches: how often the Trainer was called with this strategy.
         address: ``(host, port)`` of the rendezvous, None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
+        run_id: name of the run, served elsewhere, that this process attaches itself to; empty for a job of its own.
     """
 
     num_servers: int
@@ -70,11 +69,12 @@ class Job:
     launches: int = 0
     address: tuple[str, int] | None = None
     interface: str = "lo"
+    run_id: str = ""
 
     @property
     def session(self) -> str:
         """Name of the present run of fit, validate, test or predict."""
-        return f"{self.number}.{self.launches}"
+        return self.run_id or f"{self.number}.{self.launches}"
 
     def begin(self, environment: Any, num_nodes: int, *, is_main: bool) -> None:
         """Find or host the rendezvous, and start the servers if this is the main process.
@@ -104,6 +104,27 @@ class Job:
             overseer.spare = self.spare and environment.world_size() > 1
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
+    def find_run(self) -> None:
+        """Look for the servers of the run, which are there already.
+
+        Raises:
+            LaunchError: they are not, or serve another run.
+        """
+        if self.address is None:
+            raise LaunchError("No address of the servers was given.")
+        choose.check_available(self.transport)
+        self.interface = interface_of(local_address_towards(self.address[0]))
+        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
+        served = rendezvous.get("run", "`lightning-asgd serve`", self.start_timeout_s)
+        mine = {"run_id": self.run_id, "transport": self.transport}
+        if served != mine:
+            raise LaunchError(
+                f"{self.address[0]}:{self.address[1]} serves run_id={served['run_id']!r} with "
+                f"transport={served['transport']!r}. Expected run_id={self.run_id!r} and transport={self.transport!r}, "
+                "as given to ASGDStrategy."
+            )
+        self.num_servers = len(rendezvous.get(f"session/{self.run_id}", "The servers", self.start_timeout_s))
+
     def connect(self) -> Transport:
         """Wait for the servers of the present session and connect to them.
 
@@ -118,7 +139,7 @@ class Job:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
-        addresses = [self._address(rendezvous, index, key) for index, key in enumerate(keys)]
+        addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
                 _transport.close()
@@ -143,27 +164,9 @@ class Job:
         try:
             rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
-            return self._address(rendezvous, server, first, other_than=before)
+            return rendezvous.server(server, first, self.start_timeout_s, other_than=before)
         except RuntimeError as error:
             raise ServerLostError(f"{lost}: {error}") from error
-
-    def _address(self, rendezvous: Rendezvous, index: int, key: str, other_than: str = "") -> str:
-        """The address of a server, or of the one in its place. One that starts may be killed too."""
-        deadline = time.monotonic() + self.start_timeout_s
-        while True:
-            key = _latest(rendezvous, key)
-            answer = rendezvous.peek(key) or {}
-            if "error" in answer:
-                raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
-            if answer.get("address", other_than) != other_than:
-                return str(answer["address"])
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Server {index} did not start within {self.start_timeout_s:g} s. Expected it to publish {key!r} "
-                    f"at {rendezvous.address[0]}:{rendezvous.address[1]}. Look at its output, or raise "
-                    "timeouts.start_s."
-                )
-            time.sleep(_POLL_S)
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         inherited = os.environ.get(RENDEZVOUS_ENV)
@@ -190,13 +193,6 @@ class Job:
         if is_main and not agent_store and address not in _hosted:
             _hosted[address] = Rendezvous.host(*address)
         return address
-
-
-def _latest(rendezvous: Rendezvous, key: str) -> str:
-    """The key of the server that has taken the place of another, if that was lost."""
-    while (successor := rendezvous.peek(successor_of(key))) is not None:
-        key = successor
-    return key
 
 
 class ScriptLauncher(Extension):  # type: ignore[misc]

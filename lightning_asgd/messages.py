@@ -14,6 +14,8 @@ from torch import Tensor
 
 __all__ = [
     "PROTOCOL",
+    "Attach",
+    "Attached",
     "Beat",
     "Beaten",
     "Claim",
@@ -29,6 +31,7 @@ __all__ = [
     "LayerGradient",
     "Leave",
     "Meeting",
+    "Note",
     "Offer",
     "OpenEpoch",
     "Part",
@@ -44,7 +47,7 @@ __all__ = [
     "Watch",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -110,12 +113,14 @@ class Join:
     Attributes:
         session: names one run of ``fit``, ``validate``, ``test`` or ``predict``; all its workers send the same.
         worker: global rank.
-        world_size: number of workers of the session.
+        world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
         policy: the same from all workers; the first one's counts.
         again: whether the worker was told that it counts as away, and begins anew with the servers' weights.
         after: the session that this one goes on from, with the same workers; who is gone there is gone here.
         server: number of the server that this is sent to.
         restore: whether this server takes the place of one that was lost in the midst of the session.
+        living: where workers come and go, those that take part as far as this one knows.
+        admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
     """
 
@@ -127,6 +132,8 @@ class Join:
     after: str = ""
     server: int = 0
     restore: bool = False
+    living: tuple[int, ...] = ()
+    admitted: int = 0
     protocol: int = PROTOCOL
 
 
@@ -141,6 +148,59 @@ class Joined:
 
     pid: int
     term: int = 0
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A worker asks to take part in a run whose workers come and go.
+
+    Answered once the run has weights, or once this worker is to bring them.
+
+    Attributes:
+        session: name of the run.
+        about: what the worker is, for people: its machine, process and device.
+        policy: what the run does about workers that are silent; the first worker's counts.
+        protocol: version of the messages the worker speaks.
+    """
+
+    session: str
+    about: str
+    policy: Policy = Policy()
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Answer to :class:`Attach`.
+
+    Attributes:
+        worker: the worker's number, which no other has had or will have.
+        founder: whether the run has no weights yet: this worker brings them, and the others wait for that.
+        notes: what the workers have told each other: see :class:`Note`.
+        heard: number of news that were there before.
+    """
+
+    worker: int
+    founder: bool
+    notes: dict[str, Any]
+    heard: int = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the workers of a run tell each other, and those who come later. The latest word counts.
+
+    Attributes:
+        session: name of the run.
+        worker: number of the sender.
+        name: what it is about. ``"founded"``: the run has weights now.
+        value: a plain value, or an object as :class:`Pickled`; None to ask only.
+    """
+
+    session: str
+    worker: int
+    name: str
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -166,9 +226,15 @@ class Beaten:
 
     Attributes:
         news: what became of workers since the last time, for people.
+        chief: the worker that logs and writes checkpoints.
+        living: where workers come and go, those that have weights.
+        admitted: the highest number that one of them was given.
     """
 
     news: tuple[str, ...] = ()
+    chief: int = 0
+    living: tuple[int, ...] = ()
+    admitted: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,7 +322,8 @@ class Reply:
         nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
         busy_s: seconds that the server was busy with it.
         pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
-        done: ranges of units of the epoch named in the message whose updates the weights hold.
+        epoch: the epoch that ``done`` is about: that of the message, or in a run whose workers come and go the latest.
+        done: ranges of units of it whose updates the weights hold.
         terms: how often each worker was declared away; those that never were are left out.
         left: workers that are gone, and why.
     """
@@ -268,6 +335,7 @@ class Reply:
     nsync: int = 0
     busy_s: float = 0.0
     pushes: dict[int, int] = field(default_factory=dict)
+    epoch: str = ""
     done: tuple[tuple[int, int], ...] = ()
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
@@ -344,6 +412,7 @@ class Offer:
         term: how often the lost server had declared this worker away when it joined last.
         terms: see :class:`Reply`, as far as this worker knows.
         left: likewise.
+        notes: the last of every :class:`Note` that it knows, for the coordinator.
     """
 
     session: str
@@ -354,6 +423,7 @@ class Offer:
     term: int = 0
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -466,7 +536,7 @@ class Epoch:
     """What workers share of an epoch. A unit is what a worker trains between two optimizer steps.
 
     Attributes:
-        key: which epoch of which fit it is.
+        key: which epoch of which fit it is; it ends with the epoch's number.
         units: number of units.
         ends: the numbers of units after which all workers meet, ascending; the last is ``units``.
         order: digest of the samples in their order, to compare workers by.
@@ -478,6 +548,11 @@ class Epoch:
     ends: tuple[int, ...]
     order: bytes = b""
     done: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def number(self) -> int:
+        """The epoch's."""
+        return int(self.key.rpartition("/")[2])
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,41 @@ class Rendezvous:
             time.sleep(_POLL_S)
         return value
 
+    def server(self, index: int, key: str, timeout_s: float, other_than: str = "") -> str:
+        """Wait for the address of a server, or of the one that has taken its place.
+
+        Args:
+            index: the server's number, for the error.
+            key: under which the first one in that place publishes it.
+            timeout_s: how long.
+            other_than: address of one that is lost.
+
+        Raises:
+            LaunchError: it cannot serve, or does not publish it in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := self.peek_server(key).get("address", other_than)) == other_than:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Server {index} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
+                    f"{self.address[0]}:{self.address[1]}. Look at its output, or raise timeouts.start_s."
+                )
+            time.sleep(_POLL_S)
+        return str(found)
+
+    def peek_server(self, key: str) -> dict[str, Any]:
+        """What a server, or the one that has taken its place, has published; nothing before it has.
+
+        Raises:
+            LaunchError: it cannot serve.
+        """
+        while (successor := self.peek(successor_of(key))) is not None:
+            key = successor
+        answer: dict[str, Any] = self.peek(key) or {}
+        if "error" in answer:
+            raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+        return answer
+
 
 def successor_of(key: str) -> str:
     """The key under which stands the key of the server that has taken another's place."""

@@ -18,16 +18,20 @@ from lightning_asgd._lightning import (
     StrategyExtension,
     adopt_checkpoint_states,
     apply_to_collection,
+    become_global_zero,
     callback_modules,
     checkpoint_states,
+    follow_progress,
     looks_at_gradients,
     metrics_of,
+    progress_of,
     rank_zero_warn,
     when_epochs_end,
 )
 from lightning_asgd._loop import LeasedLoop, why_split
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload, Run
+from lightning_asgd.attachment import Attachment, server_address
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
@@ -90,6 +94,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             nobody gets in without the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
             machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each.
+        server: where `lightning-asgd serve` serves a run, as ``"host:port"``. This Trainer attaches itself as one more
+            worker, with one device, at any time: it takes over weights and progress, and leaves when it ends. None
+            means a job of its own, whose workers start and end together.
+        run_id: name of that run.
         max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
         accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
             them.
@@ -140,6 +148,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
         transport: str = "rpc",
+        server: str | None = None,
+        run_id: str | None = None,
         max_offline_steps: int = 1000,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -187,6 +197,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._recovery: Recovery | None = None
         servers = positive_int("num_servers", num_servers)
         self._job = Job(servers, self.config.timeouts.start_s, self.config.restorable, transport)
+        self._attaches = server is not None
+        self._attachment: Attachment | None = None  # while it fits
+        if server is not None or run_id is not None:
+            self._check_attaches(server, run_id)
+            self._job.address, self._job.run_id = server_address(server or ""), run_id or ""
         self._sharing: Sharing | None = None
         self._data = data
         self._leased: LeasedLoop | None = None  # None while every worker has its own part of the data
@@ -200,13 +215,52 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ starting and stopping
 
+    def _check_attaches(self, server: str | None, run_id: str | None) -> None:
+        algorithm = self.config.algorithm
+        if not server or not run_id:
+            raise ConfigurationError(f"server={server!r} and run_id={run_id!r}. Expected both, or neither.")
+        if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
+            raise ConfigurationError(
+                f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
+                "not wait for each other, such as ASGD: here they come and go."
+            )
+        if self._policy.abort or self._policy.min_workers > 1:
+            raise ConfigurationError(
+                "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers come and "
+                "go as they like."
+            )
+
     def _configure_launcher(self) -> None:
+        if self._attaches:
+            return  # this process is the worker
         if self._start_method == "popen":
             launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")
             self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
             self._launcher = launcher(self._job, self, self._start_method, self._policy)
+
+    @property
+    def global_rank(self) -> int:
+        """The worker's. In a run whose workers come and go the chief's is 0, and that of others their number."""
+        if self._attachment is None:
+            return int(super().global_rank)
+        return 0 if self._attachment.chief else self._attachment.client.worker
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker logs and writes checkpoints."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning's samplers deal samples out: one that attaches itself is alone, as far as they know."""
+        return {"num_replicas": 1, "rank": 0} if self._attaches else dict(super().distributed_sampler_kwargs)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
+        return self._attachment is None or self._attachment.founder
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
@@ -220,7 +274,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._failed = self._told = False
         self._leased = None
         self._layouts = 0
-        self._join(self._job.session)
+        if not self._attaches:
+            self._join(self._job.session)
+        elif self.lightning_module.trainer.state.fn == self.tree.TrainerFn.FITTING:
+            self._attach()
         callbacks = self.lightning_module.trainer.callbacks
         if not any(isinstance(callback, SyncPoints) for callback in callbacks):
             callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
@@ -250,6 +307,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self.stats = self._sharing.stats
                 self.samples = []
                 self.setup_optimizers(trainer)
+                if self._attachment is not None and not self._attachment.founder:
+                    follow_progress(trainer, self._attachment.progress)
                 for optimizer in self.optimizers:
                     if isinstance(optimizer, PosteriorSampler):
                         optimizer.use_stream(self.global_rank)
@@ -329,7 +388,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
         algorithm = self.config.algorithm
         together = algorithm.waits or algorithm.payload is Payload.LAYERS
-        if self._sharing is None or self._data == "split" or self.world_size == 1 or together:
+        alone = self.world_size == 1 and not self._attaches
+        if self._sharing is None or self._data == "split" or alone or together:
             return
         if self._leased is not None and self._leased.installed:
             return
@@ -395,7 +455,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
             # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
-            if any(m.moved for m in met.values()) or self.config.algorithm.waits:
+            if any(m.moved for m in met.values()) or self.config.algorithm.waits or self._attaches:
                 self._fetch_together(sharing, name, restored)
             if any(m.grown for m in met.values()):
                 self._enter_again()
@@ -419,7 +479,18 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def _agree_to_stop(self) -> None:
         """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
         trainer = self.lightning_module.trainer
-        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+        if self._attachment is None:
+            trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+        else:
+            with self._explained():
+                trainer.should_stop = self._attachment.end_epoch(self._progress, trainer.should_stop)
+
+    def _progress(self) -> dict[str, Any]:
+        """What a worker that attaches itself now has to know."""
+        progress = progress_of(self.lightning_module.trainer)
+        if self._leased is not None:
+            self._leased.as_if_equal(progress["loops"]["fit_loop"])
+        return progress
 
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
@@ -508,7 +579,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
             mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
             with self._explained():
-                workers = self.collectives.gather("gather", "checkpoint", mine, target=0)
+                workers = self.collectives.gather("gather", "checkpoint", mine, target=0) if not self._attaches else {}
             servers = self._sharing.state() if self.is_global_zero else []
             entry = resume.entry_of(self._sharing.versions, self._algorithm_name, servers, workers)
             if self._leased is not None and self.is_global_zero:
@@ -564,6 +635,37 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._heartbeat = Heartbeat(client, policy.silence_s, log.warning if self.is_global_zero else None)
             self.collectives.barrier("join")
 
+    def _attach(self) -> None:
+        """Become a worker of a run that is served elsewhere."""
+        self._job.find_run()
+        transport, timeouts = self._job.connect(), self.config.timeouts
+        client = Client(
+            transport,
+            self._job.session,
+            worker=0,  # until it is told
+            world_size=0,
+            timeout_s=timeouts.exchange_s,
+            patience_s=timeouts.collective_s,
+            policy=self._policy,
+        )
+        attachment = Attachment(client, self._change_chief)
+        self.collectives = Collectives(client, timeouts.collective_s)
+        with self._explained():
+            heard = attachment.arrive(self.root_device)
+            self._attachment = attachment
+            become_global_zero(self.global_rank)
+            chief = attachment.follow
+            self._heartbeat = Heartbeat(client, timeouts.silence_s, self._tell, chief, heard)
+
+    def _change_chief(self, chief: bool) -> None:
+        worker = self._connected().worker
+        log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
+        become_global_zero(0 if chief else worker)
+
+    def _tell(self, news: str) -> None:
+        if self.is_global_zero:
+            log.warning(news)
+
     def _enter_session(self, client: Client) -> None:
         try:
             client.join()
@@ -610,7 +712,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return client
 
     def _enter(self, module: Any) -> Sharing:
-        client = self._connected()
+        client, attachment = self._connected(), self._attachment
         versions, self._resume_versions = self._resume_versions, None
         sharing = enter(
             client,
@@ -624,8 +726,17 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             on_away=self._lose_leases,
             trained=self._units_trained,
             late=not looks_at_gradients(self.lightning_module),
+            fill=None if attachment is None else attachment.founder,
+            theirs=None if attachment is None else attachment.layout,
         )
-        if self.config.restorable and self.world_size > 1:
+        if attachment is not None:
+            exchanged = {spec.name for spec in sharing.layout.tensors}
+            constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+            if attachment.founder:
+                attachment.found(sharing.layout.describe(), constants)
+            else:
+                attachment.adopt(constants)
+        if self.config.restorable and (self.world_size > 1 or self._attaches):
             self._recovery = Recovery(client, sharing, self._part, self._job.successor)
         return sharing
 
@@ -646,6 +757,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         before = self._sharing
         if before is None:
             return
+        if self._attachment is not None:
+            raise ConfigurationError(
+                "Weights were replaced, or parameters unfrozen, during fit in a run that workers attach themselves to. "
+                "Expected the same trainable parameters from the first batch to the last: there is nobody to agree "
+                "with about others."
+            )
         agree(self.collectives, newly_trainable(self.lightning_module, before.layout), mean=True)
         self._resume_versions = list(before.versions)
         self.collectives.barrier("new layout")

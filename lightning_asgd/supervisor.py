@@ -38,13 +38,16 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 
 
 class _Server:
-    def __init__(self, index: int, rendezvous: Rendezvous, interface: str, transport: str) -> None:
+    def __init__(
+        self, index: int, rendezvous: Rendezvous, interface: str, transport: str, run: str, *, succeeds: bool
+    ) -> None:
         self.index = index
         self.rendezvous = rendezvous
         self.key = f"server/{uuid.uuid4().hex}"
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
-        arguments = ServerArguments(f"server{index}", self.key, host, port, interface, os.getpid(), transport)
+        about = (interface, os.getpid(), transport, run, succeeds)
+        arguments = ServerArguments(f"server{index}", self.key, host, port, *about)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
             stdin=subprocess.PIPE,
@@ -85,12 +88,14 @@ class Supervisor:
         rendezvous: where they publish their addresses; None if there are none.
         interface: network interface they listen on.
         transport: how messages reach them.
+        run: name of the only run that they serve, if its workers come and go.
     """
 
-    def __init__(self, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc") -> None:
+    def __init__(self, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc", run: str = "") -> None:
         self.rendezvous = rendezvous
         self.interface = interface
         self.transport = transport
+        self.run = run
         self._servers: list[_Server] = []
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
@@ -116,7 +121,7 @@ class Supervisor:
     def add_servers(self, total: int) -> None:
         """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous."""
         while self.rendezvous is not None and len(self._servers) < total:
-            server = _Server(len(self._servers), self.rendezvous, self.interface, self.transport)
+            server = self._new_server(len(self._servers), self.rendezvous, succeeds=False)
             self._servers.append(server)
             self.register(server.process.pid)
 
@@ -188,6 +193,9 @@ class Supervisor:
             self._reaper.stdin.write(f"add {pid} {psutil.Process(pid).create_time()}\n".encode())
             self._reaper.stdin.flush()
 
+    def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> _Server:
+        return _Server(index, rendezvous, self.interface, self.transport, self.run, succeeds=succeeds)
+
     def _succeed(self, server: _Server) -> None:
         """Start another server in the place of one that has ended."""
         if self._closing.is_set():
@@ -203,7 +211,7 @@ class Supervisor:
             self._obituary = server.obituary()
             log.warning("%s\nAnother one takes its place.", self._obituary)
             try:
-                successor = self._spare or _Server(server.index, server.rendezvous, self.interface, self.transport)
+                successor = self._spare or self._new_server(server.index, server.rendezvous)
             except OSError as error:
                 server.rendezvous.put(
                     server.key, {"error": f"{self._obituary}\nAnother one cannot be started: {error}"}
@@ -231,7 +239,7 @@ class Supervisor:
             return
         if time.monotonic() > self._quiet_since + _SPARE_AFTER_S and self._restarts < _RESTARTS:
             with contextlib.suppress(OSError):  # then there is none
-                self._spare = _Server(len(self._servers), self.rendezvous, self.interface, self.transport)
+                self._spare = self._new_server(len(self._servers), self.rendezvous)
                 self.register(self._spare.process.pid)
 
     def _watch(self) -> None:
@@ -254,19 +262,21 @@ class Supervisor:
 _current: Supervisor | None = None
 
 
-def ensure(num_servers: int, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc") -> Supervisor:
+def ensure(
+    num_servers: int, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc", run: str = ""
+) -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
     Servers are kept and reused, because starting one takes as long as importing torch.
     """
     global _current
     if _current is not None:
-        present = _current.interface, _current.rendezvous, _current.transport
-        if _current.healthy and present == (interface, rendezvous, transport):
+        present = _current.interface, _current.rendezvous, _current.transport, _current.run
+        if _current.healthy and present == (interface, rendezvous, transport, run):
             _current.add_servers(num_servers)
             return _current
         _current.close()
-    _current = Supervisor(rendezvous, interface, transport)
+    _current = Supervisor(rendezvous, interface, transport, run)
     _current.start()
     _current.add_servers(num_servers)
     return _current

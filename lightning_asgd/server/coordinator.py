@@ -13,6 +13,7 @@ Every method returns the answers that became due, as :class:`Delivery` objects f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = ["Coordinator", "Delivery"]
 
 _SLEPT_S = 2.0  # between two calls of expire(): longer, and it was this process that slept
 _TOLD_S = 60.0  # in which all workers notice that a server was lost and restored
+_UNHEARD = 1000  # numbers that may have been given without its having heard of them
 _SOONER = 0.7  # part of the patience that is the other servers'
 _MISSED_AT_MOST = 1000  # collectives that are kept for workers that are away
 
@@ -71,7 +73,7 @@ class Coordinator:
 
     Args:
         session: the session's name, for error texts.
-        world_size: number of workers expected.
+        world_size: number of workers expected; 0 in a run whose workers come and go.
         policy: what is done about workers that are silent or gone.
         index: number of the server that this belongs to. The first one's word counts; the others lose patience sooner,
             so that they never take a push which it would refuse.
@@ -90,6 +92,8 @@ class Coordinator:
     lapsed: set[int] = field(default_factory=set)  # were away, and must not train before they have joined again
     terms: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
     news: list[str] = field(default_factory=list)  # for people
+    admitted: int = 0  # the highest number that was given
+    about: dict[int, str] = field(default_factory=dict)  # what workers that came by themselves are, for people
     aborted: str = ""  # why the session is over
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
@@ -101,7 +105,16 @@ class Coordinator:
     @property
     def living(self) -> set[int]:
         """Workers that are expected, and neither gone nor away."""
-        return set(range(self.world_size)) - set(self.left) - set(self.away) - self.behind
+        return self._expected - set(self.left) - set(self.away) - self.behind
+
+    @property
+    def _expected(self) -> set[int]:
+        return set(range(self.world_size)) if self.world_size else self.joined
+
+    @property
+    def chief(self) -> int:
+        """The worker that logs and writes checkpoints; where workers come and go, the one that is there longest."""
+        return 0 if self.world_size else min(self.trusted or self.living, default=0)
 
     @property
     def trusted(self) -> set[int]:
@@ -116,7 +129,7 @@ class Coordinator:
     @property
     def _awaited(self) -> set[int]:
         """Workers without which no collective is completed."""
-        return self.living | ({0} - set(self.left))
+        return self.living | ({0} & self._expected - set(self.left))
 
     def check(self, worker: int) -> None:
         """Whether a worker may train.
@@ -137,6 +150,18 @@ class Coordinator:
         """Take any message as a sign of life."""
         self._heard[worker] = now
 
+    def admit(self, about: str, now: float) -> int:
+        """Let a worker into a run whose workers come and go.
+
+        Returns:
+            its number, which nobody else has had: counted from 1.
+        """
+        worker = self.admitted = self.admitted + 1
+        self.about[worker] = about
+        self.join(worker, now)
+        self.news.append(f"Worker {worker} ({about}) has come.")
+        return worker
+
     def join(self, worker: int, now: float = 0.0) -> None:
         """Let a worker in; joining again (a new connection, or one that was away) does no harm.
 
@@ -144,7 +169,7 @@ class Coordinator:
             ProtocolError: the rank is not one of the session's.
             WorkerLostError: the worker was declared gone.
         """
-        if not 0 <= worker < self.world_size:
+        if self.world_size and not 0 <= worker < self.world_size:
             raise ProtocolError(
                 f"Worker {worker} cannot join session {self.session!r}. Expected a rank below {self.world_size}. "
                 "All workers must be started with the same number of devices and nodes."
@@ -163,14 +188,20 @@ class Coordinator:
             else:
                 self._welcome(worker)
 
-    def restore(self, now: float) -> None:
+    def restore(self, now: float, living: Collection[int] = (), admitted: int = 0) -> None:
         """Take the place of a coordinator that was lost: all that are not gone are expected to tell of themselves.
 
         They are given longer for it: one that is busy for long may hold the newest state, and nobody else would.
+
+        Args:
+            now: time in seconds.
+            living: where workers come and go, those of whom a worker knows.
+            admitted: the highest number that it knows to be given.
         """
-        for worker in set(range(self.world_size)) - set(self.left) - self.joined:
+        for worker in (set(range(self.world_size)) | set(living)) - set(self.left) - self.joined:
             self.joined.add(worker)
             self._heard[worker] = now + _TOLD_S
+        self.admitted = admitted + _UNHEARD
 
     def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
         """Go on where this one's predecessor was lost.
@@ -196,14 +227,16 @@ class Coordinator:
             the answers that became due. A broadcast whose source left, and everything once worker 0 left for a
             reason (it alone logs and writes checkpoints), fails.
         """
-        if worker in self.left or not 0 <= worker < self.world_size:
+        if worker in self.left or worker not in self._expected:
             return []
         self._give_up(worker, reason)
         due: list[Delivery] = []
         for seq, operation in list(self._operations.items()):
             if operation.contributions.pop(worker, self) is not self:
                 due.append(Delivery(worker, seq, error=self._gone(worker, operation.first)))
-        if reason:
+        if not self.world_size:
+            self.news.append(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
+        elif reason:
             self._lose(worker, f"is gone ({reason})")
         return due + self._settle_all()
 

@@ -67,11 +67,14 @@ class Leases:
     """The units of one epoch.
 
     Args:
-        epoch: which epoch it is, and what its segments are. Units before ``epoch.done`` count as trained.
+        epoch: which epoch it is, and what its segments are. Units in ``epoch.done`` count as trained.
+        all_train: whether a unit of every segment is kept for each of the living. Without, one that comes late trains
+            a batch in vain, to notice the segment's end.
     """
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, *, all_train: bool = True) -> None:
         self.epoch = epoch
+        self._all_train = all_train
         self._free: list[tuple[int, int]] = []
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
@@ -224,7 +227,7 @@ class Leases:
             return 0, 0
         others = [w for n, w in self._peers(number).items() if not w.stopped]
         # Everybody needs a unit in every segment, or would not notice its end.
-        owed = sum(w.served < claim.segment for w in others)
+        owed = sum(w.served < claim.segment for w in others) if self._all_train else 0
         if worker.served < claim.segment:
             size = 1
         else:

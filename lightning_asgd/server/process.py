@@ -37,6 +37,8 @@ class ServerArguments:
         interface: network interface to listen on.
         parent: process to stop with.
         transport: how messages come.
+        run: see :class:`Service`.
+        succeeds: see :class:`Service`.
     """
 
     name: str
@@ -46,6 +48,8 @@ class ServerArguments:
     interface: str
     parent: int
     transport: str = "rpc"
+    run: str = ""
+    succeeds: bool = False
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     torch.set_num_threads(1)  # the cores belong to the workers
-    service = Service()
+    service = Service(run=arguments.run, succeeds=arguments.succeeds)
     address, stop = choose.serve(arguments.transport, service.handle, arguments.name, arguments.interface)
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_asgd.messages import Held, Offer
 
@@ -54,6 +55,13 @@ class Restoration:
             for worker, term in offer.terms.items():
                 known[worker] = max(term, known.get(worker, 0))
         return known
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the workers have told each other; the word of the one that is there longest counts."""
+        return {
+            name: value for _, offer in sorted(self.offers.items(), reverse=True) for name, value in offer.notes.items()
+        }
 
     @property
     def stale(self) -> set[int]:

@@ -22,10 +22,13 @@ from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, Wor
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
     PROTOCOL,
+    Attach,
+    Attached,
     Beat,
     Beaten,
     Claim,
     Contribution,
+    Epoch,
     Exchange,
     Failure,
     Grant,
@@ -34,6 +37,7 @@ from lightning_asgd.messages import (
     Joined,
     LayerGradient,
     Leave,
+    Note,
     Offer,
     OpenEpoch,
     Samples,
@@ -53,16 +57,29 @@ __all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
+_TOLD_S = 20.0  # in which workers notice that a server was lost, and begin to tell the one in its place
+_EPOCHS = 4  # of a run, of which the data are known: a worker may be so many behind
+
 
 class Service:
     """The state of one server and the messages that change it.
 
     Args:
         clock: seconds, monotonic; given by tests.
+        run: name of the one session that is served, whose workers come and go; empty to serve one session after the
+            other, each with as many workers as it began with.
+        succeeds: whether this may take the place of a server that was lost, so that the run has weights already.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, run: str = "", *, succeeds: bool = False) -> None:
         self._clock = clock
+        self._run = run
+        self._succeeds = succeeds
+        self._began = clock()
+        self._notes: dict[str, Any] = {}
+        self._have_weights: set[int] = set()  # workers that can tell of them if this server is lost
+        self._founder: int | None = None  # who brings the run's weights
+        self._arriving: list[tuple[Attach, Future[Any]]] = []  # workers that wait for these
         self._lock = threading.Lock()
         self._coordinator: Coordinator | None = None
         self._shards: dict[int, Shard] = {}  # by fragment
@@ -82,6 +99,8 @@ class Service:
         self._restoration: Restoration | None = None
         self._early: list[tuple[Exchange, Future[Any]]] = []  # what is to be answered when that is through
         self._handlers: dict[type, Callable[[Any], Any]] = {
+            Attach: self._attach,
+            Note: self._note,
             Join: self._join,
             Beat: self._beat,
             Initialise: self._initialise,
@@ -122,6 +141,7 @@ class Service:
     def tick(self) -> None:
         """Fail collectives whose time is up, look after claims that wait. To be called a few times a second."""
         with self._lock:
+            self._let_in()
             coordinator = self._coordinator
             if coordinator is not None:
                 before = coordinator.membership
@@ -168,15 +188,78 @@ class Service:
         """Release shared memory; waiting workers get an error."""
         with self._lock:
             self._end_session("the server was stopped")
+            for _, future in self._arriving:
+                future.set_result(Failure("ServerLostError", "The server was stopped."))
+            self._arriving.clear()
 
     # ------------------------------------------------------------------ one method per message
 
-    def _join(self, message: Join) -> Joined:
-        if message.protocol != PROTOCOL:
+    def _attach(self, message: Attach) -> Any:
+        self._check_can_join(message.session, message.about, message.protocol, comes_and_goes=True)
+        future: Future[Any] = Future()
+        self._arriving.append((message, future))
+        self._let_in()
+        return future.value() if future.done() else future
+
+    def _let_in(self) -> None:
+        """Answer the workers that have come, if the run has weights; else have one of them bring its own."""
+        founded = "founded" in self._notes
+        if self._succeeds and not founded:
+            self._turn_away()  # what the run is, its workers will tell
+            return
+        waiting, self._arriving = self._arriving, []
+        for message, future in waiting:
+            coordinator = self._coordinator = self._coordinator or Coordinator(message.session, 0, message.policy)
+            founder = not founded and self._founder not in coordinator.living
+            if not founded and not founder:
+                self._arriving.append((message, future))
+                continue
+            worker = coordinator.admit(message.about, self._clock())
+            if founder:
+                self._founder = worker
+            self._meet(coordinator)
+            future.set_result(Attached(worker, founder, dict(self._notes), len(coordinator.news)))
+
+    def _turn_away(self) -> None:
+        """Nobody is left to tell what the lost server knew: say so to those who come."""
+        if self._restoration is None and self._clock() > self._began + _TOLD_S:
+            waiting, self._arriving = self._arriving, []
+            for _, future in waiting:
+                text = (
+                    f"The weights of run {self._run!r} were lost: a server ended while the run had no workers. Start "
+                    "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint."
+                )
+                future.set_result(Failure("ServerLostError", text))
+
+    def _note(self, message: Note) -> Any:
+        coordinator = self._session(message.session)
+        coordinator.hear(message.worker, self._clock())
+        if message.value is not None and message.worker in coordinator.trusted:  # else others speak for it
+            self._notes[message.name] = message.value
+            self._let_in()
+        return self._notes.get(message.name)
+
+    def _check_can_join(self, session: str, worker: int | str, protocol: int, *, comes_and_goes: bool) -> None:
+        if protocol != PROTOCOL:
             raise ProtocolError(
-                f"Worker {message.worker} speaks protocol {message.protocol}. Expected {PROTOCOL}. "
+                f"Worker {worker} speaks protocol {protocol}. Expected {PROTOCOL}. "
                 "Install the same version of lightning-asgd on every machine."
             )
+        if self._run and (session != self._run or not comes_and_goes):
+            raise ProtocolError(
+                f"Worker {worker} wants to take part in {session!r}, but these servers serve run {self._run!r}, to "
+                "which workers attach themselves. Expected ASGDStrategy(server=..., run_id=...) with the run_id that "
+                "`lightning-asgd serve` was given."
+            )
+        if comes_and_goes and not self._run:
+            raise ProtocolError(
+                f"Worker {worker} wants to attach itself to run {session!r}, but these servers belong to a job with a "
+                "fixed number of workers. Expected servers started with `lightning-asgd serve`."
+            )
+
+    def _join(self, message: Join) -> Joined:
+        comes_and_goes = not message.world_size
+        self._check_can_join(message.session, message.worker, message.protocol, comes_and_goes=comes_and_goes)
         current = self._coordinator
         if current is None or current.session != message.session:
             if message.again or (message.restore and current is not None):
@@ -190,10 +273,10 @@ class Service:
             self._end_session(f"session {message.session!r} began")
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
-            if message.restore:
-                self._restoration = Restoration()
-                self._coordinator.restore(self._clock())
         coordinator = self._session(message.session)
+        if message.restore and self._restoration is None:
+            self._restoration = Restoration()
+            coordinator.restore(self._clock(), message.living, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._leases.values():
@@ -213,7 +296,11 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
             raise WorkerLostError(coordinator.aborted)
-        return Beaten(tuple(coordinator.news[message.heard :]))
+        news = tuple(coordinator.news[message.heard :])
+        if not self._run:
+            return Beaten(news)
+        living = tuple(sorted(coordinator.living & self._have_weights))
+        return Beaten(news, coordinator.chief, living, coordinator.admitted)
 
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)
@@ -248,7 +335,8 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if message.push:
             coordinator.check(message.worker)
-        if self._restoration is not None and not self._restoration.restored:
+        self._have_weights.add(message.worker)
+        if self._to_be_restored:
             self._early.append((message, Future()))
             return self._early[-1][1]
         shard = self._shards.get(message.fragment)
@@ -302,14 +390,26 @@ class Service:
 
     def _open_epoch(self, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
         coordinator = self._member(message)
-        key = message.epoch.key
+        epoch, key = message.epoch, message.epoch.key
         if key not in self._leases:
-            if not (coordinator.away or coordinator.behind):
+            if self._run:
+                epoch = self._in_its_turn(epoch)
+            elif not (coordinator.away or coordinator.behind):
                 self._leases.clear()
-            self._leases[key] = Leases(message.epoch)
+            self._leases[key] = Leases(epoch, all_train=not self._run)
             self._meet(coordinator)
         self._leases[key].check(message.epoch, message.worker)
         return self._leases[key].finished
+
+    def _in_its_turn(self, epoch: Epoch) -> Epoch:
+        """An epoch of a run whose workers do not meet: some may be behind. One that was forgotten is over."""
+        kept = sorted(self._leases, key=self._number)
+        for key in kept[: max(0, len(kept) + 1 - _EPOCHS)]:
+            del self._leases[key]
+        return replace(epoch, done=((0, epoch.units),)) if kept and epoch.number < self._number(kept[-1]) else epoch
+
+    def _number(self, key: str) -> int:
+        return self._leases[key].epoch.number
 
     def _claim(self, message: Claim) -> Any:
         self._member(message)
@@ -388,7 +488,14 @@ class Service:
 
     @property
     def _left(self) -> dict[int, str]:
-        return dict(self._coordinator.left) if self._coordinator is not None else {}
+        if self._coordinator is None or self._run:  # of a run that goes on for long it would get long
+            return {}
+        return dict(self._coordinator.left)
+
+    @property
+    def _to_be_restored(self) -> bool:
+        """Whether the workers have not told yet what a lost server knew."""
+        return self._succeeds if self._restoration is None else not self._restoration.restored
 
     def _member(self, message: Any) -> Coordinator:
         """The session of a message that only those who take part in it may send."""
@@ -405,6 +512,7 @@ class Service:
 
     def _meet(self, coordinator: Coordinator) -> None:
         """Tell those who wait for workers who takes part."""
+        self._let_in()
         self._give(self._means.meet(coordinator.living))
         for shard in self._shards.values():
             self._answer(shard.meet(coordinator.living))
@@ -426,14 +534,17 @@ class Service:
             stale = restoration.stale
             coordinator.resume(restoration.answered, restoration.terms, stale)
             if coordinator.index == 0:
+                self._notes = restoration.notes
                 done = {held.epoch: held.done for held in newest}
-                for worker, offer in sorted(restoration.offers.items()):
-                    if offer.part is not None and worker not in stale:
-                        epoch = offer.part.epoch
-                        key = epoch.key
-                        if key not in self._leases:
-                            self._leases[key] = Leases(replace(epoch, done=done.get(key, epoch.done)))
-                        self._leases[key].rejoin(worker, offer.part)
+                parts = {w: o.part for w, o in restoration.offers.items() if o.part is not None and w not in stale}
+                for worker, part in sorted(parts.items(), key=lambda item: -item[1].epoch.number):
+                    epoch = part.epoch
+                    key = epoch.key
+                    if key not in self._leases:
+                        begun = replace(epoch, done=done.get(key, epoch.done))
+                        begun = self._in_its_turn(begun) if self._run else begun
+                        self._leases[key] = Leases(begun, all_train=not self._run)
+                    self._leases[key].rejoin(worker, part)
             for worker in stale:
                 del restoration.offers[worker]
             self._release(Offer, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale)
@@ -503,9 +614,9 @@ class Service:
                 weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
                 reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
             if each.message.fetch:
-                leases = self._leases.get(each.message.epoch)
-                done = leases.finished if leases is not None else ()
-                reply = replace(reply, done=done, terms=self._terms, left=self._left)
+                epoch = max(self._leases, key=self._number, default="") if self._run else each.message.epoch
+                done = self._leases[epoch].finished if epoch in self._leases else ()
+                reply = replace(reply, epoch=epoch, done=done, terms=self._terms, left=self._left)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 
     def _end_session(self, why: str) -> None:

@@ -24,6 +24,8 @@ from lightning_asgd.errors import (
 )
 from lightning_asgd.layout import Layout
 from lightning_asgd.messages import (
+    Attach,
+    Attached,
     Beat,
     Beaten,
     Claim,
@@ -38,6 +40,7 @@ from lightning_asgd.messages import (
     Joined,
     LayerGradient,
     Leave,
+    Note,
     Offer,
     OpenEpoch,
     Part,
@@ -80,7 +83,7 @@ class Client:
         transport: connection to the servers.
         session: name of the session.
         worker: this worker's global rank.
-        world_size: number of workers.
+        world_size: number of workers; 0 in a run whose workers come and go: then :meth:`attach` gives it its number.
         timeout_s: seconds for a server to answer anything but a collective.
         patience_s: seconds to wait for the other workers when servers are restored.
         policy: what the session does about workers that are silent or gone.
@@ -116,6 +119,9 @@ class Client:
         self._lost_servers: set[int] = set()  # that are to be restored
         self._being_restored: set[int] = set()
         self._interrupt: Future[None] | None = None  # ends the present wait
+        self._living: tuple[int, ...] = ()  # and the next two: in a run whose workers come and go, as far as is known
+        self._admitted = 0
+        self._notes: dict[str, Any] = {}
         self.restorer: Restorer | None = None
         """None where lost servers cannot be restored."""
         self.restored = [0] * transport.num_servers
@@ -145,7 +151,46 @@ class Client:
             joined: Joined = self._ask(s, Join(*about, s))
             self._term[s] = joined.term
 
-    def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
+    def attach(self, about: str) -> Attached:
+        """Enter a run whose workers come and go. Waits while another worker brings its weights.
+
+        Args:
+            about: what this worker is, for people.
+
+        Raises:
+            ProtocolError: a server refuses this worker; the message says why.
+            ServerLostError: a server does not answer.
+        """
+        message = Attach(self.session, about, self._policy)
+        future = self._send(COORDINATOR, message, self._patience_s + _GRACE_S)
+        attached: Attached = self.answer(COORDINATOR, future, self._patience_s)
+        self.worker = self._admitted = attached.worker
+        self._living, self._notes = (attached.worker,), dict(attached.notes)
+        for server in self._servers():
+            if server != COORDINATOR:
+                self.join(server=server)
+        return replace(attached, notes={name: self._read(value) for name, value in attached.notes.items()})
+
+    def note(self, name: str, value: Any = None) -> Any:
+        """Tell the other workers of the run something, also those that come later.
+
+        Args:
+            name: what it is about.
+            value: any picklable value; None to ask only.
+
+        Returns:
+            what was said last.
+        """
+        message = Note(self.session, self.worker, name, None if value is None else _closed(value))
+        noted = self._ask(COORDINATOR, message)
+        if noted is not None:
+            self._notes[name] = noted
+        return self._read(noted)
+
+    def _read(self, value: Any) -> Any:
+        return _opened("another worker", value)
+
+    def beat(self, heard: int, timeout_s: float) -> Beaten | None:
         """Give all servers a sign of life. One that does not answer is not this method's business.
 
         Args:
@@ -153,12 +198,12 @@ class Client:
             timeout_s: seconds to wait for the coordinator's answer.
 
         Returns:
-            what became of workers since, from the coordinator.
+            what the coordinator says; None if it does not answer in time.
 
         Raises:
             WorkerLostError: the session was ended for want of a worker.
         """
-        news: tuple[str, ...] = ()
+        beaten: Beaten | None = None
         for server in self._servers():
             try:
                 future = self.transport.call(server, Beat(self.session, self.worker, heard), self.timeout_s)
@@ -170,8 +215,13 @@ class Client:
             if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
                 raise WorkerLostError(answer.message)
             if isinstance(answer, Beaten):
-                news = answer.news
-        return news
+                beaten = answer
+                self.hear(answer)
+        return beaten
+
+    def hear(self, beaten: Beaten) -> None:
+        """Take notice of who takes part, where workers come and go: a server in a lost one's place is told."""
+        self._living, self._admitted = beaten.living, beaten.admitted
 
     def initialise(
         self,
@@ -470,7 +520,7 @@ class Client:
                 self.recover(COORDINATOR, restored, error)
             else:
                 self._answered = message, values
-                return {rank: _opened(rank, value) for rank, value in values.items()}
+                return {rank: _opened(f"worker {rank}", value) for rank, value in values.items()}
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
         """Leave the session on every server, or report that another worker's process is gone.
@@ -544,8 +594,10 @@ class Client:
             ServerLostError: it does not answer.
             WorkerLostError: the session is over.
         """
+        if not self.world_size and COORDINATOR not in self._being_restored:  # it knows who has just come
+            self.hear(self.answer(COORDINATOR, self._send(COORDINATOR, Beat(self.session, self.worker))))
         about = (self.session, self.worker, self.world_size, self._policy, False, self._after, server, True)
-        self.answer(server, self._send(server, Join(*about)))
+        self.answer(server, self._send(server, Join(*about, self._living, self._admitted)))
 
     def lay_out(self, server: int, message: Initialise) -> bool:
         """Lay out a shard on one server; see :meth:`initialise`."""
@@ -565,7 +617,8 @@ class Client:
         answered = 0 if self._answered is None else self._answered[0].seq
         about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
         others = {s: (self._term[s], self._terms[s], self._left[s]) for s in shards}
-        self._ask_together({s: Offer(self.session, self.worker, *about[s], *others[s]) for s in shards})
+        notes = {s: self._notes if s == COORDINATOR else {} for s in shards}
+        self._ask_together({s: Offer(self.session, self.worker, *about[s], *others[s], notes[s]) for s in shards})
 
     def repeat(self) -> None:
         """Send the part in the latest collective again that was answered here, and may not have been elsewhere."""
@@ -650,7 +703,7 @@ def _closed(value: Any) -> Any:
     return value if plain else Pickled(pickle.dumps(value))
 
 
-def _opened(worker: int, value: Any) -> Any:
+def _opened(maker: str, value: Any) -> Any:
     """The same for the other workers, who trust each other."""
     if not isinstance(value, Pickled):
         return value
@@ -658,7 +711,7 @@ def _opened(worker: int, value: Any) -> Any:
         return pickle.loads(value.data)
     except Exception as error:
         raise ProtocolError(
-            f"An object of worker {worker} could not be read: {error!r}. Expected its class and module to be the same "
+            f"An object of {maker} could not be read: {error!r}. Expected its class and module to be the same "
             "on every worker."
         ) from error
 

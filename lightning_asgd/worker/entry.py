@@ -44,8 +44,10 @@ def enter(
     on_away: Callable[[], None] = lambda: None,
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     late: bool = False,
+    fill: bool | None = None,
+    theirs: Any = None,
 ) -> Sharing:
-    """Lay the module out over the servers, fill them with worker 0's weights, and take these.
+    """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
     Args:
         client: has joined.
@@ -59,6 +61,8 @@ def enter(
         on_away: see :class:`Exchanger`.
         trained: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
+        fill: whether the servers are to have this worker's weights; None: if it is worker 0.
+        theirs: description of the layout that servers have already; None if they have none.
 
     Returns:
         what the worker shares through, with fresh statistics.
@@ -81,7 +85,10 @@ def enter(
     algorithm = config.algorithm
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
-    _check_same(collectives, layout, client.worker)
+    if theirs is None:
+        _check_same(collectives, layout, client.worker)
+    else:
+        layout.check_same(theirs, f"worker {client.worker}", "the run")
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
     names = [spec.name for spec in layout.tensors]
     if isinstance(algorithm, Hogwild):
@@ -103,9 +110,9 @@ def enter(
         shards = [part.shard(s) for s in range(num_servers)]
         blocks = [shared_memory.create(shard) for shard in shards]
         source, gradients = _source(module, names), _gradients(module, names)
-        remembers = config.restorable and client.world_size > 1
+        remembers = config.restorable and client.world_size != 1
         replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
-        first = client.worker == 0
+        first = client.worker == 0 if fill is None else fill
         seen = client.initialise(
             part,
             algorithm,

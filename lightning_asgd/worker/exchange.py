@@ -383,7 +383,7 @@ class Exchanger(Sharing):
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
             self.versions = [r.version for r in replies]
             self._pushes = [r.pushes for r in replies]
-            self._done, self._epoch = replies[0].done, pending.epoch
+            self._done, self._epoch = replies[0].done, replies[0].epoch
             self._pushed = []
             answers = self._answers(replies)
             if adopt:

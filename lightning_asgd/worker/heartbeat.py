@@ -24,13 +24,23 @@ class Heartbeat:
         client: connection to the servers, joined.
         silence_s: seconds after which a worker that sends none counts as away.
         on_news: told what became of other workers; None if nobody wants to know.
+        on_chief: told which worker logs and writes checkpoints, with every answer.
+        told: number of news that are known.
     """
 
-    def __init__(self, client: Client, silence_s: float, on_news: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        silence_s: float,
+        on_news: Callable[[str], None] | None = None,
+        on_chief: Callable[[int], None] = lambda _: None,
+        told: int = 0,
+    ) -> None:
         self._client = client
         self._period_s = silence_s / _PER_PATIENCE
         self._on_news = on_news
-        self._told = 0
+        self._on_chief = on_chief
+        self._told = told
         self._stopped = threading.Event()
         self.error: ASGDError | None = None
         """Why the session was ended, once it was."""
@@ -49,11 +59,14 @@ class Heartbeat:
             if self._client.restored[COORDINATOR] != restored:  # this one's news begin anew
                 restored, self._told = self._client.restored[COORDINATOR], 0
             try:
-                news = self._client.beat(self._told, self._period_s)
+                beaten = self._client.beat(self._told, self._period_s)
             except ASGDError as error:
                 self.error = self.error or error
                 return
-            self._told += len(news)
-            for line in news:
+            if beaten is None:
+                continue
+            self._on_chief(beaten.chief)
+            self._told += len(beaten.news)
+            for line in beaten.news:
                 if self._on_news is not None:
                     self._on_news(line)

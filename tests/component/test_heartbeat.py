@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_asgd.errors import WorkerLostError
+from lightning_asgd.messages import Beaten
 from lightning_asgd.worker.heartbeat import Heartbeat
 
 DEADLINE_S = 10.0
@@ -20,28 +21,31 @@ class Scripted:
         self.answers: queue.Queue[Any] = queue.Queue()
         self.beats: queue.Queue[int] = queue.Queue()
 
-    def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
+    def beat(self, heard: int, timeout_s: float) -> Beaten | None:
         self.beats.put(heard)
         answer = self.answers.get(timeout=DEADLINE_S)
         if isinstance(answer, Exception):
             raise answer
-        result: tuple[str, ...] = answer
-        return result
+        return None if answer is None else Beaten(answer, chief=len(answer))
 
 
 def test_news_are_told_once_and_the_end_of_the_session_is_kept() -> None:
     client = Scripted()
     told: list[str] = []
-    heartbeat = Heartbeat(client, 0.05, told.append)  # type: ignore[arg-type]
+    chiefs: list[int] = []
+    heartbeat = Heartbeat(client, 0.05, told.append, chiefs.append)  # type: ignore[arg-type]
     client.answers.put(("worker 1 is away", "worker 2 is away"))
     assert client.beats.get(timeout=DEADLINE_S) == 0
     client.answers.put(("worker 1 is back",))
     assert client.beats.get(timeout=DEADLINE_S) == 2
+    client.answers.put(None)  # the server did not answer in time
+    assert client.beats.get(timeout=DEADLINE_S) == 3
     assert heartbeat.error is None
     client.answers.put(WorkerLostError("too few workers"))
     assert client.beats.get(timeout=DEADLINE_S) == 3
     heartbeat._thread.join(DEADLINE_S)
     assert told == ["worker 1 is away", "worker 2 is away", "worker 1 is back"]
+    assert chiefs == [2, 1]
     assert str(heartbeat.error) == "too few workers"
     heartbeat.stop()
 

@@ -131,7 +131,7 @@ class World:
         self.clock = partial(next, itertools.count(0.0, 0.001))  # or a seed's order would depend on the machine
         self.asleep_until = [0.0] * workers
         self.ended = [False] * workers
-        self.services = [Service(lambda: self.now) for _ in range(servers)]
+        self.services = [self.serve() for _ in range(servers)]
         self.wire = Wire(self.services)
         self.turns = Turns(seed, self.asleep)
         self.config = ExchangeConfig.create(
@@ -151,6 +151,21 @@ class World:
         self.turns.add("network", self.network)
         self.turns.add("time", self.time)
 
+    def serve(self, *, succeeds: bool = False) -> Service:
+        return Service(lambda: self.now)
+
+    def beat(self, rank: int, service: Service) -> None:
+        service.handle(Beat("s", rank))
+
+    @property
+    def over(self) -> bool:
+        return all(self.ended) and all(map(holds_weights, self.services))
+
+    @property
+    def begun(self) -> bool:
+        """Whether servers may be lost."""
+        return self.ready == len(self.ended)
+
     def asleep(self, name: str) -> bool:
         return name.isdigit() and self.now < self.asleep_until[int(name)]
 
@@ -159,7 +174,7 @@ class World:
             for module in (client_module, exchange_module, leases_module):
                 patch.setattr(module, "done_within", self.turns.done_within)
             try:
-                self.turns.run(lambda: all(self.ended) and all(map(holds_weights, self.services)))
+                self.turns.run(lambda: self.over)
                 self.weights_at_the_end = server_weights(self)
             finally:
                 for replica in self.replicas:
@@ -181,7 +196,7 @@ class World:
             for rank in workers:
                 if not self.asleep(str(rank)):
                     for service in self.services:
-                        service.handle(Beat("s", rank))
+                        self.beat(rank, service)
             for service in self.services:
                 service.tick()
             if self.sleeps and self.turns.random.random() < 0.1:
@@ -190,11 +205,11 @@ class World:
                 if self.dies and rank == len(workers) - 1 and self.joined == len(workers):  # it never wakes
                     self.asleep_until[rank] = float("inf")
                     self.ended[rank] = True
-            began = self.ready == len(self.ended)
+            begun = self.begun
             for server in range(len(self.services)):
-                if began and self.turns.random.random() < self.kills:
+                if begun and self.turns.random.random() < self.kills:
                     self.killed += 1
-                    successor = Service(lambda: self.now)
+                    successor = self.serve(succeeds=True)
                     for rank, reason in self.lost.items():
                         successor.bury("s", rank, reason)
                     self.wire.kill(server, successor, lambda: self.turns.random.random() < 0.5)

@@ -1,0 +1,126 @@
+"""A worker of a run whose workers come and go: what it is told when it comes, who is chief, when the run is to end.
+
+To Lightning it is a Trainer with a single device, whose epochs get shorter the more workers there are. There is nothing
+that all workers do together: the data are leased, and every worker takes the servers' weights when it ends an epoch.
+What one of them has to tell the others, and those who come later, it notes with the coordinator (:class:`Note`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.worker.client import Client
+
+__all__ = ["Attachment", "server_address"]
+
+_FOUNDED = "founded"  # whether the run has weights
+_LAYOUT = "layout"  # what is exchanged
+_CONSTANTS = "constants"  # the module's other tensors
+_PROGRESS = "progress"  # where the chief ended its latest epoch
+_STOPS = "stops"  # how often a chief has ended training before its time
+
+
+class Attachment:
+    """One worker's part in a run.
+
+    Args:
+        client: connection to the servers; not attached yet.
+        on_chief: told, from any thread, when this worker becomes the chief, or is it no more.
+    """
+
+    def __init__(self, client: Client, on_chief: Callable[[bool], None] = lambda _: None) -> None:
+        self.client = client
+        self._on_chief = on_chief
+        self.chief = False
+        """Whether this worker logs and writes checkpoints."""
+        self._notes: Mapping[str, Any] = {}
+        self.founder = False
+        """Whether the run had no weights when this worker came."""
+
+    def arrive(self, device: Any) -> int:
+        """Attach the worker; waits while another one brings the run's first weights.
+
+        Args:
+            device: what it trains on, for people.
+
+        Returns:
+            number of news that were there before.
+        """
+        attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
+        self._notes, self.founder = attached.notes, attached.founder
+        self.follow(attached.worker if attached.founder else 0)
+        return attached.heard
+
+    def follow(self, chief: int) -> None:
+        """Take notice of who is chief."""
+        mine = chief == self.client.worker
+        if mine is not self.chief:
+            self.chief = mine
+            self._on_chief(mine)
+
+    @property
+    def layout(self) -> Any:
+        """Description of the run's layout; None for the founder."""
+        return self._notes.get(_LAYOUT)
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """Where the run was when this worker came; None in its first epoch."""
+        return self._notes.get(_PROGRESS)
+
+    def found(self, layout: Any, constants: Mapping[str, Tensor]) -> None:
+        """The servers have this worker's weights: let the others in.
+
+        Args:
+            layout: its description.
+            constants: the module's tensors that are not exchanged.
+        """
+        self.client.note(_LAYOUT, layout)
+        self.client.note(_CONSTANTS, {name: tensor.detach().cpu() for name, tensor in constants.items()})
+        self.client.note(_FOUNDED, True)
+
+    def adopt(self, constants: Mapping[str, Tensor]) -> None:
+        """Take the founder's values.
+
+        Args:
+            constants: the module's tensors that are not exchanged; changed in place.
+        """
+        theirs = self._notes.get(_CONSTANTS, {})
+        for name, tensor in constants.items():
+            if name in theirs:
+                tensor.detach().copy_(theirs[name])
+
+    def end_epoch(self, progress: Callable[[], dict[str, Any]], should_stop: bool) -> bool:
+        """Tell, or be told, that an epoch is over.
+
+        Args:
+            progress: what a worker that comes later has to know. The chief's is kept.
+            should_stop: whether this worker is to end training.
+
+        Returns:
+            whether it is: the run ends where the chief does, and any other worker may leave it.
+        """
+        if self.chief:
+            self.client.note(_PROGRESS, progress())
+        stops = self.client.note(_STOPS) or 0
+        if self.chief and should_stop:
+            self.client.note(_STOPS, stops + 1)
+        return should_stop or stops > (self._notes.get(_STOPS) or 0)
+
+
+def server_address(server: str) -> tuple[str, int]:
+    """Host and port of ``"host:port"``.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
+    return host, int(port)

@@ -1,0 +1,68 @@
+"""``lightning-asgd serve``: servers that outlive their workers."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from typing import Literal
+
+from lightning_asgd import supervisor
+from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.transport import choose
+
+__all__ = ["serve"]
+
+_START_S = 60.0
+_POLL_S = 0.5
+
+
+def serve(
+    *,
+    port: int,
+    run_id: str,
+    host: str = LOOPBACK,
+    num_servers: int = 1,
+    transport: Literal["rpc", "zmq"] = "rpc",
+) -> None:
+    """Start the servers of a run, which Trainers attach themselves to and leave as they like.
+
+    Ends with Ctrl-C or SIGTERM, and the run with it.
+
+    Args:
+        port: that workers find the run at; on several machines it must be open to them, as must those that the servers
+            choose for themselves.
+        run_id: name of the run, of your choice. Workers give the same one.
+        host: address of this machine to listen at, and nowhere else. The default is for workers on this machine only.
+        num_servers: processes that share the weights equally.
+        transport: "rpc" is fast and knows no authentication. "zmq" encrypts every connection and lets nobody in without
+            the secret in the environment variable LIGHTNING_ASGD_SECRET.
+    """
+    choose.check_available(transport)
+    if transport == "zmq":
+        choose.provide_secret(one_machine=False)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    rendezvous = Rendezvous.host(host, port)
+    interface = interface_of(socket.gethostbyname(host))
+    try:
+        overseer = supervisor.ensure(num_servers, rendezvous, interface, transport, run_id)
+        overseer.spare = True
+        keys = overseer.keys(num_servers)
+        for index, key in enumerate(keys):
+            rendezvous.server(index, key, _START_S)
+        rendezvous.put("run", {"run_id": run_id, "transport": transport})
+        rendezvous.put(f"session/{run_id}", keys)
+        servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
+        sys.stdout.write(
+            f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"
+            f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
+        )
+        sys.stdout.flush()
+        while not stopped.wait(_POLL_S):
+            for key in keys:
+                rendezvous.peek_server(key)  # raises if no server can take a lost one's place
+    finally:
+        supervisor.close_current()

@@ -1,0 +1,324 @@
+"""Runs whose workers come and go: who may come, who is chief, and that nothing is lost or applied twice meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.attachment import Attachment
+from lightning_asgd.errors import ServerLostError
+from lightning_asgd.messages import (
+    Attach,
+    Attached,
+    Beat,
+    Beaten,
+    Claim,
+    Epoch,
+    Exchange,
+    Failure,
+    Grant,
+    Initialise,
+    Join,
+    Leave,
+    Note,
+    OpenEpoch,
+    Policy,
+    Role,
+)
+from lightning_asgd.server.service import Service
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.leases import DataLeases, Plan
+from lightning_asgd.worker.recovery import Recovery
+from lightning_asgd.worker.replica import Replica
+from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
+
+GROUPS = ((Role.PARAMETER, "float32", 3),)
+EPOCHS = 3
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def come(service: Service, silence_s: float = 10.0) -> Attached:
+    answer = service.handle(Attach("s", "here", Policy(silence_s)))
+    assert isinstance(answer, Attached)
+    return answer
+
+
+def founded(clock: Clock | None = None) -> Service:
+    """A run with one worker, number 1."""
+    service = Service(clock or Clock(), run="s")
+    assert come(service) == Attached(1, True, {}, heard=1)
+    service.handle(Initialise("s", 1, GROUPS, ASGD("mean"), (torch.zeros(3),)))
+    assert service.handle(Note("s", 1, "founded", True)) is True
+    return service
+
+
+def chief(service: Service, worker: int) -> int:
+    return int(service.handle(Beat("s", worker)).chief)
+
+
+def test_workers_wait_for_the_first_ones_weights() -> None:
+    service = Service(Clock(), run="s")
+    come(service)
+    waiting = service.handle(Attach("s", "there", Policy(10.0)))
+    assert isinstance(waiting, Future)
+    service.handle(Note("s", 1, "layout", "x"))
+    assert not waiting.done()
+    service.handle(Note("s", 1, "founded", True))
+    assert waiting.value() == Attached(2, False, {"layout": "x", "founded": True}, heard=2)
+
+
+def test_if_the_first_one_dies_the_next_brings_its_weights() -> None:
+    service = Service(Clock(), run="s")
+    come(service)
+    waiting = service.handle(Attach("s", "there", Policy(10.0)))
+    service.handle(Leave("s", 1, "it raised"))
+    assert waiting.value().founder
+
+
+def test_who_waits_for_long_does_not_count_as_away() -> None:
+    clock = Clock()
+    service = Service(clock, run="s")
+    come(service, silence_s=3.0)
+    waiting = service.handle(Attach("s", "there", Policy(3.0)))
+    for clock.now in range(10):
+        service.handle(Beat("s", 1))
+        service.tick()
+    service.handle(Note("s", 1, "founded", True))
+    service.tick()
+    assert waiting.value().worker in service.status()["living"]
+
+
+def test_a_number_is_given_once() -> None:
+    service = founded()
+    assert come(service).worker == 2
+    service.handle(Leave("s", 2))
+    assert come(service).worker == 3
+
+
+def test_the_one_that_is_there_longest_is_chief() -> None:
+    service = founded()
+    come(service)
+    come(service)
+    assert [chief(service, worker) for worker in (1, 2, 3)] == [1, 1, 1]
+    service.handle(Leave("s", 1))
+    assert chief(service, 3) == 2
+    service.handle(Leave("s", 2, "it raised"))
+    assert chief(service, 3) == 3
+    assert come(service).worker == 4
+    assert chief(service, 4) == 3
+
+
+def test_a_silent_chief_is_followed_by_another() -> None:
+    clock = Clock()
+    service = founded(clock)
+    come(service)
+    clock.now = 11.0
+    assert chief(service, 2) == 1
+    service.tick()
+    assert chief(service, 2) == 2
+
+
+def test_a_push_counts_as_one_of_those_who_are_there() -> None:
+    service = founded()
+    come(service)
+    push = Exchange("s", 1, 1, 0, True, True, (torch.full((3,), 4.0),))
+    assert service.handle(push).weights[0].tolist() == [2.0] * 3
+    service.handle(Leave("s", 2))
+    push = Exchange("s", 1, 2, 0, True, True, (torch.full((3,), 4.0),))
+    assert service.handle(push).weights[0].tolist() == [6.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("run", "message", "error"),
+    [
+        ("s", Attach("other", "here"), "'other', but these servers serve run 's'"),
+        ("s", Join("s", 0, 2), "serve run 's', to which workers attach themselves"),
+        ("s", Attach("s", "here", protocol=1), "speaks protocol 1"),
+        ("", Attach("s", "here"), "fixed number of workers"),
+        ("", Join("s", 3, 0), "fixed number of workers"),
+    ],
+)
+def test_who_does_not_belong_to_the_run_is_refused(run: str, message: Any, error: str) -> None:
+    answer = Service(run=run).handle(message)
+    assert isinstance(answer, Failure)
+    assert answer.error == "ProtocolError"
+    assert error in answer.message
+
+
+def claim(service: Service, worker: int, key: str, trained: int, *, pace: float = 0.0, wait: bool = False) -> Any:
+    service.handle(OpenEpoch("s", worker, Epoch(key, 4, (4,))))
+    answer = service.handle(Claim("s", worker, key, 0, trained, trained, pace, wait=wait))
+    return answer.value() if isinstance(answer, Future) and answer.done() else answer
+
+
+def test_who_comes_in_the_midst_of_an_epoch_takes_part() -> None:
+    service = founded()
+    assert claim(service, 1, "s/0", 0).first == 0
+    assert come(service).worker == 2
+    grant = claim(service, 2, "s/0", 0)
+    assert (grant.first, grant.last) == (1, 2)
+
+
+def test_who_is_behind_by_an_epoch_has_nothing_to_train_in_it() -> None:
+    service = founded()
+    come(service)
+    for epoch in range(6):
+        for trained in range(4):
+            assert not claim(service, 1, f"s/{epoch}", trained, pace=1.0).void
+        assert claim(service, 1, f"s/{epoch}", 4, pace=1.0, wait=True).over
+    for key in ("s/0", "s/4"):  # one that the server has forgotten, and one that it knows
+        grant = claim(service, 2, key, 0, wait=True)
+        assert grant.void
+        assert claim(service, 2, key, 0, wait=True) == Grant(over=True, progress=4.0, ratio=grant.ratio)
+
+
+def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
+    clock = Clock()
+    service = Service(clock, run="s", succeeds=True)
+    waiting = service.handle(Attach("s", "here", Policy(10.0)))
+    assert isinstance(waiting, Future)
+    clock.now = 30.0
+    service.tick()
+    assert "were lost" in waiting.value().message
+
+
+# ---------------------------------------------------------------------- any order
+
+
+class RunWorld(World):
+    """Workers that come, leave, sleep and die, and servers that are lost, in the order of a seed."""
+
+    def __init__(self, seed: int, workers: int, *, leaves: bool = True, **about: Any) -> None:
+        self.clients: dict[int, Client] = {}
+        self.leaves = leaves
+        self.left = 0
+        super().__init__(seed, workers, **about)
+
+    def serve(self, *, succeeds: bool = False) -> Service:
+        return Service(lambda: self.now, run="s", succeeds=succeeds)
+
+    def beat(self, rank: int, service: Service) -> None:
+        client = self.clients.get(rank)
+        if client is not None:
+            answer = service.handle(Beat("s", client.worker))
+            if service is self.services[0] and isinstance(answer, Beaten):
+                client.hear(answer)
+
+    @property
+    def begun(self) -> bool:
+        return self.ready > 1
+
+    @property
+    def over(self) -> bool:
+        """Nobody fetches what the others push last: whoever pushed it sends it to a restored server again."""
+        return super().over and all(map(is_settled, self.services))
+
+    def live(self, rank: int) -> None:
+        self.turns.wait_until(lambda: rank == 0 or self.turns.random.random() < 0.02)  # comes some time
+        while True:
+            try:
+                return self.take_part(rank)
+            except ServerLostError:  # while it came: its user starts it again
+                self.turns.wait_until(lambda: True)
+
+    def take_part(self, rank: int) -> None:
+        random, weight, trained = self.turns.random, self.weights[rank], 0
+        client = Client(End(self.wire, rank), "s", 0, 0, policy=Policy(silence_s=PATIENCE_S))
+        attachment = Attachment(client)
+        attachment.arrive("cpu")
+        self.clients[rank] = client
+        shards = [self.layout.shard(s) for s in range(len(self.services))]
+        blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
+        replica = Replica(self.layout, lambda: [weight], blocks, remembers=True)
+        self.replicas.append(replica)
+        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
+        exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
+        refs = [None if block is None else block.ref for block in blocks]
+        client.initialise(self.layout, self.config.algorithm, refs, replica.weights() if attachment.founder else None)
+        if attachment.founder:
+            attachment.found("layout", {})
+        exchanger.fetch()
+        Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        self.ready += 1
+        self.joined += 1
+        exchanger.begin()
+        stays = rank == 0 or not self.leaves
+        for epoch in range((attachment.progress or {"epochs": 0})["epochs"], EPOCHS):
+            leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), [[n] for n in range(UNITS)], 1))
+            for _ in ENDS[leases.segment :]:
+                going = True
+                while going:
+                    batch = leases.take()
+                    while batch is not None:
+                        following = leases.take()
+                        self.turns.wait_until(lambda: True)
+                        if not stays and random.random() < 0.05:
+                            client.leave()
+                            self.left += 1
+                            self.ready -= 1
+                            self.ended[rank] = True
+                            return
+                        exchanger.advance()
+                        leases.begin_batch()
+                        weight[batch] += 1
+                        weight[UNITS + batch[0]] += 1
+                        trained += 1
+                        exchanger.count_step()
+                        self.turns.wait_until(lambda: True)
+                        if not leases.end_batch(trained):
+                            exchanger.fetch()
+                        batch = following
+                    going = leases.more(trained - exchanger.unacknowledged)
+                    if not going:
+                        exchanger.flush()
+                        going = leases.wait(trained - exchanger.unacknowledged)
+                        if going:
+                            exchanger.begin()
+                exchanger.flush()
+                exchanger.fetch(park=True)
+                exchanger.begin()
+                leases.meet()
+            attachment.end_epoch(lambda done=epoch + 1: {"epochs": done}, should_stop=False)
+        self.ended[rank] = True
+        while True:
+            self.turns.wait_until(lambda: True)
+            client.attend()
+
+
+def is_settled(service: Service) -> bool:
+    restoration, coordinator = service._restoration, service._coordinator
+    return restoration is None or (coordinator is not None and restoration.over(coordinator.living))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"sleeps": False},
+        {"sleeps": True, "servers": 1},
+        {"sleeps": True, "servers": 1, "dies": True},
+        {"sleeps": False, "leaves": False, "kills": 0.03},
+        {"sleeps": False, "servers": 1, "kills": 0.03},
+    ],
+    ids=lambda about: " ".join(f"{name}={value}" for name, value in about.items()),
+)
+def test_whoever_comes_and_goes_every_unit_is_applied_once_per_epoch(about: dict[str, Any]) -> None:
+    left = killed = 0
+    for seed in range(15):
+        world = RunWorld(seed, 4, **about)
+        world.run()
+        assert torch.equal(world.weights_at_the_end, torch.full((2 * UNITS,), float(EPOCHS))), seed
+        left, killed = left + world.left, killed + world.killed
+    assert left > 5 or not about.get("leaves", True)
+    assert killed > 5 or not about.get("kills")
