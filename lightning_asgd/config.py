@@ -13,7 +13,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts"]
+__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "server_address"]
 
 RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
@@ -151,3 +151,15 @@ def positive_int(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least 1, such as {name}=10.")
+
+
+def server_address(server: str) -> tuple[str, int]:
+    """Host and port of ``"host:port"``.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
+    return host, int(port)

@@ -114,7 +114,8 @@ class Job:
             raise LaunchError("No address of the servers was given.")
         choose.check_available(self.transport)
         self.interface = interface_of(local_address_towards(self.address[0]))
-        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
+        hint = f"it was started with `lightning-asgd serve --host {self.address[0]} --port {self.address[1]}`"
+        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, hint)
         served = rendezvous.get("run", "`lightning-asgd serve`", self.start_timeout_s)
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:

@@ -67,8 +67,16 @@ class Rendezvous:
         return cls(store, (host, port))
 
     @classmethod
-    def connect(cls, host: str, port: int, timeout_s: float) -> Rendezvous:
+    def connect(
+        cls, host: str, port: int, timeout_s: float, hint: str = "MASTER_ADDR and MASTER_PORT name it on every machine"
+    ) -> Rendezvous:
         """Connect to a store that another process hosts, waiting for it to appear.
+
+        Args:
+            host: where it is.
+            port: where it is.
+            timeout_s: how long to wait.
+            hint: for the error, what else to check.
 
         Raises:
             LaunchError: it does not appear in time.
@@ -91,7 +99,7 @@ class Rendezvous:
             cause = failed[0] if failed else "somebody else listens there"
             raise LaunchError(
                 f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
-                "it. Check that it runs, and that MASTER_ADDR and MASTER_PORT name it on every machine."
+                f"it. Check that it runs, and that {hint}."
             )
         return cls(found[0], (host, port))
 

@@ -31,10 +31,9 @@ from lightning_asgd._lightning import (
 from lightning_asgd._loop import LeasedLoop, why_split
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload, Run
-from lightning_asgd.attachment import Attachment, server_address
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
@@ -42,6 +41,7 @@ from lightning_asgd.messages import Meeting, Part, Policy
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport.choose import TRANSPORTS
+from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
@@ -232,6 +232,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         if self._attaches:
+            if self.num_processes * self.num_nodes != 1:
+                raise ConfigurationError(
+                    f"devices={self.num_processes} and num_nodes={self.num_nodes} were given with server=... Expected "
+                    "devices=1 and num_nodes=1: a Trainer attaches itself as one worker. Start one for every device."
+                )
             return  # this process is the worker
         if self._start_method == "popen":
             launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")

@@ -107,6 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": set(),
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
     "worker.collectives": {"worker.client"},
+    "worker.attachment": {"worker.client"},
     "worker.replica": {"algorithms.base", "errors", "layout", "messages", "transport.shared_memory"},
     "worker.sharing": {"layout", "messages", "stats"},
     "worker.pace": set(),
@@ -226,6 +227,7 @@ ALLOWED: dict[str, set[str]] = {
         "stats",
         "supervisor",
         "transport.choose",
+        "worker.attachment",
         "worker.client",
         "worker.collectives",
         "worker.entry",
@@ -235,7 +237,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     # the command line
     "commands": set(),
-    "commands.main": {"errors"},
+    "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
+    "commands.main": {"commands.serve", "errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
 }

@@ -9,7 +9,6 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.attachment import Attachment
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.messages import (
     Attach,
@@ -31,6 +30,7 @@ from lightning_asgd.messages import (
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.leases import DataLeases, Plan

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.client import Client
 
-__all__ = ["Attachment", "server_address"]
+__all__ = ["Attachment"]
 
 _FOUNDED = "founded"  # whether the run has weights
 _LAYOUT = "layout"  # what is exchanged
@@ -112,15 +111,3 @@ class Attachment:
         if self.chief and should_stop:
             self.client.note(_STOPS, stops + 1)
         return should_stop or stops > (self._notes.get(_STOPS) or 0)
-
-
-def server_address(server: str) -> tuple[str, int]:
-    """Host and port of ``"host:port"``.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    host, _, port = server.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
-    return host, int(port)

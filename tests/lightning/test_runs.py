@@ -1,0 +1,244 @@
+"""`lightning-asgd serve`, and Trainers that attach themselves to the run, leave it, and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.commands.main import main
+from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
+from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from tests.lightning.models import Regression, loader, trainer
+from tests.lightning.test_processes import mains, wait_until
+
+__all__ = ["mains"]
+
+SAMPLES = 200
+EPOCHS = 12
+LR_DECAY = 0.5
+
+
+class Counts(pl.LightningModule):
+    """Learns how often each sample was trained. Its other parameter's learning rate falls with the epochs."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        super().__init__()
+        self.seen = torch.nn.Parameter(torch.zeros(SAMPLES))
+        self.fixed = torch.nn.Parameter(torch.rand(3), requires_grad=False)
+        self.step_s = step_s
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        time.sleep(self.step_s)
+        return -self.seen[batch[0]].sum()
+
+    def configure_optimizers(self) -> Any:
+        counts = torch.optim.SGD([{"params": [self.seen], "lr": 1.0}, {"params": [self.fixed], "lr": 1.0}])
+        decay = torch.optim.lr_scheduler.LambdaLR(counts, [lambda _: 1.0, lambda epoch: LR_DECAY**epoch])
+        return [counts], [decay]
+
+
+class Diary(pl.Callback):
+    """Writes what a worker sees to a file, a line per event."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.batches = 0
+
+    def write(self, trainer: pl.Trainer, what: str) -> None:
+        (optimizer,) = trainer.optimizers
+        entry = {
+            "what": what,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "batches": self.batches,
+            "rank": trainer.global_rank,
+            "chief": trainer.is_global_zero,
+            "lr": optimizer.param_groups[1]["lr"],
+            "seen": trainer.lightning_module.seen.tolist(),
+            "fixed": trainer.lightning_module.fixed.tolist(),
+        }
+        with self.file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.batches += 1
+        if self.batches == 1:  # its end may be that of the epoch, after which the learning rate is another one
+            self.write(trainer, "first batch")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.write(trainer, "epoch")
+
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.write(trainer, "end")
+
+    @staticmethod
+    def read(file: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def to_file(file: Path) -> None:
+    with file.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.pop(RENDEZVOUS_ENV, None)
+    os.environ[SECRET_ENV] = "correct horse battery staple"
+
+
+def serve(folder: Path, transport: str) -> None:
+    to_file(folder / "serve.log")
+    raise SystemExit(main(["serve", "--port=0", "--run-id=counts", f"--transport={transport}"]))
+
+
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+    to_file(folder / f"{name}.log")
+    torch.set_num_threads(1)
+    pl.seed_everything(ord(name))  # unlike the others'
+    strategy = ASGDStrategy(
+        nsync=2,
+        algorithm=ASGD("sum"),
+        server=address,
+        run_id="counts",
+        transport=transport,
+        timeouts=Timeouts(silence_s=1.0),
+    )
+    os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True)
+    checkpoint = pl.callbacks.ModelCheckpoint(folder / name, save_last=True)
+    made = trainer(
+        folder,
+        strategy,
+        devices=1,
+        max_epochs=EPOCHS,
+        callbacks=[Diary(folder / f"{name}.json"), checkpoint],
+        enable_checkpointing=True,
+    )
+    made.fit(Counts(step_s), data)
+
+
+def address_of_run(folder: Path) -> str:
+    """Where `serve` says that it serves."""
+    log = folder / "serve.log"
+    wait_until(lambda: log.exists() and 'server="' in log.read_text(), 40, "the servers' start")
+    return log.read_text().partition('server="')[2].partition('"')[0]
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
+    tmp_path: Path, mains: Any, transport: str
+) -> None:
+    served = mains(target=serve, args=(tmp_path, transport))
+    started: dict[str, Any] = {}
+
+    def start(name: str, step_s: float = 0.01) -> None:
+        started[name] = mains(target=attach, args=(tmp_path, name, address, transport, step_s))
+        started[name].start()
+
+    def epochs(name: str) -> int:
+        return max([0, *(entry["epoch"] for entry in Diary.read(tmp_path / f"{name}.json"))])
+
+    def beyond(name: str, others: str) -> bool:
+        return epochs(name) > epochs(others)
+
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        start("a")
+        wait_until(lambda: epochs("a") >= 1, 30, "training")
+        start("b")
+        wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
+        (server,) = [p for p in psutil.Process(served.pid).children() if "server.process" in " ".join(p.cmdline())][:1]
+        server.kill()
+        wait_until(lambda: "Another one takes its place." in (tmp_path / "serve.log").read_text(), 10, "another server")
+        before = epochs("b")
+        wait_until(lambda: epochs("b") > before + 1, 30, "training with another server")
+        started["a"].kill()
+        start("c", 0.05)  # a slow one
+        wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 30, "training with a third worker")
+        os.kill(started["c"].pid, signal.SIGTERM)
+        started["c"].join(10)
+        assert started["c"].exitcode == 0, (tmp_path / "c.log").read_text()
+        assert epochs("c") < EPOCHS
+        started["b"].join(40)
+        assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
+    finally:
+        for process in (*started.values(), served):
+            process.kill()
+            process.join()
+    diaries = {name: Diary.read(tmp_path / f"{name}.json") for name in "abc"}
+    end = diaries["b"][-1]
+    assert end["what"] == "end"
+    assert end["seen"] == [float(EPOCHS)] * SAMPLES
+    assert end["step"] == EPOCHS * SAMPLES // 2
+    assert [entry["chief"] for entry in (diaries["a"][0], diaries["b"][0], diaries["c"][0], end)] == [1, 0, 0, 1]
+    assert diaries["b"][0]["rank"] == 2
+    for name in "bc":
+        first = diaries[name][0]
+        assert first["epoch"] > 0
+        assert first["lr"] == LR_DECAY ** first["epoch"]
+        assert first["fixed"] == diaries["a"][0]["fixed"]
+    checkpoint = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
+
+
+def test_a_trainer_that_does_not_fit_the_run_is_told_why(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+
+        def fit(module: pl.LightningModule, batch_size: int = 8, **about: Any) -> None:
+            strategy = ASGDStrategy(2, server=address, timeouts=Timeouts(start_s=5.0), **{"run_id": "counts", **about})
+            trainer(tmp_path, strategy, devices=1).fit(module, loader(batch_size=batch_size))
+
+        fit(Regression())
+        with pytest.raises(LaunchError, match=r"serves run_id='counts'.*Expected run_id='other'"):
+            fit(Regression(), run_id="other")
+        with pytest.raises(LaunchError, match=r"transport='rpc'\. Expected.*transport='zmq'"):
+            fit(Regression(), transport="zmq")
+        with pytest.raises(LayoutMismatchError, match=r"worker 2 .* the run"):
+            fit(Regression(width=17))
+        with pytest.raises(ConfigurationError, match="devices=2"):
+            trainer(tmp_path, ASGDStrategy(2, server=address, run_id="counts"), devices=2)
+        fit(Regression())  # nothing has harmed the run
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        served.kill()
+        served.join()
+    assert served.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("about", "error"),
+    [
+        ({"server": "host:1"}, "Expected both, or neither"),
+        ({"run_id": "r"}, "Expected both, or neither"),
+        ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
+        ({"server": "host:1", "run_id": "r", "algorithm": "local_sgd"}, "do not wait for each other"),
+        ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "come and go as they like"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        ASGDStrategy(2, **about)
+
+
+def test_where_nobody_serves_the_error_says_what_to_start(tmp_path: Path) -> None:
+    strategy = ASGDStrategy(2, server="127.0.0.1:9", run_id="r", timeouts=Timeouts(start_s=0.5))
+    with pytest.raises(LaunchError, match="lightning-asgd serve"):
+        trainer(tmp_path, strategy, devices=1).fit(Regression(), loader())
