@@ -5,8 +5,7 @@
     python docs/screenshots.py --browser "$(command -v chromium)"     # or chrome, or microsoft-edge
     python docs/screenshots.py --browser ... --page concepts.html
 
-They lie in build/screenshots. A browser that needs options of its own, such as one that root starts in a container, gets
-them after the others: ``-- --no-sandbox``.
+They lie in build/screenshots. Options of the browser come last: ``-- --no-sandbox`` where root starts it.
 """
 
 from __future__ import annotations
