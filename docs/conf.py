@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
 
 import lightning_asgd
+
+log = logging.getLogger(__name__)
 
 project = "lightning-asgd"
 author = "the lightning-asgd authors"
@@ -54,13 +58,21 @@ def setup(app: Any) -> None:
 
 
 def _inline_math(translator: Any, node: nodes.math) -> None:
-    translator.body.append(tex2mathml(node.astext()))
+    translator.body.append(_mathml(node))
     raise nodes.SkipNode
 
 
 def _display_math(translator: Any, node: nodes.math_block) -> None:
-    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    translator.body.append(f'<div class="math">{_mathml(node, as_block=True)}</div>')
     raise nodes.SkipNode
+
+
+def _mathml(node: nodes.math | nodes.math_block, **options: bool) -> str:
+    try:
+        return str(tex2mathml(node.astext(), **options))
+    except MathError as error:
+        log.warning("%s: %s", node.astext(), error, location=node)
+        return ""
 
 
 def _drop_missing_pages(app: Any, docname: str, source: list[str]) -> None:
