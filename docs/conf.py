@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
     app.connect("source-read", _drop_missing_pages)
     app.connect("missing-reference", _find_anywhere)
+    app.connect("autodoc-process-signature", _show_arguments)
     app.connect("autodoc-process-docstring", _keep_attributes_text, priority=400)
 
 
@@ -92,6 +94,16 @@ def _find_anywhere(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes
     place = (env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, contnode)
     found: nodes.Node | None = python.resolve_xref(*place)
     return found
+
+
+def _show_arguments(
+    app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str, None] | None:
+    """The strategy's ``__new__`` takes any arguments: those of ``__init__`` are meant."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    _, *arguments = inspect.signature(value.__init__).parameters.values()
+    return str(inspect.Signature([each.replace(annotation=each.empty) for each in arguments])), None
 
 
 def _keep_attributes_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
