@@ -13,13 +13,17 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt strangers soak clean
+.PHONY: help demo docs test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt strangers soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.installed-examples ## train digits with one process, DDP and A-SGD, and compare them
 	@$(RUN) examples/quickstart.py
+
+docs: $(VENV)/.installed-docs ## make the documentation site, build/docs/index.html
+	@$(RUN) -m sphinx --fail-on-warning --quiet --builder html docs build/docs
+	@echo "Made build/docs/index.html"
 
 test: check ## check, then run the tests
 	$(call run-tests)

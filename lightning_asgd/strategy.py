@@ -75,8 +75,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers) converges like
             DDP with the same hyper-parameters; ``"sum"`` is the founding paper's rule, which needs a warm start and a
             smaller learning rate; a number is taken as it is.
-        overlap: train on while an exchange is under way. False waits for it, which is slower and never stale. None
-            means what the algorithm does by itself.
+        overlap: train on while an exchange is under way. False waits for the answer, which is slower, and takes no step
+            on weights that are older than it. None means what the algorithm does by itself.
         data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
             every sample is trained once per epoch. ``"split"``: everybody trains an equal part, as under DDP, and a
             slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several

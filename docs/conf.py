@@ -1,0 +1,112 @@
+"""How Sphinx makes the site: ``make docs``. The pages are Markdown (MyST); the API reference comes from docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+
+import lightning_asgd
+
+log = logging.getLogger(__name__)
+
+project = "lightning-asgd"
+author = "the lightning-asgd authors"
+release = version = lightning_asgd.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+root_doc = "index"
+
+myst_enable_extensions = ["deflist", "dollarmath"]
+myst_heading_anchors = 3  # links such as architecture.md#collectives
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_copyright = html_show_sphinx = False
+html_copy_source = False
+
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature in the class's own words is enough
+autosummary_generate = False
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_custom_sections = ["State", "Staleness", "Departures"]
+napoleon_use_ivar = True
+
+nitpicky = True
+nitpick_ignore_regex = [
+    # Others' classes: a build needs no network, so nothing is known of their documentation.
+    ("py:.*", r"(torch|collections|pathlib|enum|random|typing|abc|fractions)\..*"),
+]
+
+html_math_renderer = "mathml"
+
+
+def setup(app: Any) -> None:
+    """Formulas as MathML, which browsers draw by themselves: no script, and nothing fetched from elsewhere."""
+    app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
+    app.connect("source-read", _drop_missing_pages)
+    app.connect("missing-reference", _find_anywhere)
+    app.connect("autodoc-process-signature", _show_arguments)
+    app.connect("autodoc-process-docstring", _keep_attributes_text, priority=400)
+
+
+def _inline_math(translator: Any, node: nodes.math) -> None:
+    translator.body.append(_mathml(node))
+    raise nodes.SkipNode
+
+
+def _display_math(translator: Any, node: nodes.math_block) -> None:
+    translator.body.append(f'<div class="math">{_mathml(node, as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def _mathml(node: nodes.math | nodes.math_block, **options: bool) -> str:
+    try:
+        return str(tex2mathml(node.astext(), **options))
+    except MathError as error:
+        log.warning("%s: %s", node.astext(), error, location=node)
+        return ""
+
+
+def _drop_missing_pages(app: Any, docname: str, source: list[str]) -> None:
+    """A line of the contents that ends in ``?`` names a page which comes with its feature."""
+    folder = Path(app.srcdir, docname).parent
+    source[0] = re.sub(
+        r"^(\w+)\?\n", lambda line: f"{line[1]}\n" if (folder / f"{line[1]}.md").exists() else "", source[0], flags=re.M
+    )
+
+
+def _find_anywhere(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """Docstrings name a class without its module: look for it in all of them."""
+    if node.get("refdomain") != "py" or node.get("refspecific"):
+        return None
+    node["refspecific"] = True
+    python = env.get_domain("py")
+    place = (env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, contnode)
+    found: nodes.Node | None = python.resolve_xref(*place)
+    return found
+
+
+def _show_arguments(
+    app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str, None] | None:
+    """The strategy's ``__new__`` takes any arguments: those of ``__init__`` are meant."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    _, *arguments = inspect.signature(value.__init__).parameters.values()
+    return str(inspect.Signature([each.replace(annotation=each.empty) for each in arguments])), None
+
+
+def _keep_attributes_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon would take what stands before a colon in an attribute's first line for its type."""
+    if what == "attribute":
+        lines[:0] = ["..", ""]  # an empty comment
