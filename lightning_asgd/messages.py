@@ -21,6 +21,7 @@ __all__ = [
     "Epoch",
     "Exchange",
     "Failure",
+    "Figures",
     "Grant",
     "Held",
     "Initialise",
@@ -42,7 +43,7 @@ __all__ = [
     "Watch",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -142,6 +143,66 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """What a worker has done in a fit until now. Rates are differences of two; see :mod:`lightning_asgd.figures`.
+
+    All are sums since training began, unless something else is said. Seconds of computing and of the three kinds of
+    standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
+
+    Attributes:
+        began: when training began, in seconds since 1970 on the worker's clock.
+        at_s: seconds from then until these figures were taken.
+        epoch: epochs trained, with the fraction of the present one; not a sum.
+        samples: samples trained.
+        batches: batches trained.
+        steps: optimizer steps taken.
+        loss_sum: training loss of the batches that had a finite one.
+        losses: number of these batches.
+        train_s: seconds of computing.
+        exchange_wait_s: seconds in which training stood still for the servers' answers.
+        sync_wait_s: seconds in which it stood still at sync points, for the servers and the other workers.
+        data_wait_s: seconds in which it stood still for data.
+        exchanges: exchanges that were answered.
+        pushes: those of them with an update.
+        refused: updates that a server refused.
+        repeated: updates that a server had applied before.
+        round_trip_s: seconds from the messages to the merging of their answers.
+        bytes_pushed: bytes of updates.
+        bytes_fetched: bytes of weights.
+        staleness_sum: staleness, in versions, of all pushes.
+        staleness_max: the largest; not a sum.
+        staleness: pushes by staleness; above 15 by the power of two below it.
+        nsync: optimizer steps between two exchanges, as of now.
+        distance: norm of the worker's parameters minus the servers', when it was measured last; 0 before.
+    """
+
+    began: float = 0.0
+    at_s: float = 0.0
+    epoch: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
+    losses: int = 0
+    train_s: float = 0.0
+    exchange_wait_s: float = 0.0
+    sync_wait_s: float = 0.0
+    data_wait_s: float = 0.0
+    exchanges: int = 0
+    pushes: int = 0
+    refused: int = 0
+    repeated: int = 0
+    round_trip_s: float = 0.0
+    bytes_pushed: int = 0
+    bytes_fetched: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    nsync: int = 0
+    distance: float = 0.0
+
+
+@dataclass(frozen=True)
 class Beat:
     """A sign of life, sent a few times within :attr:`Policy.silence_s`.
 
@@ -149,6 +210,7 @@ class Beat:
         session: session of the worker.
         worker: global rank of the sender.
         heard: number of news that the worker has been told.
+        figures: the worker's latest, for the coordinator; None if it takes none.
     """
 
     urgent: ClassVar[bool] = True  # behind weights it might come too late
@@ -156,6 +218,7 @@ class Beat:
     session: str
     worker: int
     heard: int = 0
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True)
@@ -164,9 +227,13 @@ class Beaten:
 
     Attributes:
         news: what became of workers since the last time, for people.
+        living: workers that take part.
+        figures: the latest ones of every worker, for worker 0, which logs them; empty for the others.
     """
 
     news: tuple[str, ...] = ()
+    living: tuple[int, ...] = ()
+    figures: dict[int, Figures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

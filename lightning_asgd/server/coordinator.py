@@ -24,7 +24,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution, Policy
+from lightning_asgd.messages import Contribution, Figures, Policy
 
 __all__ = ["Coordinator", "Delivery"]
 
@@ -91,6 +91,7 @@ class Coordinator:
     terms: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
     news: list[str] = field(default_factory=list)  # for people
     aborted: str = ""  # why the session is over
+    figures: dict[int, Figures] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
     _operations: dict[int, _Operation] = field(default_factory=dict)

@@ -213,7 +213,10 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
             raise WorkerLostError(coordinator.aborted)
-        return Beaten(tuple(coordinator.news[message.heard :]))
+        if message.figures is not None:
+            coordinator.figures[message.worker] = message.figures
+        everyone = dict(coordinator.figures) if message.worker == 0 else {}
+        return Beaten(tuple(coordinator.news[message.heard :]), tuple(sorted(coordinator.living)), everyone)
 
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)

@@ -29,6 +29,7 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Figures,
     Grant,
     Held,
     Initialise,
@@ -142,23 +143,25 @@ class Client:
             joined: Joined = self._ask(s, Join(*about, s))
             self._term[s] = joined.term
 
-    def beat(self, heard: int, timeout_s: float) -> tuple[str, ...]:
+    def beat(self, heard: int, timeout_s: float, figures: Figures | None = None) -> Beaten | None:
         """Give all servers a sign of life. One that does not answer is not this method's business.
 
         Args:
             heard: number of news heard of before.
             timeout_s: seconds to wait for the coordinator's answer.
+            figures: this worker's latest, for the coordinator.
 
         Returns:
-            what became of workers since, from the coordinator.
+            the coordinator's answer; None if there was none in time.
 
         Raises:
             WorkerLostError: the session was ended for want of a worker.
         """
-        news: tuple[str, ...] = ()
+        beaten: Beaten | None = None
         for server in self._servers():
             try:
-                future = self.transport.call(server, Beat(self.session, self.worker, heard), self.timeout_s)
+                sign = Beat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
+                future = self.transport.call(server, sign, self.timeout_s)
                 if server in self.transport.prepared:  # this worker may be busy for long before it joins there
                     self.transport.call_prepared(server, Beat(self.session, self.worker), self.timeout_s)
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
@@ -167,8 +170,8 @@ class Client:
             if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
                 raise WorkerLostError(answer.message)
             if isinstance(answer, Beaten):
-                news = answer.news
-        return news
+                beaten = answer
+        return beaten
 
     def initialise(
         self,

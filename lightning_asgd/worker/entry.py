@@ -44,6 +44,7 @@ def enter(
     on_away: Callable[[], None] = lambda: None,
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     late: bool = False,
+    measure: bool = False,
 ) -> Sharing:
     """Lay the module out over the servers, fill them with worker 0's weights, and take these.
 
@@ -59,6 +60,7 @@ def enter(
         on_away: see :class:`Exchanger`.
         trained: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
+        measure: see :class:`Exchanger`.
 
     Returns:
         what the worker shares through, with fresh statistics.
@@ -120,7 +122,7 @@ def enter(
                 replica.drop_block(server)
         codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away}
+        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away, "measure": measure}
         if len(parts) == 1:  # else a unit is done when all fragments have it
             about["trained"] = trained
         exchangers.append(Exchanger(client, replica, config, fragment=number, lead=lead, codes=codes, **about))

@@ -1,7 +1,7 @@
 """Signs of life: while a worker is in a session, the servers hear of it a few times within the time they wait for one.
 
-A thread of its own sends them, since the training thread may be in a long step, in a validation, or waiting. A process
-that is stopped or has lost its network sends none.
+A thread of its own sends them, with the worker's latest figures, since the training thread may be in a long step, in a
+validation, or waiting. A process that is stopped or has lost its network sends none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.stats import Board
 from lightning_asgd.worker.client import COORDINATOR, Client
 
 __all__ = ["Heartbeat"]
@@ -24,10 +25,18 @@ class Heartbeat:
         client: connection to the servers, joined.
         silence_s: seconds after which a worker that sends none counts as away.
         on_news: told what became of other workers; None if nobody wants to know.
+        board: has this worker's figures, and is told the others'.
     """
 
-    def __init__(self, client: Client, silence_s: float, on_news: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        silence_s: float,
+        on_news: Callable[[str], None] | None = None,
+        board: Board | None = None,
+    ) -> None:
         self._client = client
+        self._board = board or Board()
         self._period_s = silence_s / _PER_PATIENCE
         self._on_news = on_news
         self._told = 0
@@ -49,11 +58,14 @@ class Heartbeat:
             if self._client.restored[COORDINATOR] != restored:  # this one's news begin anew
                 restored, self._told = self._client.restored[COORDINATOR], 0
             try:
-                news = self._client.beat(self._told, self._period_s)
+                answer = self._client.beat(self._told, self._period_s, self._board.mine)
             except ASGDError as error:
                 self.error = self.error or error
                 return
-            self._told += len(news)
-            for line in news:
+            if answer is None:
+                continue
+            self._board.hear(answer.figures, answer.living)
+            self._told += len(answer.news)
+            for line in answer.news:
                 if self._on_news is not None:
                     self._on_news(line)

@@ -1,0 +1,247 @@
+"""``ASGDMonitor``: what all workers do, in the loggers of the Trainer's, on worker 0. See docs/monitoring.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd._lightning import CallbackExtension, Extension, apply_to_collection, rank_zero_warn
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.figures import Window, Windows, bars, measures, staleness
+from lightning_asgd.journal import Entry, Journal
+from lightning_asgd.worker.meter import Meter
+
+__all__ = ["ASGDMonitor"]
+
+_READ_S = 1.0  # between two figures of a worker, at least
+
+
+class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
+    """Logs what the workers of a fit do: staleness, exchanges, waiting, throughput, and who is alive.
+
+    A Trainer with a logger and an :class:`~lightning_asgd.ASGDStrategy` gets one by itself. Everything goes to the
+    Trainer's loggers under ``asgd/...``, of all workers together and of each, at most every few seconds and at sync
+    points; docs/monitoring.md lists it. Worker 0 also writes it to ``asgd.jsonl`` beside the logs, for
+    ``lightning-asgd report``. The other workers' figures are those of their latest sign of life. Extends Lightning's
+    ``Callback``.
+
+    Args:
+        every_n_seconds: seconds between two times of logging, sync points excepted.
+
+    Raises:
+        ConfigurationError: ``every_n_seconds`` is not a number above 0.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> from lightning_asgd import ASGDStrategy
+        >>> trainer = Trainer(strategy=ASGDStrategy(), callbacks=[ASGDMonitor(every_n_seconds=30)], accelerator="cpu")
+    """
+
+    def __init__(self, every_n_seconds: float = 5.0) -> None:
+        if not isinstance(every_n_seconds, (int, float)) or isinstance(every_n_seconds, bool) or every_n_seconds <= 0:
+            raise ConfigurationError(
+                f"ASGDMonitor(every_n_seconds={every_n_seconds!r}). Expected a number of seconds above 0."
+            )
+        self.every_n_seconds = every_n_seconds
+        self._meter: Meter | None = None
+        self._journal: Journal | None = None
+        self._windows = Windows(every_n_seconds)
+        self._read_at = self._log_at = 0.0  # on the meter's clock
+        self._batch = 0  # of the epoch
+        self._logged = -1  # samples of worker 0 when it logged last
+
+    # ------------------------------------------------------------------ counting, on every worker
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        self._meter = self._journal = None
+        if not hasattr(trainer.strategy, "measure"):
+            rank_zero_warn(f"ASGDMonitor has nothing to log under {type(trainer.strategy).__name__}.")
+            return
+        self._meter = trainer.strategy.measure(lambda: _epoch(trainer, self._batch))
+        self._windows, self._logged = Windows(self.every_n_seconds), -1
+        self._read_at = self._meter.resume()
+        self._log_at = self._read_at + self.every_n_seconds
+        if trainer.is_global_zero:
+            settings = trainer.strategy.settings
+            if (folder := _folder(trainer)) is not None:
+                self._journal = Journal(folder, trainer.world_size, settings)
+            for logger in _loggers(trainer, "WandbLogger"):
+                config = {"asgd": {**settings, "workers": trainer.world_size}}
+                logger.experiment.config.update(config, allow_val_change=True)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Batches come next."""
+        self._batch = 0
+        if self._meter is not None:
+            self._meter.resume()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the time."""
+        if self._meter is not None:
+            self._meter.begin_batch()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch; now and then take figures, and log those of all workers."""
+        if self._meter is None:
+            return
+        self._batch = batch_idx + 1
+        now = self._meter.end_batch(_samples(batch), _loss(outputs, trainer.accumulate_grad_batches))
+        if now < self._read_at:
+            return
+        self._read_at = now + min(_READ_S, self.every_n_seconds)
+        trainer.strategy.take_figures()
+        if trainer.is_global_zero and now >= self._log_at:
+            self._log_at = now + self.every_n_seconds
+            metrics = self._log(trainer)
+            for name in ("staleness/mean", "workers/alive"):
+                if name in metrics:
+                    about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
+                    pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
+
+    # ------------------------------------------------------------------ sync points: the strategy has taken figures
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Log: all workers have told theirs."""
+        self._pause(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Batches come next."""
+        if self._meter is not None:
+            self._meter.resume()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log: all workers have told theirs."""
+        self._pause(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log for the last time, and what the fit was like as a whole."""
+        self._pause(trainer)
+        self._meter = None
+        if trainer.is_global_zero:
+            self._log_fit(trainer)
+        self._end("done")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Note it."""
+        self._end(f"{type(exception).__name__}: {exception}")
+
+    def _pause(self, trainer: Any) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+            if trainer.is_global_zero:
+                self._log(trainer)
+
+    # ------------------------------------------------------------------ logging, on worker 0
+
+    def _log(self, trainer: Any) -> dict[str, float]:
+        """Log what is new.
+
+        Returns:
+            the metrics of all workers together.
+        """
+        board = trainer.strategy.board
+        figures, living = board.figures, board.living
+        mine = figures.get(0)
+        if mine is None or mine.samples == self._logged:
+            return {}
+        self._logged = mine.samples
+        self._windows.update(figures)
+        windows = self._windows.of(living)
+        together = {**measures(list(windows.values())), "workers/alive": float(len(living))}
+        metrics = {f"asgd/{name}": value for name, value in together.items()}
+        for worker, window in windows.items():
+            metrics |= {f"asgd/worker{worker}/{name}": value for name, value in measures([window]).items()}
+        counts, edges = bars(staleness(figures.values()))
+        for logger in trainer.loggers:
+            logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=trainer.global_step)
+        for logger in _loggers(trainer, "TensorBoardLogger"):
+            _add_histogram(logger.experiment, counts, edges, trainer.global_step)
+        if self._journal is not None:
+            self._journal.add(Entry(mine.at_s, trainer.global_step, living, figures))
+        return together
+
+    def _log_fit(self, trainer: Any) -> None:
+        """Tell Weights & Biases about the fit as a whole: its summary, and a table of the workers."""
+        figures = trainer.strategy.board.figures
+        for logger in _loggers(trainer, "WandbLogger"):
+            whole = measures([Window(each) for each in figures.values()])
+            logger.experiment.summary.update({f"asgd/fit/{name}": value for name, value in whole.items()})
+            rows = {worker: measures([Window(each)]) for worker, each in figures.items()}
+            columns = list(whole)
+            data = [[worker, *(row.get(name) for name in columns)] for worker, row in rows.items()]
+            logger.log_table("asgd/workers", ["worker", *columns], data, step=trainer.global_step)
+
+    def _end(self, how: str) -> None:
+        journal, self._journal, self._meter = self._journal, None, None
+        if journal is not None:
+            journal.end(how)
+
+
+def _folder(trainer: Any) -> Path | None:
+    """Where the run's logs are; where its logger has no folder, the one that Lightning puts checkpoints into."""
+    if trainer.fast_dev_run:
+        return None
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    if logger.log_dir is not None:
+        return Path(logger.log_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
+
+
+def _epoch(trainer: Any, batch: int) -> float:
+    """Epochs trained. Where workers share the data, the number of batches is what this worker expects to train."""
+    batches = trainer.num_training_batches
+    return float(trainer.current_epoch + min(1.0, batch / batches if batches else 0.0))
+
+
+def _samples(batch: Any) -> int:
+    """Rows of a batch's first tensor; a batch without any counts as one sample."""
+    found: list[int] = []
+    first = batch
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if isinstance(first, Tensor):
+        return len(first) if first.dim() else 1
+    apply_to_collection(first, Tensor, lambda tensor: found.append(len(tensor) if tensor.dim() else 1))
+    return found[0] if found else 1
+
+
+def _loss(outputs: Any, accumulated: int) -> Tensor | None:
+    """Training loss of a batch; Lightning has divided it by the batches that a step accumulates."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    return loss.detach() if accumulated == 1 else loss.detach() * accumulated
+
+
+def _loggers(trainer: Any, kind: str) -> list[Any]:
+    """The Trainer's loggers of a class, of either tree."""
+    return [logger for logger in trainer.loggers if _is(logger, kind)]
+
+
+def _is(logger: Any, kind: str) -> bool:
+    return any(cls.__name__ == kind for cls in type(logger).__mro__)
+
+
+def _histogram(logger: Any, counts: list[int], edges: list[int]) -> dict[str, Any]:
+    """The histogram of staleness as Weights & Biases wants it; nothing for other loggers."""
+    if not _is(logger, "WandbLogger"):
+        return {}
+    import wandb
+
+    return {"asgd/staleness/histogram": wandb.Histogram(np_histogram=(counts, edges))}
+
+
+def _add_histogram(writer: Any, counts: list[int], edges: list[int], step: int) -> None:
+    """The same for TensorBoard."""
+    sums = [sum(count * edge**power for count, edge in zip(counts, edges, strict=False)) for power in (0, 1, 2)]
+    if sums[0]:
+        about = {"num": sums[0], "sum": sums[1], "sum_squares": sums[2], "min": 0, "max": edges[-1]}
+        writer.add_histogram_raw(
+            "asgd/staleness/histogram", bucket_limits=edges[1:], bucket_counts=counts, global_step=step, **about
+        )
