@@ -240,8 +240,13 @@ ALLOWED: dict[str, set[str]] = {
         "worker.sharing",
     },
     # the command line
+    "report": set(),
+    "report.curves": {"journal", "messages"},
+    "report.pictures": {"figures", "journal", "report.curves"},
+    "report.page": {"figures", "journal", "messages", "report.pictures"},
     "commands": set(),
-    "commands.main": {"errors"},
+    "commands.report": {"errors", "journal", "report.page"},
+    "commands.main": {"commands.report", "errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"},
 }
