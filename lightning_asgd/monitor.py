@@ -45,6 +45,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
                 f"ASGDMonitor(every_n_seconds={every_n_seconds!r}). Expected a number of seconds above 0."
             )
         self.every_n_seconds = every_n_seconds
+        self._read_s = min(_READ_S, every_n_seconds)
         self._meter: Meter | None = None
         self._journal: Journal | None = None
         self._windows = Windows(every_n_seconds)
@@ -62,8 +63,8 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             return
         self._meter = trainer.strategy.measure(lambda: _epoch(trainer, self._batch))
         self._windows, self._logged = Windows(self.every_n_seconds), -1
-        self._read_at = self._meter.resume()
-        self._log_at = self._read_at + self.every_n_seconds
+        begun = self._meter.resume()
+        self._read_at, self._log_at = begun + self._read_s, begun + self.every_n_seconds
         if trainer.is_global_zero:
             settings = trainer.strategy.settings
             if (folder := _folder(trainer)) is not None:
@@ -91,7 +92,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         now = self._meter.end_batch(_samples(batch), _loss(outputs, trainer.accumulate_grad_batches))
         if now < self._read_at:
             return
-        self._read_at = now + min(_READ_S, self.every_n_seconds)
+        self._read_at = now + self._read_s
         trainer.strategy.take_figures()
         if trainer.is_global_zero and now >= self._log_at:
             self._log_at = now + self.every_n_seconds
@@ -119,8 +120,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log for the last time, and what the fit was like as a whole."""
         self._pause(trainer)
-        self._meter = None
-        if trainer.is_global_zero:
+        if self._meter is not None and trainer.is_global_zero:
             self._log_fit(trainer)
         self._end("done")
 
