@@ -27,6 +27,7 @@ __all__ = [
     "callback_modules",
     "checkpoint_states",
     "is_environment",
+    "logged_step",
     "looks_at_gradients",
     "metrics_of",
     "rank_zero_warn",
@@ -241,6 +242,11 @@ class _Watch:
 def is_environment(environment: Any, kind: str) -> bool:
     """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
     return any(cls.__name__ == kind for cls in type(environment).__mro__)
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning itself would log something now."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def metrics_of(*owners: Any) -> list[Any]:

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd._lightning import CallbackExtension, Extension, apply_to_collection, rank_zero_warn
+from lightning_asgd._lightning import (
+    CallbackExtension,
+    Extension,
+    apply_to_collection,
+    logged_step,
+    rank_zero_warn,
+)
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.figures import Window, Windows, bars, measures, staleness
 from lightning_asgd.journal import Entry, Journal
@@ -50,8 +56,8 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._journal: Journal | None = None
         self._windows = Windows(every_n_seconds)
         self._read_at = self._log_at = 0.0  # on the meter's clock
-        self._batch = 0  # of the epoch
-        self._logged = -1  # samples of worker 0 when it logged last
+        self._epoch = self._batch = 0  # the present ones
+        self._logged = (-1, -1)  # samples and pushes of worker 0 when it logged last
 
     # ------------------------------------------------------------------ counting, on every worker
 
@@ -61,8 +67,8 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         if not hasattr(trainer.strategy, "measure"):
             rank_zero_warn(f"ASGDMonitor has nothing to log under {type(trainer.strategy).__name__}.")
             return
-        self._meter = trainer.strategy.measure(lambda: _epoch(trainer, self._batch))
-        self._windows, self._logged = Windows(self.every_n_seconds), -1
+        self._meter = trainer.strategy.measure(lambda: self._epoch + _fraction(trainer, self._batch))
+        self._windows, self._logged = Windows(self.every_n_seconds), (-1, -1)
         begun = self._meter.resume()
         self._read_at, self._log_at = begun + self._read_s, begun + self.every_n_seconds
         if trainer.is_global_zero:
@@ -75,7 +81,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Batches come next."""
-        self._batch = 0
+        self._epoch, self._batch = trainer.current_epoch, 0
         if self._meter is not None:
             self._meter.resume()
 
@@ -96,7 +102,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         trainer.strategy.take_figures()
         if trainer.is_global_zero and now >= self._log_at:
             self._log_at = now + self.every_n_seconds
-            metrics = self._log(trainer)
+            metrics = self._log(trainer, logged_step(trainer))
             for name in ("staleness/mean", "workers/alive"):
                 if name in metrics:
                     about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
@@ -106,7 +112,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Log: all workers have told theirs."""
-        self._pause(trainer)
+        self._pause(trainer, over=False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Batches come next."""
@@ -128,16 +134,21 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         """Note it."""
         self._end(f"{type(exception).__name__}: {exception}")
 
-    def _pause(self, trainer: Any) -> None:
+    def _pause(self, trainer: Any, *, over: bool = True) -> None:
         if self._meter is not None:
             self._meter.pause()
             if trainer.is_global_zero:
-                self._log(trainer)
+                # Lightning too logs what belongs to an epoch's end with the step of the last batch.
+                self._log(trainer, logged_step(trainer) - over)
 
     # ------------------------------------------------------------------ logging, on worker 0
 
-    def _log(self, trainer: Any) -> dict[str, float]:
+    def _log(self, trainer: Any, step: int) -> dict[str, float]:
         """Log what is new.
+
+        Args:
+            trainer: the Trainer.
+            step: to log it with.
 
         Returns:
             the metrics of all workers together.
@@ -145,9 +156,9 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         board = trainer.strategy.board
         figures, living = board.figures, board.living
         mine = figures.get(0)
-        if mine is None or mine.samples == self._logged:
+        if mine is None or (mine.samples, mine.pushes) == self._logged:
             return {}
-        self._logged = mine.samples
+        self._logged = mine.samples, mine.pushes
         self._windows.update(figures)
         windows = self._windows.of(living)
         together = {**measures(list(windows.values())), "workers/alive": float(len(living))}
@@ -156,11 +167,11 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             metrics |= {f"asgd/worker{worker}/{name}": value for name, value in measures([window]).items()}
         counts, edges = bars(staleness(figures.values()))
         for logger in trainer.loggers:
-            logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=trainer.global_step)
+            logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=step)
         for logger in _loggers(trainer, "TensorBoardLogger"):
-            _add_histogram(logger.experiment, counts, edges, trainer.global_step)
+            _add_histogram(logger.experiment, counts, edges, step)
         if self._journal is not None:
-            self._journal.add(Entry(mine.at_s, trainer.global_step, living, figures))
+            self._journal.add(Entry(mine.at_s, step, living, figures))
         return together
 
     def _log_fit(self, trainer: Any) -> None:
@@ -172,7 +183,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             rows = {worker: measures([Window(each)]) for worker, each in figures.items()}
             columns = list(whole)
             data = [[worker, *(row.get(name) for name in columns)] for worker, row in rows.items()]
-            logger.log_table("asgd/workers", ["worker", *columns], data, step=trainer.global_step)
+            logger.log_table("asgd/workers", ["worker", *columns], data, step=logged_step(trainer))
 
     def _end(self, how: str) -> None:
         journal, self._journal, self._meter = self._journal, None, None
@@ -193,22 +204,21 @@ def _folder(trainer: Any) -> Path | None:
     return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
 
 
-def _epoch(trainer: Any, batch: int) -> float:
-    """Epochs trained. Where workers share the data, the number of batches is what this worker expects to train."""
+def _fraction(trainer: Any, batch: int) -> float:
+    """Part of the epoch that is trained. Where workers share the data, its batches are what this worker expects."""
     batches = trainer.num_training_batches
-    return float(trainer.current_epoch + min(1.0, batch / batches if batches else 0.0))
+    return min(1.0, batch / batches) if batches else 0.0
 
 
 def _samples(batch: Any) -> int:
     """Rows of a batch's first tensor; a batch without any counts as one sample."""
-    found: list[int] = []
-    first = batch
-    while isinstance(first, (list, tuple)) and first:
-        first = first[0]
-    if isinstance(first, Tensor):
-        return len(first) if first.dim() else 1
-    apply_to_collection(first, Tensor, lambda tensor: found.append(len(tensor) if tensor.dim() else 1))
-    return found[0] if found else 1
+    while isinstance(batch, (list, tuple)) and batch:
+        batch = batch[0]
+    if not isinstance(batch, Tensor):
+        found: list[Tensor] = []
+        apply_to_collection(batch, Tensor, found.append)
+        batch = found[0] if found else batch
+    return batch.shape[0] if isinstance(batch, Tensor) and batch.ndim else 1
 
 
 def _loss(outputs: Any, accumulated: int) -> Tensor | None:
@@ -216,7 +226,9 @@ def _loss(outputs: Any, accumulated: int) -> Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    return loss.detach() if accumulated == 1 else loss.detach() * accumulated
+    if loss.requires_grad:
+        loss = loss.detach()
+    return loss if accumulated == 1 else loss * accumulated
 
 
 def _loggers(trainer: Any, kind: str) -> list[Any]:

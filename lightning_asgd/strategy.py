@@ -105,7 +105,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     Attributes:
         stats: what this worker's exchanges were like; of worker 0 in the main process.
         settings: the arguments above that say how it trains, as plain values.
-        board: the latest figures of every worker on worker 0, if a monitor takes any; else of this one alone.
+        board: the latest figures of every worker in the process of worker 0, where a monitor takes any; elsewhere those
+            of the latest sync point.
         samples: after a fit with an algorithm that samples from a posterior, such as
             :class:`~lightning_asgd.algorithms.SGMCMC`: what the servers have collected, oldest first, on the CPU, by
             the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on the others.

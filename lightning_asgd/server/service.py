@@ -28,6 +28,7 @@ from lightning_asgd.messages import (
     Contribution,
     Exchange,
     Failure,
+    Figures,
     Grant,
     Initialise,
     Join,
@@ -213,7 +214,7 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
             raise WorkerLostError(coordinator.aborted)
-        if message.figures is not None:
+        if isinstance(message.figures, Figures):
             coordinator.figures[message.worker] = message.figures
         everyone = dict(coordinator.figures) if message.worker == 0 else {}
         return Beaten(tuple(coordinator.news[message.heard :]), tuple(sorted(coordinator.living)), everyone)

@@ -7,10 +7,12 @@ begin and end; who waits within them counts the seconds himself, and these are t
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from lightning_asgd.messages import Figures
 from lightning_asgd.stats import ExchangeStats
@@ -59,14 +61,13 @@ class Meter:
         self._now = "data"
         self._samples = self._batches = self._losses = 0
         self._loss_sum = 0.0
-        self._loss: Any = None  # sum over the batches since the latest figures, where the loss was computed
-        self._unread = 0  # these batches
+        self._unread: list[Tensor] = []  # losses since the latest figures, where they were computed
 
     def begin_batch(self) -> None:
         """A batch has been fetched."""
         self._switch("train")
 
-    def end_batch(self, samples: int, loss: Any = None) -> float:
+    def end_batch(self, samples: int, loss: Tensor | None = None) -> float:
         """A batch is through.
 
         Args:
@@ -79,8 +80,7 @@ class Meter:
         self._samples += samples
         self._batches += 1
         if loss is not None:
-            self._loss = loss if self._loss is None else self._loss + loss
-            self._unread += 1
+            self._unread.append(loss)
         return self._switch("data")
 
     def pause(self) -> None:
@@ -98,7 +98,7 @@ class Meter:
     def read(self) -> Figures:
         """The figures as of now."""
         now = self._switch(self._now)
-        self._read_loss()
+        self._read_losses()
         waited, stats = self._standing, self._stats()
         return Figures(
             began=self._began,
@@ -135,12 +135,14 @@ class Meter:
         self._now, self._since, self._standing = to, now, waited
         return now
 
-    def _read_loss(self) -> None:
-        loss = math.nan if self._loss is None else float(self._loss)
-        if math.isfinite(loss):
-            self._loss_sum += loss
-            self._losses += self._unread
-        self._loss, self._unread = None, 0
+    def _read_losses(self) -> None:
+        """Add up what came since the last time: on a GPU that waits for it."""
+        if self._unread:
+            losses = torch.stack([loss.reshape(()) for loss in self._unread]).float()
+            finite = losses[torch.isfinite(losses)]
+            self._loss_sum += float(finite.sum())
+            self._losses += finite.numel()
+            self._unread = []
 
 
 def binned(histogram: Mapping[int, int]) -> dict[int, int]:

@@ -10,12 +10,14 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning as pl
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from lightning_asgd import ASGDMonitor, ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.figures import METRICS
 from lightning_asgd.journal import find, read
+from lightning_asgd.monitor import _loss, _samples
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
@@ -93,7 +95,7 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
     assert record.end == "done"
     assert sum(each.samples for each in record.last.values()) == 2 * 512
     assert [round(each.epoch, 6) for each in record.last.values()] == [2.0, 2.0]
-    assert float(written[-1]["step"]) == record.entries[-1].step == 2 * 512 / 8 / 2
+    assert float(written[-1]["step"]) == record.entries[-1].step == 2 * 512 / 8 / 2 - 1
     for each in record.last.values():
         waited = each.exchange_wait_s + each.sync_wait_s + each.data_wait_s
         assert 0 < each.train_s < each.train_s + waited <= each.at_s
@@ -103,6 +105,7 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
 
 def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path, name="csv", version="v")
+    board = pl.loggers.TensorBoardLogger(tmp_path, name="board", version="v")
     seen: list[Any] = []
 
     class Watching(pl.Callback):
@@ -111,7 +114,7 @@ def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path
 
     monitor = ASGDMonitor(every_n_seconds=0.02)
     strategy = ASGDStrategy(nsync=2)
-    fit = trainer(tmp_path, strategy, devices=1, logger=logger, callbacks=[monitor, Watching()], max_epochs=2)
+    fit = trainer(tmp_path, strategy, devices=1, logger=[logger, board], callbacks=[monitor, Watching()], max_epochs=2)
     fit.fit(Regression(), loader(512))
     assert [type(c).__name__ for c in fit.callbacks].count("ASGDMonitor") == 1
     assert isinstance(monitor, pl.Callback)
@@ -121,7 +124,14 @@ def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path
     assert names == of_workers(1)
     assert seen[-1]["asgd/workers"] == 1
     assert seen[-1]["asgd/staleness"] >= 0
-    assert strategy.board.figures[0].samples == 1024
+    figures = strategy.board.figures[0]
+    assert figures.samples == 1024
+    events = EventAccumulator(str(tmp_path / "board" / "v"))
+    events.Reload()
+    assert of_workers(1) <= set(events.Tags()["scalars"])
+    (*_, histogram) = events.Histograms("asgd/staleness/histogram")
+    assert histogram.histogram_value.num == figures.pushes
+    assert sum(histogram.histogram_value.bucket) == figures.pushes
 
 
 @pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 2}])
@@ -157,6 +167,38 @@ def test_a_monitor_is_a_callback_of_both_trees_until_a_trainer_takes_it() -> Non
         assert isinstance(each, pl.Callback)
         assert isinstance(each, lightning.pytorch.Callback)
         assert each.every_n_seconds == 2.5
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(5, 2), 5),
+        ((torch.zeros(4, 2), torch.zeros(9)), 4),
+        ({"name": "x", "images": [torch.zeros(3, 1)], "labels": torch.zeros(7)}, 3),
+        (torch.tensor(1.0), 1),
+        ("nothing", 1),
+        ([], 1),
+    ],
+)
+def test_samples_are_the_rows_of_the_first_tensor(batch: Any, samples: int) -> None:
+    assert _samples(batch) == samples
+
+
+@pytest.mark.parametrize(
+    ("outputs", "accumulated", "loss"),
+    [
+        ({"loss": torch.tensor(2.0, requires_grad=True)}, 1, 2.0),
+        ({"loss": torch.tensor(2.0)}, 4, 8.0),
+        (torch.tensor([3.0]), 1, 3.0),
+        (torch.zeros(2), 1, None),
+        ({"other": 1}, 1, None),
+        (None, 1, None),
+    ],
+)
+def test_the_loss_is_that_of_training_step(outputs: Any, accumulated: int, loss: float | None) -> None:
+    found = _loss(outputs, accumulated)
+    assert (None if found is None else float(found)) == loss
+    assert found is None or not found.requires_grad
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "often", None])
