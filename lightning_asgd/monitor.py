@@ -102,11 +102,9 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         trainer.strategy.take_figures()
         if trainer.is_global_zero and now >= self._log_at:
             self._log_at = now + self.every_n_seconds
-            metrics = self._log(trainer, logged_step(trainer))
-            for name in ("staleness/mean", "workers/alive"):
-                if name in metrics:
-                    about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
-                    pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
+            self._meter.pause()
+            _show(pl_module, self._log(trainer, logged_step(trainer)))
+            self._meter.resume()
 
     # ------------------------------------------------------------------ sync points: the strategy has taken figures
 
@@ -189,6 +187,14 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         journal, self._journal, self._meter = self._journal, None, None
         if journal is not None:
             journal.end(how)
+
+
+def _show(pl_module: Any, metrics: dict[str, float]) -> None:
+    """Put the most important ones into the progress bar."""
+    for name in ("staleness/mean", "workers/alive"):
+        if name in metrics:
+            about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
+            pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
 
 
 def _folder(trainer: Any) -> Path | None:

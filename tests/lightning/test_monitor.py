@@ -126,6 +126,7 @@ def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path
     assert seen[-1]["asgd/staleness"] >= 0
     figures = strategy.board.figures[0]
     assert figures.samples == 1024
+    assert copy.deepcopy(strategy).board.figures == {0: figures}
     events = EventAccumulator(str(tmp_path / "board" / "v"))
     events.Reload()
     assert of_workers(1) <= set(events.Tags()["scalars"])
