@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all check format bench race convergence algorithms programs compatibility memory chaos interrupt strangers soak clean
+.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos interrupt strangers soak clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -42,6 +42,9 @@ format: $(VENV)/.installed-dev ## format the code and mend what can be mended
 
 bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SGD, with fast, slow and distant workers
 	@$(RUN) benchmarks/throughput.py --all
+
+monitor: $(VENV)/.installed-examples ## what it costs to log what the workers do
+	@$(RUN) benchmarks/monitor.py
 
 race: $(VENV)/.installed-examples ## seconds to an accuracy, beside one worker, DDP and local SGD
 	@$(RUN) benchmarks/race.py

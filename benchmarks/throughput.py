@@ -23,6 +23,7 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,8 +174,18 @@ def trainer_options() -> dict[str, Any]:
     return {"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(off, False)}
 
 
-def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -> dict[str, Any]:
+def train(
+    scenario: Scenario, system: System, rank: int, last_step: mmap.mmap, *, callbacks: Sequence[Any] = (), **more: Any
+) -> dict[str, Any]:
     """Train in this process until the time is up.
+
+    Args:
+        scenario: the conditions.
+        system: who trains.
+        rank: of this process.
+        last_step: of DDP, shared with the other ranks.
+        callbacks: beside the clock.
+        **more: options of the Trainer.
 
     Returns:
         when the window may start, when each batch ended, and what the exchanges did inside the window.
@@ -215,10 +226,10 @@ def train(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -
     if system.kind == "A-SGD":
         from lightning_asgd import ASGDStrategy
 
-        options["strategy"] = ASGDStrategy(nsync=system.nsync, num_servers=scenario.num_servers)
+        options["strategy"] = ASGDStrategy(nsync=system.nsync, num_servers=scenario.num_servers, monitor=False)
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
-    trainer = pl.Trainer(**trainer_options(), **options, callbacks=[clock])
+    trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
     module = build_module(scenario.params, scenario.straggler, scenario.network)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
@@ -277,15 +288,23 @@ def _figures(strategy: Any) -> dict[str, float]:
 # ---------------------------------------------------------------------- a run
 
 
-def run(scenario: Scenario, system: System, network: Network | None) -> dict[str, Any]:
+def run(
+    scenario: Scenario, system: System, network: Network | None, job: Callable[..., dict[str, Any]] = train
+) -> dict[str, Any]:
     """Start the ranks, wait for them, and work out what they did in their common window.
+
+    Args:
+        scenario: the conditions.
+        system: who trains.
+        network: between the ranks.
+        job: what a rank does; as :func:`train`.
 
     Raises:
         RuntimeError: a rank failed; the text holds its last output.
     """
     last_step = mmap.mmap(-1, 8)  # shared with the ranks
     ranks = range(1 if system.kind == "one alone" else scenario.workers)
-    jobs = [partial(train, scenario, system, rank, last_step) for rank in ranks]
+    jobs = [partial(job, scenario, system, rank, last_step) for rank in ranks]
     if system.kind == "bare torch":
         jobs = [partial(train_bare, scenario, rank) for rank in ranks]
     try:
@@ -307,6 +326,8 @@ def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, An
     result["cpu_share"] = sum(a["cpu_s"] for a in answers) / total_s
     ours_s = sum(a["cpu_s"] for a in answers) + answers[0].get("server_cpu_s", 0.0)
     result["other_cpu_share"] = max(0.0, answers[0]["busy_s"] - ours_s) / answers[0]["at_s"]
+    if "hooks" in answers[0]:
+        result["hooks"] = max(a["hooks"] for a in answers)
     if "exchanges" in answers[0]:
         pushes = sum(a["pushes"] for a in answers)
         exchanges = sum(a["exchanges"] for a in answers)

@@ -12,12 +12,14 @@ from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
     from lightning_asgd.config import Timeouts
+    from lightning_asgd.monitor import ASGDMonitor
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
     from lightning_asgd.strategy import ASGDStrategy
 
 __all__ = [
     "ASGDError",
+    "ASGDMonitor",
     "ASGDStrategy",
     "ExchangeRecord",
     "ExchangeStats",
@@ -29,6 +31,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "ASGDMonitor": "lightning_asgd.monitor",
     "ASGDStrategy": "lightning_asgd.strategy",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",

@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 __all__ = [
+    "CallbackExtension",
     "Extension",
     "StrategyExtension",
     "Tree",
@@ -28,6 +29,7 @@ __all__ = [
     "checkpoint_states",
     "follow_progress",
     "is_environment",
+    "logged_step",
     "looks_at_gradients",
     "metrics_of",
     "progress_of",
@@ -102,6 +104,16 @@ class Tree:
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
 
+    def adopt(self, callback: Any) -> Any:
+        """Make a :class:`CallbackExtension` one of this tree's callbacks, and of no other's.
+
+        Returns:
+            the callback.
+        """
+        if getattr(callback, "tree", None) is not self:
+            callback.__class__ = self.derive(type(callback).__mro__[1], "Callback")
+        return callback
+
     def info(self, message: str) -> None:
         """Say something where Lightning says such things."""
         logging.getLogger(f"{self.package}.strategies.asgd").info(message)
@@ -132,6 +144,24 @@ def tree_of(thing: Any) -> Tree:
             if f"{cls.__module__}.".startswith(f"{tree.package}."):
                 return tree
     raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
+
+
+class CallbackExtension:
+    """Base of a callback that programs make: one of all trees that are loaded, until :meth:`Tree.adopt`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object that Trainers of either tree take."""
+        return _blank_callback(cls)
+
+
+@functools.cache
+def _callback_of(extension: Any, trees: tuple[Tree, ...]) -> Any:
+    def reduce(self: Any, _: Any) -> Any:
+        return _blank_callback, (extension,), self.__dict__
+
+    body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduce}
+    bases = (extension, *(tree.Callback for tree in trees))
+    return types.new_class(extension.__name__, bases, exec_body=lambda space: space.update(body))
 
 
 class StrategyExtension:
@@ -215,6 +245,11 @@ class _Watch:
 def is_environment(environment: Any, kind: str) -> bool:
     """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
     return any(cls.__name__ == kind for cls in type(environment).__mro__)
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning itself would log something now."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def metrics_of(*owners: Any) -> list[Any]:
@@ -361,6 +396,11 @@ def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> 
 
 def _tree_named(package: str) -> Tree:
     return next(tree for tree in TREES if tree.package == package)
+
+
+def _blank_callback(extension: type) -> Any:
+    loaded = tuple(tree for tree in TREES if tree.package in sys.modules)
+    return object.__new__(_callback_of(extension, loaded or TREES[:1]))
 
 
 def _blank_unattached(extension: type) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "Epoch",
     "Exchange",
     "Failure",
+    "Figures",
     "Grant",
     "Held",
     "Initialise",
@@ -47,7 +48,7 @@ __all__ = [
     "Watch",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -119,7 +120,7 @@ class Join:
         after: the session that this one goes on from, with the same workers; who is gone there is gone here.
         server: number of the server that this is sent to.
         restore: whether this server takes the place of one that was lost in the midst of the session.
-        living: where workers come and go, those that take part as far as this one knows.
+        holding: where workers come and go, those that hold the weights, as far as this one knows.
         admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
     """
@@ -132,7 +133,7 @@ class Join:
     after: str = ""
     server: int = 0
     restore: bool = False
-    living: tuple[int, ...] = ()
+    holding: tuple[int, ...] = ()
     admitted: int = 0
     protocol: int = PROTOCOL
 
@@ -204,6 +205,66 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """What a worker has done in a fit until now. Rates are differences of two; see :mod:`lightning_asgd.figures`.
+
+    All are sums since training began, unless something else is said. Seconds of computing and of the three kinds of
+    standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
+
+    Attributes:
+        began: when training began, in seconds since 1970 on the worker's clock.
+        at_s: seconds from then until these figures were taken.
+        epoch: epochs trained, with the fraction of the present one; not a sum.
+        samples: samples trained.
+        batches: batches trained.
+        steps: optimizer steps taken.
+        loss_sum: training loss of the batches that had a finite one.
+        losses: number of these batches.
+        train_s: seconds of computing.
+        exchange_wait_s: seconds in which training stood still for the servers' answers.
+        sync_wait_s: seconds in which it stood still at sync points, for the servers and the other workers.
+        data_wait_s: seconds in which it stood still for data.
+        exchanges: exchanges that were answered.
+        pushes: those of them with an update.
+        refused: updates that a server refused.
+        repeated: updates that a server had applied before.
+        round_trip_s: seconds from the messages to the merging of their answers.
+        bytes_pushed: bytes of updates.
+        bytes_fetched: bytes of weights.
+        staleness_sum: staleness, in versions, of all pushes.
+        staleness_max: the largest; not a sum.
+        staleness: pushes by staleness; above 15 by the power of two below it.
+        nsync: optimizer steps between two exchanges, as of now.
+        distance: norm of the worker's parameters minus the servers', when it was measured last; 0 before.
+    """
+
+    began: float = 0.0
+    at_s: float = 0.0
+    epoch: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
+    losses: int = 0
+    train_s: float = 0.0
+    exchange_wait_s: float = 0.0
+    sync_wait_s: float = 0.0
+    data_wait_s: float = 0.0
+    exchanges: int = 0
+    pushes: int = 0
+    refused: int = 0
+    repeated: int = 0
+    round_trip_s: float = 0.0
+    bytes_pushed: int = 0
+    bytes_fetched: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    nsync: int = 0
+    distance: float = 0.0
+
+
+@dataclass(frozen=True)
 class Beat:
     """A sign of life, sent a few times within :attr:`Policy.silence_s`.
 
@@ -211,6 +272,7 @@ class Beat:
         session: session of the worker.
         worker: global rank of the sender.
         heard: number of news that the worker has been told.
+        figures: the worker's latest, for the coordinator; None if it takes none.
     """
 
     urgent: ClassVar[bool] = True  # behind weights it might come too late
@@ -218,6 +280,7 @@ class Beat:
     session: str
     worker: int
     heard: int = 0
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True)
@@ -226,14 +289,18 @@ class Beaten:
 
     Attributes:
         news: what became of workers since the last time, for people.
+        living: workers that take part.
+        figures: the latest ones of every worker, for the chief, which logs them; empty for the others.
         chief: the worker that logs and writes checkpoints.
-        living: where workers come and go, those that have weights.
+        holding: where workers come and go, those that hold the weights.
         admitted: the highest number that one of them was given.
     """
 
     news: tuple[str, ...] = ()
-    chief: int = 0
     living: tuple[int, ...] = ()
+    figures: dict[int, Figures] = field(default_factory=dict)
+    chief: int = 0
+    holding: tuple[int, ...] = ()
     admitted: int = 0
 
 
@@ -493,12 +560,14 @@ class Meeting:
         should_stop: whether training is to end.
         grown: whether there are trainable parameters that are not exchanged.
         checkpoints: what this worker's checkpoint callbacks know of the files.
+        figures: this worker's.
     """
 
     moved: bool
     should_stop: bool
     grown: bool
     checkpoints: list[Any]
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""What a worker records of its exchanges."""
+"""What a worker records of its exchanges, and what it knows of the other workers' figures."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_asgd.messages import Verdict
+from lightning_asgd.messages import Figures, Verdict
 
-__all__ = ["ExchangeRecord", "ExchangeStats"]
+__all__ = ["Board", "ExchangeRecord", "ExchangeStats"]
 
 _KEPT = 10_000  # records kept; the sums go on for ever
 
@@ -59,13 +60,15 @@ class ExchangeStats:
     steps: int = 0
     deferred: int = 0  # times an exchange was due while the one before was still under way
     wait_s: float = 0.0
-    sync_wait_s: float = 0.0  # time at sync points, waiting for the other workers included
+    sync_wait_s: float = 0.0  # time at sync points in which the training thread waited for the servers
     round_trip_s: float = 0.0
     bytes_pushed: int = 0
     bytes_fetched: int = 0
     staleness_sum: float = 0.0
     staleness_max: int = 0
     staleness_histogram: Counter[int] = field(default_factory=Counter)
+    nsync: int = 0  # optimizer steps between two exchanges, as of the latest
+    distance: float = 0.0  # norm of this worker's parameters minus the servers', when measured last; 0 before
 
     def add(self, record: ExchangeRecord, *, pushed: bool, fetched: bool) -> None:
         """Count an exchange."""
@@ -98,3 +101,37 @@ class ExchangeStats:
     def last(self) -> dict[str, Any] | None:
         """The latest record as a dictionary, None before the first exchange."""
         return asdict(self.records[-1]) if self.records else None
+
+
+@dataclass
+class Board:
+    """The latest figures of the workers, as far as this one knows: by heartbeats, and from sync points.
+
+    The heartbeat's thread and the training thread both write to it. Each figure replaces another as a whole.
+
+    Attributes:
+        mine: this worker's own; None if it takes none.
+        living: workers that take part.
+    """
+
+    mine: Figures | None = None
+    living: tuple[int, ...] = ()
+    _latest: dict[int, Figures] = field(default_factory=dict)
+
+    def post(self, worker: int, mine: Figures) -> None:
+        """Put this worker's own there."""
+        self.mine = mine
+        self._latest[worker] = mine
+
+    def hear(self, figures: Mapping[int, Figures | None], living: Iterable[int]) -> None:
+        """Take notice of workers' figures; of two of the same worker, the later ones stay."""
+        self.living = tuple(sorted(living))
+        for worker, new in figures.items():
+            old = self._latest.get(worker)
+            if new is not None and (old is None or (new.began, new.at_s) >= (old.began, old.at_s)):
+                self._latest[worker] = new
+
+    @property
+    def figures(self) -> dict[int, Figures]:
+        """Figures by worker."""
+        return dict(sorted(self._latest.items()))

@@ -38,14 +38,16 @@ from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
 from lightning_asgd.messages import Meeting, Part, Policy
+from lightning_asgd.monitor import ASGDMonitor
 from lightning_asgd.optim import PosteriorSampler
-from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.stats import Board, ExchangeStats
 from lightning_asgd.transport.choose import TRANSPORTS
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
 from lightning_asgd.worker.heartbeat import Heartbeat
+from lightning_asgd.worker.meter import Meter, Waited
 from lightning_asgd.worker.recovery import Recovery
 from lightning_asgd.worker.sharing import Sharing
 
@@ -98,6 +100,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             worker, with one device, at any time: it takes over weights and progress, and leaves when it ends. None
             means a job of its own, whose workers start and end together.
         run_id: name of that run.
+        monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. One
+            that you put into the Trainer's callbacks takes its place.
         max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
         accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
             them.
@@ -108,6 +112,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     Attributes:
         stats: what this worker's exchanges were like; of worker 0 in the main process.
+        settings: the arguments above that say how it trains, as plain values.
+        board: the latest figures of every worker in the process of worker 0, where a monitor takes any; elsewhere those
+            of the latest sync point.
         samples: after a fit with an algorithm that samples from a posterior, such as
             :class:`~lightning_asgd.algorithms.SGMCMC`: what the servers have collected, oldest first, on the CPU, by
             the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on the others.
@@ -150,6 +157,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         transport: str = "rpc",
         server: str | None = None,
         run_id: str | None = None,
+        monitor: bool = True,
         max_offline_steps: int = 1000,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -190,6 +198,28 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             "precision_plugin": precision_plugin,
             "start_method": start_method,
         }
+        if not isinstance(monitor, bool):
+            raise ConfigurationError(
+                f"monitor={monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."
+            )
+        self._monitor = monitor
+        self.settings: dict[str, Any] = {
+            "nsync": nsync,
+            "nfetch": self.config.nfetch,
+            "npush": self.config.npush,
+            "algorithm": repr(self.config.algorithm),
+            "overlap": self.config.overlap,
+            "data": data,
+            "compression": None if self.config.compression is None else repr(self.config.compression),
+            "num_servers": num_servers,
+            "start_method": start_method,
+            "min_workers": min_workers,
+            "on_worker_failure": on_worker_failure,
+            "transport": transport,
+            "max_offline_steps": max_offline_steps,
+        }
+        self.board = Board()
+        self._meter: Meter | None = None  # None unless somebody wants figures
         self.stats = ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
         self.collectives = Collectives()
@@ -277,15 +307,28 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
             )
         self._failed = self._told = False
-        self._leased = None
+        self._leased = self._meter = None
         self._layouts = 0
+        self.board = Board(living=tuple(range(self.world_size)))
         if not self._attaches:
             self._join(self._job.session)
         elif self.lightning_module.trainer.state.fn == self.tree.TrainerFn.FITTING:
             self._attach()
-        callbacks = self.lightning_module.trainer.callbacks
+        self._add_callbacks(self.lightning_module.trainer)
+
+    def _add_callbacks(self, trainer: Any) -> None:
+        callbacks = trainer.callbacks
         if not any(isinstance(callback, SyncPoints) for callback in callbacks):
             callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
+        if self._monitor and trainer.loggers and not trainer.fast_dev_run and not self._monitored:
+            callbacks.insert(1, ASGDMonitor())
+        for callback in callbacks:
+            if isinstance(callback, ASGDMonitor):
+                self.tree.adopt(callback)
+
+    @property
+    def _monitored(self) -> bool:
+        return any(isinstance(callback, ASGDMonitor) for callback in self.lightning_module.trainer.callbacks)
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
@@ -346,6 +389,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
+        self._meter = None
         if self._sharing is not None:
             self._sharing.close()
             self._sharing = None
@@ -420,6 +464,26 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 )
             self._leased.install()
 
+    def measure(self, epoch: Callable[[], float]) -> Meter:
+        """Begin to count what this worker trains, and where its time goes.
+
+        Args:
+            epoch: gives the epochs trained, with the fraction of the present one.
+        """
+        self._meter = Meter(lambda: self.stats, self._waited, epoch)
+        return self._meter
+
+    def take_figures(self) -> None:
+        """Put this worker's figures on the board, if it is measured: the next sign of life tells the others."""
+        if self._meter is not None:
+            self.board.post(self.collectives.rank, self._meter.read())
+
+    def _waited(self) -> Waited:
+        leases = None if self._leased is None else self._leased.leases
+        granted_s, others_s = (0.0, 0.0) if leases is None else (leases.granted_wait_s, leases.others_wait_s)
+        sync_s = self.stats.sync_wait_s + self.collectives.waited_s + others_s
+        return Waited(self.stats.wait_s, sync_s, granted_s)
+
     def end_batch(self) -> None:
         """Decide what follows a training batch. Called when it ends."""
         if self._leased is not None and self._sharing is not None:
@@ -455,8 +519,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trainer = self.lightning_module.trainer
             grown = bool(newly_trainable(self.lightning_module, sharing.layout))
             restored = list(self._connected().restored)
-            mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer))
+            self.take_figures()
+            mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer), self.board.mine)
             met = self.collectives.gather("sync point", name, mine)
+            self.board.hear({rank: m.figures for rank, m in met.items()}, self.board.living if self._attaches else met)
             trainer.should_stop = any(m.should_stop for m in met.values())
             adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
             # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
@@ -630,14 +696,16 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         )
         self._stop_recovery()
         self._stop_heartbeat()
-        self.collectives = Collectives(client, timeouts.collective_s)
+        waited_s, self.collectives = self.collectives.waited_s, Collectives(client, timeouts.collective_s)
+        self.collectives.waited_s = waited_s
         with self._explained():
             self._enter_session(client)
             overseer = supervisor.current()
             if overseer is not None:
                 overseer.on_worker_exit(self._report_exit)
             if watched:
-                self._heartbeat = Heartbeat(client, policy.silence_s, log.warning if self.is_global_zero else None)
+                news = log.warning if self.is_global_zero else None
+                self._heartbeat = Heartbeat(client, policy.silence_s, news, self.board)
             self.collectives.barrier("join")
 
     def _attach(self) -> None:
@@ -659,8 +727,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             heard = attachment.arrive(self.root_device)
             self._attachment = attachment
             become_global_zero(self.global_rank)
-            chief = attachment.follow
-            self._heartbeat = Heartbeat(client, timeouts.silence_s, self._tell, chief, heard)
+            self.board.living = (client.worker,)
+            about = (self._tell, self.board, attachment.follow, heard)
+            self._heartbeat = Heartbeat(client, timeouts.silence_s, *about)
 
     def _change_chief(self, chief: bool) -> None:
         worker = self._connected().worker
@@ -733,6 +802,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             late=not looks_at_gradients(self.lightning_module),
             fill=None if attachment is None else attachment.founder,
             theirs=None if attachment is None else attachment.layout,
+            measure=self._monitored,
         )
         if attachment is not None:
             exchanged = {spec.name for spec in sharing.layout.tensors}

@@ -24,6 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "messages": set(),
     "stats": {"messages"},
+    "figures": {"messages"},
+    "journal": {"errors", "messages"},
     "layout": {"errors", "messages"},
     "finite": set(),
     # sampling, on the worker
@@ -133,7 +135,8 @@ ALLOWED: dict[str, set[str]] = {
         "worker.collectives",
         "worker.sharing",
     },
-    "worker.heartbeat": {"errors", "worker.client"},
+    "worker.heartbeat": {"errors", "stats", "worker.client"},
+    "worker.meter": {"messages", "stats"},
     "worker.recovery": {"errors", "messages", "worker.client", "worker.sharing"},
     "worker.leases": {"errors", "messages", "worker.client"},
     "worker.layerwise": {"layout", "worker.client", "worker.sharing"},
@@ -207,6 +210,7 @@ ALLOWED: dict[str, set[str]] = {
     "resume": set(),
     "_lightning": set(),
     "callbacks": {"_lightning"},
+    "monitor": {"_lightning", "errors", "figures", "journal", "worker.meter"},
     "_loop": {"messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
@@ -222,6 +226,7 @@ ALLOWED: dict[str, set[str]] = {
         "finite",
         "launcher",
         "messages",
+        "monitor",
         "resume",
         "optim",
         "stats",
@@ -232,15 +237,21 @@ ALLOWED: dict[str, set[str]] = {
         "worker.collectives",
         "worker.entry",
         "worker.heartbeat",
+        "worker.meter",
         "worker.recovery",
         "worker.sharing",
     },
     # the command line
+    "report": set(),
+    "report.curves": {"journal", "messages"},
+    "report.pictures": {"figures", "journal", "report.curves"},
+    "report.page": {"figures", "journal", "messages", "report.pictures"},
     "commands": set(),
+    "commands.report": {"errors", "journal", "report.page"},
     "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
-    "commands.main": {"commands.serve", "errors"},
+    "commands.main": {"commands.report", "commands.serve", "errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
+    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")

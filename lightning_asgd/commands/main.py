@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_asgd.commands.report import report
 from lightning_asgd.commands.serve import serve
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"serve": serve}
+COMMANDS: dict[str, Any] = {"serve": serve, "report": report}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 

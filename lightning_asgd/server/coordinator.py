@@ -25,7 +25,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution, Policy
+from lightning_asgd.messages import Contribution, Figures, Policy
 
 __all__ = ["Coordinator", "Delivery"]
 
@@ -95,6 +95,7 @@ class Coordinator:
     admitted: int = 0  # the highest number that was given
     about: dict[int, str] = field(default_factory=dict)  # what workers that came by themselves are, for people
     aborted: str = ""  # why the session is over
+    figures: dict[int, Figures] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
     _operations: dict[int, _Operation] = field(default_factory=dict)

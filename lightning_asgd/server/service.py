@@ -31,6 +31,7 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Figures,
     Grant,
     Initialise,
     Join,
@@ -276,7 +277,7 @@ class Service:
         coordinator = self._session(message.session)
         if message.restore and self._restoration is None:
             self._restoration = Restoration()
-            coordinator.restore(self._clock(), message.living, message.admitted)
+            coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._leases.values():
@@ -296,11 +297,16 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
             raise WorkerLostError(coordinator.aborted)
-        news = tuple(coordinator.news[message.heard :])
-        if not self._run:
-            return Beaten(news)
-        living = tuple(sorted(coordinator.living & self._have_weights))
-        return Beaten(news, coordinator.chief, living, coordinator.admitted)
+        if isinstance(message.figures, Figures):
+            coordinator.figures[message.worker] = message.figures
+        return Beaten(
+            tuple(coordinator.news[message.heard :]),
+            tuple(sorted(coordinator.living)),
+            dict(coordinator.figures) if message.worker == coordinator.chief else {},
+            coordinator.chief,
+            tuple(sorted(coordinator.living & self._have_weights)),
+            coordinator.admitted,
+        )
 
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)

@@ -33,6 +33,7 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Figures,
     Grant,
     Held,
     Initialise,
@@ -119,7 +120,7 @@ class Client:
         self._lost_servers: set[int] = set()  # that are to be restored
         self._being_restored: set[int] = set()
         self._interrupt: Future[None] | None = None  # ends the present wait
-        self._living: tuple[int, ...] = ()  # and the next two: in a run whose workers come and go, as far as is known
+        self._holding: tuple[int, ...] = ()  # and the next two: in a run whose workers come and go, as far as is known
         self._admitted = 0
         self._notes: dict[str, Any] = {}
         self.restorer: Restorer | None = None
@@ -165,7 +166,7 @@ class Client:
         future = self._send(COORDINATOR, message, self._patience_s + _GRACE_S)
         attached: Attached = self.answer(COORDINATOR, future, self._patience_s)
         self.worker = self._admitted = attached.worker
-        self._living, self._notes = (attached.worker,), dict(attached.notes)
+        self._holding, self._notes = (attached.worker,), dict(attached.notes)
         for server in self._servers():
             if server != COORDINATOR:
                 self.join(server=server)
@@ -190,12 +191,13 @@ class Client:
     def _read(self, value: Any) -> Any:
         return _opened("another worker", value)
 
-    def beat(self, heard: int, timeout_s: float) -> Beaten | None:
+    def beat(self, heard: int, timeout_s: float, figures: Figures | None = None) -> Beaten | None:
         """Give all servers a sign of life. One that does not answer is not this method's business.
 
         Args:
             heard: number of news heard of before.
             timeout_s: seconds to wait for the coordinator's answer.
+            figures: this worker's latest, for the coordinator.
 
         Returns:
             what the coordinator says; None if it does not answer in time.
@@ -206,7 +208,8 @@ class Client:
         beaten: Beaten | None = None
         for server in self._servers():
             try:
-                future = self.transport.call(server, Beat(self.session, self.worker, heard), self.timeout_s)
+                sign = Beat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
+                future = self.transport.call(server, sign, self.timeout_s)
                 if server in self.transport.prepared:  # this worker may be busy for long before it joins there
                     self.transport.call_prepared(server, Beat(self.session, self.worker), self.timeout_s)
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
@@ -221,7 +224,7 @@ class Client:
 
     def hear(self, beaten: Beaten) -> None:
         """Take notice of who takes part, where workers come and go: a server in a lost one's place is told."""
-        self._living, self._admitted = beaten.living, beaten.admitted
+        self._holding, self._admitted = beaten.holding, beaten.admitted
 
     def initialise(
         self,
@@ -597,7 +600,7 @@ class Client:
         if not self.world_size and COORDINATOR not in self._being_restored:  # it knows who has just come
             self.hear(self.answer(COORDINATOR, self._send(COORDINATOR, Beat(self.session, self.worker))))
         about = (self.session, self.worker, self.world_size, self._policy, False, self._after, server, True)
-        self.answer(server, self._send(server, Join(*about, self._living, self._admitted)))
+        self.answer(server, self._send(server, Join(*about, self._holding, self._admitted)))
 
     def lay_out(self, server: int, message: Initialise) -> bool:
         """Lay out a shard on one server; see :meth:`initialise`."""

@@ -7,6 +7,7 @@ decisions are the ones that matter since it alone logs and writes. At *sync poin
 
 from __future__ import annotations
 
+import time
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -34,12 +35,16 @@ class Collectives:
     Args:
         client: connection to the coordinator; None where there is nobody else.
         timeout_s: how long to wait for the others.
+
+    Attributes:
+        waited_s: seconds that calls have taken.
     """
 
     def __init__(self, client: Client | None = None, timeout_s: float = 1800.0) -> None:
         self.client = client
         self.timeout_s = timeout_s
         self.phase = Phase.OFFLINE if client is None else Phase.SYNC
+        self.waited_s = 0.0
 
     @property
     def real(self) -> bool:
@@ -62,7 +67,7 @@ class Collectives:
         """
         if not self.real or self.client is None:
             return {self.rank: payload}
-        return self.client.collective(kind, name, payload, target=target, timeout_s=self.timeout_s)
+        return self._call(self.client, kind, name, payload, target=target)
 
     def barrier(self, name: str = "") -> None:
         """Wait for everybody."""
@@ -73,7 +78,7 @@ class Collectives:
         if not self.real or self.client is None:
             return value
         mine = value if self.client.worker == source else None
-        answer: T = self.client.collective("broadcast", name, mine, source=source, timeout_s=self.timeout_s)[source]
+        answer: T = self._call(self.client, "broadcast", name, mine, source=source)[source]
         return answer
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
@@ -113,6 +118,13 @@ class Collectives:
         """Whether all workers (or any of them) say yes."""
         answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
         return bool(min(answers) if all else max(answers))
+
+    def _call(self, client: Client, kind: str, name: str, payload: Any, **about: int | None) -> dict[int, Any]:
+        begun = time.perf_counter()
+        try:
+            return client.collective(kind, name, payload, timeout_s=self.timeout_s, **about)
+        finally:
+            self.waited_s += time.perf_counter() - begun
 
 
 def reduce_op_name(op: Any) -> str:

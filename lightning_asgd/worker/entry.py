@@ -46,6 +46,7 @@ def enter(
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
+    measure: bool = False,
 ) -> Sharing:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
@@ -63,6 +64,7 @@ def enter(
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
+        measure: see :class:`Exchanger`.
 
     Returns:
         what the worker shares through, with fresh statistics.
@@ -127,7 +129,7 @@ def enter(
                 replica.drop_block(server)
         codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away}
+        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away, "measure": measure}
         if len(parts) == 1:  # else a unit is done when all fragments have it
             about["trained"] = trained
         exchangers.append(Exchanger(client, replica, config, fragment=number, lead=lead, codes=codes, **about))

@@ -11,6 +11,7 @@ the futures that it would wait for, so that one thread can go on with another wo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +33,9 @@ from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["Exchanger", "Waits"]
+
+_MEASURE_S = 5.0  # between two measurements of the distance to the servers
+_MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 Waits = Iterator[list[Future[Any]]]
 """What a worker does, which stops wherever it has to wait until all of these futures are done."""
@@ -66,6 +70,7 @@ class Exchanger(Sharing):
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
         on_away: called when the others have gone on without this worker, before it joins again.
         trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
+        measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
 
@@ -82,6 +87,7 @@ class Exchanger(Sharing):
         codes: Sequence[Streams | None] = (),
         on_away: Callable[[], None] = lambda: None,
         trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
+        measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(replica.layout, client.num_servers)
@@ -99,6 +105,7 @@ class Exchanger(Sharing):
         self._on_away = on_away
         self._trained = trained
         self._clock = clock
+        self._measure_at = clock() if measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._auto = Pace(config.npush) if config.auto else None
         self._busy_s = 0.0  # with exchanges, since the latest one began
@@ -316,6 +323,7 @@ class Exchanger(Sharing):
         if push:
             self._seq += 1
             self.replica.pack()
+            self.stats.nsync = self._wished or self._npush
             self._since_push = 0
             if not rest:
                 self._lead = 0
@@ -389,6 +397,8 @@ class Exchanger(Sharing):
             if adopt:
                 self.replica.adopt(answers, park=park)
             else:
+                if pending.push and merging_since >= self._measure_at:
+                    self._measure(answers)
                 self.replica.merge(answers, pushed=pending.push, fresh=refused or self._since_push == 0)
         elif pending.push:
             self._pushed = self.client.latest(self._fragment)
@@ -408,6 +418,15 @@ class Exchanger(Sharing):
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetching()
             self._on_refused()
+
+    def _measure(self, answers: list[tuple[Tensor, ...]]) -> None:
+        """Note how far this worker is from the servers, as seldom as costs next to nothing."""
+        begun = self._clock()
+        distance = self.replica.distance(answers)
+        if math.isfinite(distance):
+            self.stats.distance = distance
+        now = self._clock()
+        self._measure_at = now + max(_MEASURE_S, (now - begun) / _MEASURE_SHARE)
 
     def _forget_residuals(self) -> None:
         for code in self._codes:

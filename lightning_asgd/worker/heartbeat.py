@@ -1,7 +1,7 @@
 """Signs of life: while a worker is in a session, the servers hear of it a few times within the time they wait for one.
 
-A thread of its own sends them, since the training thread may be in a long step, in a validation, or waiting. A process
-that is stopped or has lost its network sends none.
+A thread of its own sends them, with the worker's latest figures, since the training thread may be in a long step, in a
+validation, or waiting. A process that is stopped or has lost its network sends none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.stats import Board
 from lightning_asgd.worker.client import COORDINATOR, Client
 
 __all__ = ["Heartbeat"]
@@ -24,6 +25,7 @@ class Heartbeat:
         client: connection to the servers, joined.
         silence_s: seconds after which a worker that sends none counts as away.
         on_news: told what became of other workers; None if nobody wants to know.
+        board: has this worker's figures, and is told the others'.
         on_chief: told which worker logs and writes checkpoints, with every answer.
         told: number of news that are known.
     """
@@ -33,10 +35,12 @@ class Heartbeat:
         client: Client,
         silence_s: float,
         on_news: Callable[[str], None] | None = None,
+        board: Board | None = None,
         on_chief: Callable[[int], None] = lambda _: None,
         told: int = 0,
     ) -> None:
         self._client = client
+        self._board = board or Board()
         self._period_s = silence_s / _PER_PATIENCE
         self._on_news = on_news
         self._on_chief = on_chief
@@ -59,13 +63,14 @@ class Heartbeat:
             if self._client.restored[COORDINATOR] != restored:  # this one's news begin anew
                 restored, self._told = self._client.restored[COORDINATOR], 0
             try:
-                beaten = self._client.beat(self._told, self._period_s)
+                beaten = self._client.beat(self._told, self._period_s, self._board.mine)
             except ASGDError as error:
                 self.error = self.error or error
                 return
             if beaten is None:
                 continue
             self._on_chief(beaten.chief)
+            self._board.hear(beaten.figures, beaten.living)
             self._told += len(beaten.news)
             for line in beaten.news:
                 if self._on_news is not None:

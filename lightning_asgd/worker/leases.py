@@ -74,6 +74,10 @@ class DataLeases:
         timeout_s: seconds to wait for the others at a segment's end.
         come_back: joins again when the others have gone on without this worker; calls :meth:`lose`.
         clock: seconds; given by tests.
+
+    Attributes:
+        granted_wait_s: seconds in which training stood still until data were granted.
+        others_wait_s: seconds in which it did until the others had trained theirs.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class DataLeases:
         self._come_back = come_back
         self._clock = clock
         self._plan: Plan | None = None
+        self.granted_wait_s = self.others_wait_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -337,13 +342,17 @@ class DataLeases:
 
     def _take(self, asked: _Asked) -> bool:
         """Take what is granted; whether that is anything."""
-        client, grant = asked.client, None
+        client, grant, waiting_since = asked.client, None, self._clock()
         try:
             grant = client.granted(asked.future, asked.timeout_s)
         except WorkerAwayError:
             self._come_back()
         except ServerLostError as error:
             client.recover(COORDINATOR, asked.restored, error)
+        if asked.timeout_s is None:
+            self.granted_wait_s += self._clock() - waiting_since
+        else:
+            self.others_wait_s += self._clock() - waiting_since
         if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop))
         if asked.timeout_s is None:  # else it was held back

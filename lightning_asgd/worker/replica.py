@@ -209,6 +209,21 @@ class Replica:
                 else:
                     self._rebase(r, x, answer, fresh)
 
+    def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
+        """Euclidean norm of the module's parameters minus the servers'.
+
+        Args:
+            answers: to a push; see :meth:`merge`.
+        """
+        norms = []
+        with torch.no_grad(), self._flat(write=False) as flat:
+            for r in self._runs:
+                if r.role is Role.PARAMETER:
+                    x = flat[r.tensor][r.start : r.stop]
+                    answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
+                    norms.append(torch.linalg.vector_norm(self._difference(x, answer.to(x.device))).double())
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
     def accrue(self) -> None:
         """Note that an optimizer step was taken."""
 
@@ -224,6 +239,9 @@ class Replica:
         else:
             x.lerp_(answer.to(x.device), 1 - self.mix)
             r.base.copy_(answer)
+
+    def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
+        return torch.sub(x, answer, out=self._scratch_for(x))
 
     def _pack_difference(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         if x.device == wire.device:
@@ -368,6 +386,9 @@ class ElasticReplica(Replica):
     def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
         if pushed:
             x.sub_(answer.to(x.device))
+
+    def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
+        return answer  # the force: the difference times a factor that the servers know
 
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
         """See :class:`Replica`."""

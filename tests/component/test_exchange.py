@@ -524,6 +524,27 @@ def test_a_push_or_a_fetch_alone_counts_its_bytes_alone() -> None:
     assert (stats.bytes_pushed, stats.bytes_fetched) == (32, 16)
 
 
+def test_the_distance_to_the_servers_is_measured_now_and_then_and_only_if_wanted() -> None:
+    cluster, clock = Cluster(workers=2), Clock()
+    blind, worker = Worker(cluster, 0, nsync=1, scale="sum"), Worker(cluster, 1, nsync=1, measure=True, clock=clock)
+    blind.step(3.0)  # a push of 3
+    distances = []
+    for _ in range(3):
+        worker.step(1.0)
+        worker.exchanger.advance()
+        distances.append(worker.exchanger.stats.distance)
+        blind.step(1.0)
+        clock.now += 2.0
+    assert distances[0] == pytest.approx(2 * 3.0)  # of four weights, each behind by what the other has pushed
+    assert distances[1] == distances[0]
+    clock.now += 5000.0
+    worker.step(0.0)
+    worker.exchanger.advance()
+    assert worker.exchanger.stats.distance != distances[0]
+    assert worker.exchanger.stats.nsync == 1
+    assert blind.exchanger.stats.distance == 0.0
+
+
 def test_a_push_is_as_stale_as_the_weights_it_was_trained_from() -> None:
     worker = Worker(Cluster(), nsync=1, nfetch=3)
     for _ in range(6):

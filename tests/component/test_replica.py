@@ -170,6 +170,20 @@ def test_read_names_the_servers_weights_and_touches_nothing(case: Case) -> None:
 
 
 @given(cases())
+def test_the_distance_is_the_norm_of_all_parameters_minus_the_servers_and_touches_nothing(case: Case) -> None:
+    answers, before = case.answers(seed=50), case.flat()
+    parameters = [i for i, group in enumerate(case.layout.groups) if group.role is Role.PARAMETER]
+    parts = [
+        torch.linalg.vector_norm(mine[i] - theirs[i]).double()
+        for mine, theirs in zip(before, answers, strict=True)
+        for i in parameters
+    ]
+    expected = float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+    assert case.replica.distance(answers) == pytest.approx(expected, rel=0.01)
+    assert same(case.flat(), before)
+
+
+@given(cases())
 def test_tensors_stay_where_they_are(case: Case) -> None:
     before = [(t.data_ptr(), t.stride()) for t in case.tensors]
     case.replica.adopt(case.answers(100))

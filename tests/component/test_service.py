@@ -19,6 +19,7 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Figures,
     Held,
     Initialise,
     Join,
@@ -133,6 +134,21 @@ def test_when_the_session_is_ended_all_that_wait_are_told() -> None:
     s.handle(Leave("s", 1, "killed"))
     assert "Worker 1 is gone (killed), and on_worker_failure='abort'" in failure(waiting)[1]
     assert failure(s.handle(Beat("s", 0)))[0] == "WorkerLostError"
+
+
+def test_worker_0_is_told_the_latest_figures_of_all_and_who_is_alive() -> None:
+    s = Service()
+    for rank in range(3):
+        s.handle(Join("s", rank, 3))
+    first, later = Figures(at_s=1.0, samples=8), Figures(at_s=2.0, samples=16)
+    for figures in (first, later, None):
+        answer = s.handle(Beat("s", 2, figures=figures))
+        assert (answer.living, answer.figures) == ((0, 1, 2), {})
+    s.handle(Leave("s", 2, "killed"))
+    answer = s.handle(Beat("s", 0, figures=first))
+    assert (answer.living, answer.figures) == ((0, 1), {0: first, 2: later})
+    assert s._coordinator is not None
+    assert s._coordinator.figures == answer.figures
 
 
 def passes(s: Service, clock: Clock, seconds: int, *heard: int, session: str = "s") -> None:

@@ -168,8 +168,10 @@ def csv_logger(lab: Lab) -> Any:
         rows = list(csv.DictReader(file))
     steps = [int(row["step"]) for row in rows]
     rising = steps == sorted(steps)
+    columns = sorted(name for name in rows[0] if not name.startswith("asgd/"))  # those are of the ASGDMonitor
+    steps = [int(row["step"]) for row in rows if any(row[name] for name in columns if name != "step")]
     regular = {step % 4 for step in steps} == {3} and STEPS // 4 < len(set(steps)) <= 2 * STEPS // 4
-    return {**facts, "rising": rising, "regular": regular, "last": steps[-1], "columns": sorted(rows[0])}
+    return {**facts, "rising": rising, "regular": regular, "last": steps[-1], "columns": columns}
 
 
 @case(LOGGERS, "TensorBoard")

@@ -47,6 +47,7 @@ class Cluster:
         clock: Callable[[], float] = lambda: 0.0,
         on_refused: Callable[[], None] = lambda: None,
         shared: bool = False,
+        measure: bool = False,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -58,6 +59,7 @@ class Cluster:
             clock: for the exchanger.
             on_refused: for the exchanger.
             shared: whether to exchange through shared memory.
+            measure: for the exchanger.
             **settings: of :class:`ExchangeConfig`.
         """
         config = ExchangeConfig.create(**settings)
@@ -79,7 +81,8 @@ class Cluster:
         assert seen == [ref is not None for ref in refs]
         shards = [layout.shard(s) for s in range(layout.num_servers)]
         codes = streams(config.compression, shards, seen)
-        exchanger = Exchanger(client, replica, config, clock=clock, on_refused=on_refused, codes=codes)
+        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure}
+        exchanger = Exchanger(client, replica, config, codes=codes, **about)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
         return exchanger

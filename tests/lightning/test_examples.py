@@ -34,6 +34,29 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_monitored_example_ends_with_a_report(tmp_path: Path) -> None:
+    copy = tmp_path / "examples"
+    copy.mkdir()
+    for name in ("monitor.py", "digits.py"):
+        (copy / name).write_text((ROOT / "examples" / name).read_text())
+    done = subprocess.run(
+        [sys.executable, str(copy / "monitor.py"), "--fast"],
+        env=environment(lean=False),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = Path(done.stdout.splitlines()[-1])
+    assert report == tmp_path / "results" / "monitor" / "report" / "report.html"
+    assert "worker 1" in report.read_text()
+    assert len(list(report.parent.glob("*.png"))) == 6
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_paper_s_experiments_end_with_a_table_verdicts_and_a_picture(tmp_path: Path) -> None:
     copy = tmp_path / "examples"

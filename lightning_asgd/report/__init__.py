@@ -1,0 +1,1 @@
+"""The report of a run: curves, pictures, and the page that shows them."""

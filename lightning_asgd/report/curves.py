@@ -1,0 +1,113 @@
+"""What happened when: curves over a fit's time from the figures in its journal. Pure.
+
+Figures are sums that grow, known at a few moments of each worker. Between two of them they are taken to grow evenly, so
+that rates and shares follow for any part of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_asgd.journal import Fit
+from lightning_asgd.messages import Figures
+
+__all__ = ["STATES", "Curves"]
+
+_FEWEST, _MOST = 12, 120  # parts that the time is cut into
+_WINDOW = 15  # the smoothed loss is a mean over a 15th of them
+
+STATES = {
+    "computing": "train_s",
+    "waiting for servers": "exchange_wait_s",
+    "waiting at sync points": "sync_wait_s",
+    "waiting for data": "data_wait_s",
+}
+"""What a training thread does, and the field of :class:`Figures` that tells for how long."""
+
+Array = Any
+"""A NumPy array of float64, of shape ``(parts,)`` unless something else is said."""
+
+
+class Curves:
+    """Curves over the time of a fit, which is cut into equal parts.
+
+    Args:
+        fit: has entries.
+
+    Attributes:
+        workers: that were ever heard of, ascending.
+        edges: seconds at which the parts begin and end, shape ``(parts + 1,)``.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self.workers: list[int] = sorted(fit.last)
+        self._lives = {worker: _lives(fit, worker) for worker in self.workers}
+        ends = [begin + figures[-1].at_s for lives in self._lives.values() for begin, figures in lives]
+        parts = min(_MOST, max(_FEWEST, len(fit.entries)))
+        self.edges: Array = np.linspace(0.0, max(max(ends), 1e-3), parts + 1)
+
+    @property
+    def middles(self) -> Array:
+        """Seconds in the middle of every part."""
+        return (self.edges[:-1] + self.edges[1:]) / 2
+
+    def total(self, name: str, workers: Sequence[int] | None = None) -> Array:
+        """How large a sum is at every edge, shape ``(parts + 1,)``.
+
+        Args:
+            name: a field of :class:`Figures`.
+            workers: added up; None for all.
+        """
+        total = np.zeros_like(self.edges)
+        for worker in self.workers if workers is None else workers:
+            for begin, figures in self._lives[worker]:
+                times = [begin, *(begin + each.at_s for each in figures)]
+                total += np.interp(self.edges, times, [0.0, *(float(getattr(each, name)) for each in figures)])
+        return total
+
+    def rate(self, name: str, workers: Sequence[int] | None = None) -> Array:
+        """By how much a sum grows per second, in every part; see :meth:`total`."""
+        return np.diff(self.total(name, workers)) / np.diff(self.edges)
+
+    def shares(self, worker: int) -> dict[str, Array]:
+        """Per state, the share of a worker's time that it was in it; what is missing to 1 is something else."""
+        return {state: np.clip(self.rate(name, [worker]), 0.0, 1.0) for state, name in STATES.items()}
+
+    def loss(self, *, smooth: bool) -> tuple[Array, Array, Array]:
+        """Mean training loss of all workers.
+
+        Args:
+            smooth: over a sliding window around the part; else over the part alone.
+
+        Returns:
+            seconds and samples trained by all, in the middle of the parts, and the loss; without parts in which nobody
+            trained.
+        """
+        sums, numbers, samples = self.total("loss_sum"), self.total("losses"), self.total("samples")
+        parts = len(self.edges) - 1
+        around = parts // _WINDOW // 2 if smooth else 0
+        first = np.maximum(np.arange(parts) - around, 0)
+        last = np.minimum(np.arange(parts) + around + 1, parts)
+        number = numbers[last] - numbers[first]
+        known = number > 1e-9
+        mean = (sums[last] - sums[first])[known] / number[known]
+        return self.middles[known], ((samples[:-1] + samples[1:]) / 2)[known], mean
+
+
+def _lives(fit: Fit, worker: int) -> list[tuple[float, list[Figures]]]:
+    """A worker's figures, a list for every time that it began, with the second at which that was."""
+    lives: dict[float, tuple[float, list[Figures]]] = {}
+    for entry in fit.entries:
+        figures = entry.figures.get(worker)
+        if figures is None:
+            continue
+        # Figures are older than the entry by as much as they took to arrive: the least delay is the best guess.
+        begin = max(0.0, entry.at_s - figures.at_s)
+        known, all_of_them = lives.get(figures.began, (begin, []))
+        if not all_of_them or figures.at_s > all_of_them[-1].at_s:
+            all_of_them.append(figures)
+        lives[figures.began] = min(known, begin), all_of_them
+    return list(lives.values())
