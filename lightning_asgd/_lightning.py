@@ -29,6 +29,7 @@ __all__ = [
     "looks_at_gradients",
     "metrics_of",
     "rank_zero_warn",
+    "tree_of",
     "when_epochs_end",
     "when_imported",
 ]
@@ -44,6 +45,7 @@ _NAMES = {
     "DDPStrategy": (False, "strategies", "DDPStrategy"),
     "StrategyRegistry": (False, "strategies", "StrategyRegistry"),
     "TrainerFn": (False, "trainer.states", "TrainerFn"),
+    "configure_optimizers": (False, "core.optimizer", "_configure_optimizers"),
     "SubprocessScriptLauncher": (False, "strategies.launchers", "_SubprocessScriptLauncher"),
     "MultiProcessingLauncher": (False, "strategies.launchers", "_MultiProcessingLauncher"),
     "set_num_threads_if_needed": (True, "utilities.distributed", "_set_num_threads_if_needed"),

@@ -155,6 +155,8 @@ ALLOWED: dict[str, set[str]] = {
         "worker.replica",
         "worker.sharing",
     },
+    # sizing
+    "sizing": {"errors"},
     # virtual time
     "simulation.checks": {"errors"},
     "simulation.clock": set(),
@@ -199,6 +201,14 @@ ALLOWED: dict[str, set[str]] = {
         "simulation.run",
         "simulation.speeds",
     },
+    "simulation.forecast": {
+        "simulation.network",
+        "simulation.problems",
+        "simulation.report",
+        "simulation.run",
+        "simulation.speeds",
+        "sizing",
+    },
     # processes
     "reaper": set(),
     "supervisor": {"reaper", "rendezvous", "server.process"},
@@ -206,6 +216,7 @@ ALLOWED: dict[str, set[str]] = {
     "resume": set(),
     "_lightning": set(),
     "callbacks": {"_lightning"},
+    "timing": {"_lightning", "errors"},
     "_loop": {"messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
@@ -235,7 +246,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     # the command line
     "commands": set(),
-    "commands.main": {"errors"},
+    "commands.user_code": {"errors"},
+    "commands.plan": {"commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
+    "commands.main": {"commands.plan", "errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
 }

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_asgd.commands.plan import plan
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {}
+COMMANDS: dict[str, Any] = {"plan": plan}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 
