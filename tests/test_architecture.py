@@ -369,6 +369,10 @@ def test_a_server_process_never_loads_lightning() -> None:
     assert not {m for m in loaded if m != PACKAGE and m.startswith(("lightning", "pytorch_lightning", "torchmetrics"))}
 
 
+def test_the_command_line_loads_torch_only_where_it_is_needed() -> None:
+    assert not loaded_after("import lightning_asgd.commands.main, lightning_asgd.sizing") & {"torch", *LIGHTNING}
+
+
 def test_the_reaper_never_loads_torch() -> None:
     loaded = loaded_after("import lightning_asgd.reaper")
     assert "psutil" in loaded
