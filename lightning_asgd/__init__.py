@@ -11,14 +11,18 @@ from lightning_asgd import _lightning
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
+    from lightning_asgd.cache import CachedDataset
     from lightning_asgd.config import Timeouts
     from lightning_asgd.posterior import averaged_prediction
+    from lightning_asgd.stall_monitor import DataStallMonitor
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
     from lightning_asgd.strategy import ASGDStrategy
 
 __all__ = [
     "ASGDError",
     "ASGDStrategy",
+    "CachedDataset",
+    "DataStallMonitor",
     "ExchangeRecord",
     "ExchangeStats",
     "Timeouts",
@@ -30,6 +34,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "ASGDStrategy": "lightning_asgd.strategy",
+    "CachedDataset": "lightning_asgd.cache",
+    "DataStallMonitor": "lightning_asgd.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "Timeouts": "lightning_asgd.config",

@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 __all__ = [
+    "CallbackExtension",
     "Extension",
     "StrategyExtension",
     "Tree",
@@ -30,6 +31,7 @@ __all__ = [
     "metrics_of",
     "rank_zero_warn",
     "tree_of",
+    "when_batches_are_fetched",
     "when_epochs_end",
     "when_imported",
 ]
@@ -101,6 +103,16 @@ class Tree:
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
 
+    def adopt(self, callback: Any) -> Any:
+        """Make a :class:`CallbackExtension` one of this tree's callbacks, and of no other's.
+
+        Returns:
+            the callback.
+        """
+        if getattr(callback, "tree", None) is not self:
+            callback.__class__ = self.derive(type(callback).__mro__[1], "Callback")
+        return callback
+
     def info(self, message: str) -> None:
         """Say something where Lightning says such things."""
         logging.getLogger(f"{self.package}.strategies.asgd").info(message)
@@ -131,6 +143,24 @@ def tree_of(thing: Any) -> Tree:
             if f"{cls.__module__}.".startswith(f"{tree.package}."):
                 return tree
     raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
+
+
+class CallbackExtension:
+    """Base of a callback that programs make: one of all trees that are loaded, until :meth:`Tree.adopt`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object that Trainers of either tree take."""
+        return _blank_callback(cls)
+
+
+@functools.cache
+def _callback_of(extension: Any, trees: tuple[Tree, ...]) -> Any:
+    def reduce(self: Any, _: Any) -> Any:
+        return _blank_callback, (extension,), self.__dict__
+
+    body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduce}
+    bases = (extension, *(tree.Callback for tree in trees))
+    return types.new_class(extension.__name__, bases, exec_body=lambda space: space.update(body))
 
 
 class StrategyExtension:
@@ -299,6 +329,32 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
     return lambda: vars(loop).pop("on_advance_end", None)
 
 
+def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have something called before and after every batch of training data is waited for, from the next epoch on.
+
+    Returns:
+        a function that takes it back.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    start, stop = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+
+    def call_and_start() -> None:
+        before()
+        start(loop)
+
+    def stop_and_call() -> None:
+        stop(loop)
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = call_and_start, stop_and_call
+
+    def undo() -> None:
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            vars(loop).pop(name, None)
+
+    return undo
+
+
 def rank_zero_warn(message: str) -> None:
     """Warn on worker 0 only."""
     from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -315,6 +371,11 @@ def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> 
 
 def _tree_named(package: str) -> Tree:
     return next(tree for tree in TREES if tree.package == package)
+
+
+def _blank_callback(extension: type) -> Any:
+    loaded = tuple(tree for tree in TREES if tree.package in sys.modules)
+    return object.__new__(_callback_of(extension, loaded or TREES[:1]))
 
 
 def _blank_unattached(extension: type) -> Any:

@@ -217,6 +217,11 @@ ALLOWED: dict[str, set[str]] = {
     "_lightning": set(),
     "callbacks": {"_lightning"},
     "timing": {"_lightning", "errors"},
+    # data
+    "cache": {"errors"},
+    "stalls": set(),
+    "stall_monitor": {"_lightning"},
+    "probe": {"cache", "errors", "stalls", "stats", "timing"},
     "_loop": {"messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
@@ -247,10 +252,12 @@ ALLOWED: dict[str, set[str]] = {
     # the command line
     "commands": set(),
     "commands.user_code": {"errors"},
-    "commands.plan": {"commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
-    "commands.main": {"commands.plan", "errors"},
+    "commands.tables": {"errors"},
+    "commands.plan": {"commands.tables", "commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
+    "commands.stalls": {"commands.tables", "commands.user_code", "probe", "stalls"},
+    "commands.main": {"commands.plan", "commands.stalls", "errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"},
+    "__init__": {"_lightning", "config", "errors", "posterior", "stats", "strategy"} | {"cache", "stall_monitor"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")

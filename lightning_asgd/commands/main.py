@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_asgd.commands.plan import plan
+from lightning_asgd.commands.stalls import stalls
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"plan": plan}
+COMMANDS: dict[str, Any] = {"plan": plan, "stalls": stalls}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 

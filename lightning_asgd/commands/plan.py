@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_asgd import sizing
-from lightning_asgd.commands.user_code import named
+from lightning_asgd.commands.tables import console, in_bytes, in_seconds, table
+from lightning_asgd.commands.user_code import module_and_loader
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.sizing import Job
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _WORKERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
-_WIDTH = 110  # columns of output that goes into a file
 
 
 def plan(
@@ -52,8 +52,8 @@ def plan(
         bytes_per_parameter: 4 for float32.
         step_s: seconds of one optimizer step.
         batch_size: samples per step of one worker.
-        module: a LightningModule to measure, as package.module:Class or script.py:Class; it is made without arguments
-            and gives its own train_dataloader.
+        module: a LightningModule to measure, as package.module:Class or script.py:Class, which is made without
+            arguments and gives its own train_dataloader; or a function that returns a module and a loader.
         batch_sizes: batch sizes to measure it with, to recommend one; map-style datasets only.
         workers: number of workers, on other machines than the servers.
         servers: number of servers, each with a link of its own.
@@ -94,21 +94,15 @@ def plan(
 
 
 def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> None:
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise ConfigurationError("Tables need rich: pip install 'lightning-asgd[cli]'.") from error
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    output = console()
     if measured is not None:
-        console.print(_batches(measured, batch_size))
+        output.print(_batches(measured, batch_size))
     simulated = _simulated(job, simulate)
-    console.print(_answers(job, batch_size, simulated))
-    console.print(_scaling(job, batch_size, simulated))
+    output.print(_answers(job, batch_size, simulated))
+    output.print(_scaling(job, batch_size, simulated))
     if picture is not None:
         _draw(job, simulated, picture)
-        console.print(f"picture: {picture}")
+        output.print(f"picture: {picture}")
 
 
 # ---------------------------------------------------------------------- a module that is measured
@@ -124,8 +118,8 @@ def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
     """Time a module's step with the batches of its loader, or with batches of these sizes."""
     from lightning_asgd.timing import TrainingStep, seconds_per_step
 
-    module = named(reference)()
-    step, loader = TrainingStep(module), module.train_dataloader()
+    module, loader = module_and_loader(reference)
+    step = TrainingStep(module)
     batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): next(iter(loader))}
     tensors = [p for p in module.parameters() if p.requires_grad]
     tensors += [b for b in module.buffers() if b.is_floating_point()]
@@ -144,10 +138,12 @@ def _size(loader: Any) -> int:
 
 def _batch(loader: Any, size: int) -> Any:
     """The dataset's first samples, over and over if there are not enough."""
+    from torch.utils.data import IterableDataset
+
     dataset = loader.dataset
-    if not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset):
         raise ConfigurationError(
-            f"{dataset!r} cannot be indexed, so batch_sizes cannot be tried. Expected a map-style dataset."
+            f"{dataset!r} cannot be indexed, so batch_sizes={size} cannot be tried. Expected a map-style dataset."
         )
     return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
@@ -165,33 +161,23 @@ def _simulated(job: Job, most: int) -> dict[int, float]:
     return {w: simulated_efficiency(replace(job, workers=w)) for w in numbers}
 
 
-def _table(title: str, *headings: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
-    return table
-
-
 def _batches(measured: _Measured, recommended: int) -> Table:
-    table = _table("Batch size, measured", "samples", "seconds per step", "samples/s", "")
+    made = table("Batch size, measured", "samples", "seconds per step", "samples/s", "")
     for size, seconds in measured.step_s.items():
         mark = "recommended" if size == recommended and len(measured.step_s) > 1 else ""
-        table.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", mark)
-    return table
+        made.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", mark)
+    return made
 
 
 def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
     servers = sizing.least_servers(job)
     ratio = sizing.overhead_ratio(job)
     rows = {
-        "an exchange sends, each way": _bytes(job.sent * job.parameter_bytes),
-        "a step takes": _seconds(job.step_s),
-        "between two exchanges": f"{job.nsync} steps, {_seconds(job.period_s)}",
-        "an exchange is answered after": f"{_seconds(sizing.round_trip_s(replace(job, workers=1)))} alone, "
-        f"{_seconds(sizing.round_trip_s(job))} at most",
+        "an exchange sends, each way": in_bytes(job.sent * job.parameter_bytes),
+        "a step takes": in_seconds(job.step_s),
+        "between two exchanges": f"{job.nsync} steps, {in_seconds(job.period_s)}",
+        "an exchange is answered after": f"{in_seconds(sizing.round_trip_s(replace(job, workers=1)))} alone, "
+        f"{in_seconds(sizing.round_trip_s(job))} at most",
         "efficiency, if nsync is kept": f"{sizing.efficiency(job):.1%}"
         + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
         "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
@@ -202,16 +188,15 @@ def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
         f"least servers with nsync={job.nsync}": _count(servers),
         "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
         "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
-        "memory of a worker": f"{_bytes(sizing.worker_memory_bytes(job))} beyond single-device training",
-        "memory of a server": f"{_bytes(sizing.server_memory_bytes(job))} at most",
+        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(job))} beyond single-device training",
+        "memory of a server": f"{in_bytes(sizing.server_memory_bytes(job))} at most",
     }
     if not math.isinf(job.server_gbyte_s):
         rows["use of a server's processor"] = f"{sizing.server_use(job):.1%}"
-    table = _table(f"{_of(job.workers, 'worker')}, {_of(job.servers, 'server')}", "", "")
-    table.show_header = False
+    made = table(f"{_of(job.workers, 'worker')}, {_of(job.servers, 'server')}", "", "")
     for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+        made.add_row(name, value)
+    return made
 
 
 def _scaling(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
@@ -225,13 +210,13 @@ def _scaling(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
         "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
         "least\nservers": lambda j: _count(sizing.least_servers(j)),
         "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
-        "its\nmemory": lambda j: _bytes(sizing.server_memory_bytes(j)),
+        "its\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
     }
-    table = _table(f"With {_of(job.servers, 'server')} and nsync={job.nsync}", *columns)
+    made = table(f"With {_of(job.servers, 'server')} and nsync={job.nsync}", *columns)
     for workers in sorted({*_WORKERS, job.workers}):
         there = replace(job, workers=workers)
-        table.add_row(*(cell(there) for cell in columns.values()), style="bold" if workers == job.workers else "")
-    return table
+        made.add_row(*(cell(there) for cell in columns.values()), style="bold" if workers == job.workers else "")
+    return made
 
 
 def _samples_per_s(job: Job, batch_size: int) -> float:
@@ -244,18 +229,6 @@ def _count(servers: int | None) -> str:
 
 def _of(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
 
 
 # ---------------------------------------------------------------------- picture
@@ -296,8 +269,8 @@ def _draw(job: Job, simulated: dict[int, float], file: Path) -> None:
         axis.set_xlabel("workers")
         axis.axvline(job.workers, color="0.8", linewidth=1, zorder=0)
         axis.spines[["top", "right"]].set_visible(False)
-    sent = _bytes(job.sent * job.parameter_bytes)
-    figure.suptitle(f"{sent} each way, {_seconds(job.step_s)} per step, {_of(job.servers, 'server')}")
+    sent = in_bytes(job.sent * job.parameter_bytes)
+    figure.suptitle(f"{sent} each way, {in_seconds(job.step_s)} per step, {_of(job.servers, 'server')}")
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)

@@ -10,7 +10,27 @@ from typing import Any
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["named"]
+__all__ = ["module_and_loader", "named"]
+
+
+def module_and_loader(reference: str) -> tuple[Any, Any]:
+    """A LightningModule and a loader of its training data.
+
+    Args:
+        reference: as for :func:`named`: a module's class, which is made without arguments and gives its own
+            ``train_dataloader``; or a function that returns such a module, or a module and a loader.
+
+    Raises:
+        ConfigurationError: it returns something else.
+    """
+    made = named(reference)()
+    if isinstance(made, tuple) and len(made) == 2:
+        return made
+    if not hasattr(made, "train_dataloader"):
+        raise ConfigurationError(
+            f"{reference} made {made!r}. Expected a LightningModule with a train_dataloader, or a module and a loader."
+        )
+    return made, made.train_dataloader()
 
 
 def named(reference: str) -> Any:
