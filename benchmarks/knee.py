@@ -32,6 +32,7 @@ from lightning_asgd import sizing
 TOLERANCE = 0.2  # of the formula, and of what "auto" chooses
 FACTORS = (0.15, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # periods of the sweep, of the formula's
 LONG = 5  # times the formula's period, where nothing but steps takes time
+QUEUE_S = 1.0  # of the cable: an exchange is to take as long as the cable needs, and no packet to be sent twice
 FAR = 1  # the worker whose exchanges go over the cable
 
 
@@ -173,7 +174,7 @@ def main() -> int:
         seconds=args.seconds,
         kept=True,
     )
-    with told_of_errors(CONSOLE), two_machines(args.bandwidth) as network:
+    with told_of_errors(CONSOLE), two_machines(args.bandwidth, QUEUE_S) as network:
         CONSOLE.print(f"{scenario.describe()}")
         found = sweep(scenario, args.repeats, network, Patience(args.patience))
     if args.json:
