@@ -63,11 +63,14 @@ def available() -> str | None:
 
 
 @contextlib.contextmanager
-def two_machines(mbit: float | None = None) -> Iterator[Network]:
+def two_machines(mbit: float | None = None, queue_s: float = 0.1) -> Iterator[Network]:
     """Make the two namespaces, and remove them and every process left in them at the end.
 
     Args:
         mbit: speed of the cable in Mbit/s per direction; None for as fast as the machine can.
+        queue_s: seconds that a packet waits for the cable at most; what would wait longer is dropped. TensorPipe sends
+            a tensor over many connections at once: where it is larger than the queue they lose packets and wait for
+            TCP's timers, 0.1 to 0.2 s.
 
     Raises:
         RuntimeError: a command failed; the text holds its output.
@@ -86,7 +89,7 @@ def two_machines(mbit: float | None = None) -> Iterator[Network]:
             _ip("-n", name, "link", "set", interface, "up")
             if mbit is not None:
                 burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes of 10 ms
-                shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", "100ms")
+                shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", f"{queue_s * 1000:g}ms")
                 _command("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
         yield network
     finally:

@@ -63,6 +63,7 @@ class Scenario:
     unconnected: bool = False  # also: all workers at once, each for itself
     bare: bool = False  # also: the same without Lightning and data loader, which no strategy can be faster than
     num_servers: int = 1
+    kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
 
     @property
     def pixels(self) -> int:
@@ -226,7 +227,8 @@ def train(
     if system.kind == "A-SGD":
         from lightning_asgd import ASGDStrategy
 
-        options["strategy"] = ASGDStrategy(nsync=system.nsync, num_servers=scenario.num_servers, monitor=False)
+        kept = {"max_offline_steps": system.nsync} if scenario.kept and system.nsync != "auto" else {}
+        options["strategy"] = ASGDStrategy(system.nsync, num_servers=scenario.num_servers, monitor=False, **kept)
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
@@ -336,6 +338,7 @@ def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, An
             "wait_share": sum(a["wait_s"] for a in answers) / total_s,
             "deferred": sum(a["deferred"] for a in answers),
             "steps_per_push": sum(a["steps"] for a in answers) / pushes if pushes else 0.0,
+            "steps_per_push_per_rank": [a["steps"] / a["pushes"] if a["pushes"] else 0.0 for a in answers],
             "round_trip_s": sum(a["round_trip_s"] for a in answers) / exchanges if exchanges else 0.0,
             "staleness": sum(a["staleness_sum"] for a in answers) / pushes if pushes else 0.0,
             "server_cpu_share": answers[0]["server_cpu_s"] / answers[0]["at_s"],

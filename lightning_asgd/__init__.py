@@ -11,9 +11,11 @@ from lightning_asgd import _lightning
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
+    from lightning_asgd.cache import CachedDataset
     from lightning_asgd.config import Timeouts
     from lightning_asgd.monitor import ASGDMonitor
     from lightning_asgd.posterior import averaged_prediction
+    from lightning_asgd.stall_monitor import DataStallMonitor
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
     from lightning_asgd.strategy import ASGDStrategy
 
@@ -21,6 +23,8 @@ __all__ = [
     "ASGDError",
     "ASGDMonitor",
     "ASGDStrategy",
+    "CachedDataset",
+    "DataStallMonitor",
     "ExchangeRecord",
     "ExchangeStats",
     "Timeouts",
@@ -33,6 +37,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "ASGDMonitor": "lightning_asgd.monitor",
     "ASGDStrategy": "lightning_asgd.strategy",
+    "CachedDataset": "lightning_asgd.cache",
+    "DataStallMonitor": "lightning_asgd.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "Timeouts": "lightning_asgd.config",

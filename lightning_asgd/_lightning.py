@@ -34,6 +34,8 @@ __all__ = [
     "metrics_of",
     "progress_of",
     "rank_zero_warn",
+    "tree_of",
+    "when_batches_are_fetched",
     "when_epochs_end",
     "when_imported",
 ]
@@ -49,6 +51,7 @@ _NAMES = {
     "DDPStrategy": (False, "strategies", "DDPStrategy"),
     "StrategyRegistry": (False, "strategies", "StrategyRegistry"),
     "TrainerFn": (False, "trainer.states", "TrainerFn"),
+    "configure_optimizers": (False, "core.optimizer", "_configure_optimizers"),
     "SubprocessScriptLauncher": (False, "strategies.launchers", "_SubprocessScriptLauncher"),
     "MultiProcessingLauncher": (False, "strategies.launchers", "_MultiProcessingLauncher"),
     "set_num_threads_if_needed": (True, "utilities.distributed", "_set_num_threads_if_needed"),
@@ -378,6 +381,32 @@ def become_global_zero(rank: int) -> None:
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have something called before and after every batch of training data is waited for, from the next epoch on.
+
+    Returns:
+        a function that takes it back.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    start, stop = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+
+    def call_and_start() -> None:
+        before()
+        start(loop)
+
+    def stop_and_call() -> None:
+        stop(loop)
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = call_and_start, stop_and_call
+
+    def undo() -> None:
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            vars(loop).pop(name, None)
+
+    return undo
 
 
 def rank_zero_warn(message: str) -> None:

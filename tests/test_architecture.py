@@ -159,6 +159,8 @@ ALLOWED: dict[str, set[str]] = {
         "worker.replica",
         "worker.sharing",
     },
+    # sizing
+    "sizing": {"errors"},
     # virtual time
     "simulation.checks": {"errors"},
     "simulation.clock": set(),
@@ -203,6 +205,14 @@ ALLOWED: dict[str, set[str]] = {
         "simulation.run",
         "simulation.speeds",
     },
+    "simulation.forecast": {
+        "simulation.network",
+        "simulation.problems",
+        "simulation.report",
+        "simulation.run",
+        "simulation.speeds",
+        "sizing",
+    },
     # processes
     "reaper": set(),
     "supervisor": {"reaper", "rendezvous", "server.process"},
@@ -211,6 +221,12 @@ ALLOWED: dict[str, set[str]] = {
     "_lightning": set(),
     "callbacks": {"_lightning"},
     "monitor": {"_lightning", "errors", "figures", "journal", "worker.meter"},
+    "timing": {"_lightning", "errors"},
+    # data
+    "cache": {"errors"},
+    "stalls": set(),
+    "stall_monitor": {"_lightning"},
+    "probe": {"cache", "errors", "stalls", "stats", "timing"},
     "_loop": {"messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
@@ -247,11 +263,16 @@ ALLOWED: dict[str, set[str]] = {
     "report.pictures": {"figures", "journal", "report.curves"},
     "report.page": {"figures", "journal", "messages", "report.pictures"},
     "commands": set(),
+    "commands.user_code": {"errors"},
+    "commands.tables": {"errors"},
+    "commands.plan": {"commands.tables", "commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
     "commands.report": {"errors", "journal", "report.page"},
     "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
-    "commands.main": {"commands.report", "commands.serve", "errors"},
+    "commands.stalls": {"commands.tables", "commands.user_code", "probe", "stalls"},
+    "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"},
+    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"}
+    | {"cache", "stall_monitor"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
@@ -368,6 +389,10 @@ def test_a_server_process_never_loads_lightning() -> None:
     loaded = loaded_after("import lightning_asgd.server.process")
     assert "torch" in loaded
     assert not {m for m in loaded if m != PACKAGE and m.startswith(("lightning", "pytorch_lightning", "torchmetrics"))}
+
+
+def test_the_command_line_loads_torch_only_where_it_is_needed() -> None:
+    assert not loaded_after("import lightning_asgd.commands.main, lightning_asgd.sizing") & {"torch", *LIGHTNING}
 
 
 def test_the_reaper_never_loads_torch() -> None:

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_asgd.commands.plan import plan
 from lightning_asgd.commands.report import report
 from lightning_asgd.commands.serve import serve
+from lightning_asgd.commands.stalls import stalls
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"serve": serve, "report": report}
+COMMANDS: dict[str, Any] = {"serve": serve, "report": report, "plan": plan, "stalls": stalls}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 

@@ -8,10 +8,6 @@ import sys
 import threading
 from typing import Literal
 
-from lightning_asgd import supervisor
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
-from lightning_asgd.transport import choose
-
 __all__ = ["serve"]
 
 _START_S = 60.0
@@ -22,7 +18,7 @@ def serve(
     *,
     port: int,
     run_id: str,
-    host: str = LOOPBACK,
+    host: str = "127.0.0.1",
     num_servers: int = 1,
     transport: Literal["rpc", "zmq"] = "rpc",
 ) -> None:
@@ -39,6 +35,11 @@ def serve(
         transport: "rpc" is fast and knows no authentication. "zmq" encrypts every connection and lets nobody in without
             the secret in the environment variable LIGHTNING_ASGD_SECRET.
     """
+    # Here, since torch comes with them: help and other commands do without.
+    from lightning_asgd import supervisor
+    from lightning_asgd.rendezvous import Rendezvous, interface_of
+    from lightning_asgd.transport import choose
+
     choose.check_available(transport)
     if transport == "zmq":
         choose.provide_secret(one_machine=False)

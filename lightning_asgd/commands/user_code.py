@@ -1,0 +1,76 @@
+"""What a user's program calls by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["module_and_loader", "named"]
+
+
+def module_and_loader(reference: str) -> tuple[Any, Any]:
+    """A LightningModule and a loader of its training data.
+
+    Args:
+        reference: as for :func:`named`: a module's class, which is made without arguments and gives its own
+            ``train_dataloader``; or a function that returns such a module, or a module and a loader.
+
+    Raises:
+        ConfigurationError: it returns something else.
+    """
+    made = named(reference)()
+    if isinstance(made, tuple) and len(made) == 2:
+        return made
+    if not hasattr(made, "train_dataloader"):
+        raise ConfigurationError(
+            f"{reference} made {made!r}. Expected a LightningModule with a train_dataloader, or a module and a loader."
+        )
+    return made, made.train_dataloader()
+
+
+def named(reference: str) -> Any:
+    """The object of that name in a module, or in a file.
+
+    Args:
+        reference: ``"package.module:Name"`` or ``"path/to/script.py:Name"``. Modules are looked for in the present
+            folder too. A script is imported: what it guards with ``if __name__ == "__main__":`` is not run.
+
+    Raises:
+        ConfigurationError: there is no such module, file or name.
+    """
+    place, colon, name = reference.rpartition(":")
+    if not (place and colon and name):
+        raise ConfigurationError(f"{reference!r} names nothing. Expected 'package.module:Name' or 'script.py:Name'.")
+    module = _script(Path(place)) if place.endswith(".py") else _module(place)
+    if not hasattr(module, name):
+        raise ConfigurationError(f"{place} has no {name!r}. Expected a name that is defined there, outside functions.")
+    return getattr(module, name)
+
+
+def _module(dotted: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigurationError(f"There is no module {error.name!r}. Expected one that can be imported.") from error
+
+
+def _script(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigurationError(f"There is no file {str(path)!r}. Expected the path of a Python script.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{str(path)!r} cannot be imported. Expected a Python script.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where processes of a data loader look for its classes
+    sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script that it runs
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lightning_asgd
+from lightning_asgd.commands.main import main
+
+PAGE = Path(lightning_asgd.__file__).parent.parent / "docs" / "sizing.md"
+NUMBERS = ["--parameters", "1e6", "--step-s", "0.1", "--batch-size", "32", "--simulate", "5"]
+
+SCRIPT = """
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+            self.norm = torch.nn.BatchNorm1d(8)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(self.norm(batch[0])).square().mean()
+            self.log("loss", loss)
+            return {"loss": loss}
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=1)
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
+
+    class ByHand(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    class Lossless(Net):
+        def training_step(self, batch):
+            return None
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.partition("picture:")[0].strip().splitlines()]
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    block = re.search(r"```\n\$ lightning-asgd (plan .*?)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    words = [str(tmp_path / word) if word.endswith(".png") else word for word in shlex.split(block[1])]
+    assert main(words) == 0
+    assert lines(capsys.readouterr().out) == lines(block[2])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_workers_than_are_to_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--link-gbit-s", "1", "--workers", "6", *NUMBERS]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"efficiency, if nsync is kept +100.0%\n", re.sub(" +\n", "\n", printed))
+    assert "6 workers, 1 server" in printed
+
+
+def test_a_module_is_measured(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    sizes = ["--batch-sizes", "[4,64]"]
+    assert main(["plan", "--module", f"{script}:Net", "--link-gbit-s", "1", "--simulate", "0", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\b64 .*recommended", printed), "64 samples take hardly longer than 4"
+    nbytes = 4 * (8 + 1 + 8 + 8 + 8 + 8)  # with the running mean and variance
+    assert f"{nbytes} B" in printed
+
+
+def test_a_modules_own_batch_is_measured(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    assert main(["plan", "--module", f"{script}:Net", "--link-gbit-s", "1", "--simulate", "0"]) == 0
+    assert "recommended" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step-s", "0.1"], r"parameters=None, step_s=0.1, batch_size=None. Expected all three, or a module"),
+        ([*NUMBERS, "--workers", "0"], r"workers=0. Expected a whole number of at least 1"),
+        (["--module", "nothing"], r"'nothing' names nothing. Expected 'package.module:Name'"),
+        (["--module", "no_such_module:Net"], r"There is no module 'no_such_module'"),
+        (["--module", "no_such_file.py:Net"], r"There is no file 'no_such_file.py'"),
+        (["--module", "{script}:Missing"], r"has no 'Missing'. Expected a name that is defined there"),
+        (["--module", "{script}:ByHand"], r"ByHand has 1 optimizers and automatic_optimization=False. Expected one"),
+        (["--module", "{script}:Lossless"], r"training_step of Lossless returned None. Expected a loss"),
+        (["--module", "pathlib:Path"], r"pathlib:Path made .* Expected a LightningModule with a train_dataloader"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    capsys: pytest.CaptureFixture[str], script: Path, words: list[str], message: str
+) -> None:
+    assert main(["plan", "--link-gbit-s", "1", *(word.format(script=script) for word in words)]) == 1
+    assert re.search(message, capsys.readouterr().err)
