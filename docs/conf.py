@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -53,7 +51,6 @@ html_math_renderer = "mathml"
 def setup(app: Any) -> None:
     """Formulas as MathML, which browsers draw by themselves: no script, and nothing fetched from elsewhere."""
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
-    app.connect("source-read", _drop_missing_pages)
     app.connect("missing-reference", _find_anywhere)
     app.connect("autodoc-process-signature", _show_arguments)
     app.connect("autodoc-process-docstring", _keep_attributes_text, priority=400)
@@ -75,14 +72,6 @@ def _mathml(node: nodes.math | nodes.math_block, **options: bool) -> str:
     except MathError as error:
         log.warning("%s: %s", node.astext(), error, location=node)
         return ""
-
-
-def _drop_missing_pages(app: Any, docname: str, source: list[str]) -> None:
-    """A line of the contents that ends in ``?`` names a page which comes with its feature."""
-    folder = Path(app.srcdir, docname).parent
-    source[0] = re.sub(
-        r"^(\w+)\?\n", lambda line: f"{line[1]}\n" if (folder / f"{line[1]}.md").exists() else "", source[0], flags=re.M
-    )
 
 
 def _find_anywhere(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:

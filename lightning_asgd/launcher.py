@@ -113,9 +113,9 @@ class Job:
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
         choose.check_available(self.transport)
-        self.interface = interface_of(local_address_towards(self.address[0]))
         hint = f"it was started with `lightning-asgd serve --host {self.address[0]} --port {self.address[1]}`"
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, hint)
+        self.interface = interface_of(local_address_towards(self.address[0]))
         served = rendezvous.get("run", "`lightning-asgd serve`", self.start_timeout_s)
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:

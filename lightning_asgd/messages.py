@@ -31,6 +31,7 @@ __all__ = [
     "Joined",
     "LayerGradient",
     "Leave",
+    "Look",
     "Meeting",
     "Note",
     "Offer",
@@ -45,7 +46,9 @@ __all__ = [
     "ShardState",
     "SharedRef",
     "Verdict",
+    "View",
     "Watch",
+    "WorkerView",
 ]
 
 PROTOCOL = 9
@@ -521,6 +524,63 @@ class ShardState:
     worker: int
     fragment: int = 0
     state: Any = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is going on? Anybody may ask the coordinator, who need not take part. Answered with :class:`View`."""
+
+    urgent: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """What the coordinator knows of a worker.
+
+    Attributes:
+        worker: its number.
+        about: its machine, process and device, where it came by itself.
+        away: why nobody waits for it; empty if it takes part.
+        silent_s: seconds since its last sign of life.
+        pace_s: seconds that it needs for a unit; 0 if that is not known.
+        trained: units of the present epoch that it has trained.
+        figures: its latest, if it is monitored.
+    """
+
+    worker: int
+    about: str
+    away: str
+    silent_s: float
+    pace_s: float
+    trained: int
+    figures: Figures | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What a server knows of its session.
+
+    Attributes:
+        session: its name; empty if there is none.
+        version: updates that the shard has applied.
+        refused: updates that held NaN, infinity or absurdly large values.
+        chief: the worker that logs and writes checkpoints; None if there is none.
+        epoch: number of the latest epoch; None before the first.
+        done: its units whose updates have been applied.
+        units: its units.
+        workers: those that take part or may come back.
+        news: what became of workers lately, for people.
+    """
+
+    session: str = ""
+    version: int = 0
+    refused: int = 0
+    chief: int | None = None
+    epoch: int | None = None
+    done: int = 0
+    units: int = 0
+    workers: tuple[WorkerView, ...] = ()
+    news: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,11 @@ class Rendezvous:
         Raises:
             LaunchError: it does not appear in time.
         """
+        deadline = time.monotonic() + timeout_s
         found: list[Any] = []
         failed: list[str] = []
+        while (cause := _unreachable(host, port)) is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
         def connect() -> None:
             wait = timedelta(seconds=timeout_s)
@@ -92,11 +95,12 @@ class Rendezvous:
                 failed.append(str(error).splitlines()[0])
 
         # In a thread: a stranger who takes the connection and says nothing would be waited for without end.
-        thread = threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True)
-        thread.start()
-        thread.join(timeout_s + _GRACE_S)
+        if cause is None:
+            thread = threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True)
+            thread.start()
+            thread.join(timeout_s + _GRACE_S)
         if not found:
-            cause = failed[0] if failed else "somebody else listens there"
+            cause = cause or (failed[0] if failed else "somebody else listens there")
             raise LaunchError(
                 f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
                 f"it. Check that it runs, and that {hint}."
@@ -170,15 +174,34 @@ class Rendezvous:
         return answer
 
 
+def _unreachable(host: str, port: int) -> str | None:
+    """Why nobody is to be reached there now; None if somebody listens. The store itself would print its C++ stack."""
+    try:
+        socket.create_connection((host, port), timeout=_GRACE_S).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def successor_of(key: str) -> str:
     """The key under which stands the key of the server that has taken another's place."""
     return f"{key}/successor"
 
 
 def local_address_towards(host: str) -> str:
-    """This machine's address on the network through which it reaches ``host``."""
+    """This machine's address on the network through which it reaches ``host``.
+
+    Raises:
+        LaunchError: there is no such host, or no way to it.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
+        try:
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot reach {host}: {error}. Expected the name or address of the first machine. Set MASTER_ADDR to "
+                "one that every machine can resolve and reach."
+            ) from error
         return str(probe.getsockname()[0])
 
 

@@ -269,7 +269,10 @@ ALLOWED: dict[str, set[str]] = {
     "commands.report": {"errors", "journal", "report.page"},
     "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
     "commands.stalls": {"commands.tables", "commands.user_code", "probe", "stalls"},
-    "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "errors"},
+    "commands.status": {"commands.tables", "config", "errors", "figures", "messages", "rendezvous"}
+    | {"transport.base", "transport.choose"},
+    "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "commands.status"}
+    | {"errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"}
     | {"cache", "stall_monitor"},

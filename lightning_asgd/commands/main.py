@@ -10,11 +10,12 @@ from lightning_asgd.commands.plan import plan
 from lightning_asgd.commands.report import report
 from lightning_asgd.commands.serve import serve
 from lightning_asgd.commands.stalls import stalls
+from lightning_asgd.commands.status import status
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"serve": serve, "report": report, "plan": plan, "stalls": stalls}
+COMMANDS: dict[str, Any] = {"serve": serve, "status": status, "report": report, "plan": plan, "stalls": stalls}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.journal import find, read
 
 __all__ = ["report"]
 
@@ -23,6 +22,8 @@ def report(run_dir: str, *, out: str | None = None) -> None:
     Raises:
         ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.
     """
+    from lightning_asgd.journal import find, read  # torch comes with them: other commands do without
+
     file = find(Path(run_dir))
     fits = read(file)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import threading
+import time
 from typing import Literal
 
 __all__ = ["serve"]
@@ -43,9 +43,9 @@ def serve(
     choose.check_available(transport)
     if transport == "zmq":
         choose.provide_secret(one_machine=False)
-    stopped = threading.Event()
+    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda number, _: stopped.append(number))
     rendezvous = Rendezvous.host(host, port)
     interface = interface_of(socket.gethostbyname(host))
     try:
@@ -62,7 +62,8 @@ def serve(
             f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
         )
         sys.stdout.flush()
-        while not stopped.wait(_POLL_S):
+        while not stopped:
+            time.sleep(_POLL_S)
             for key in keys:
                 rendezvous.peek_server(key)  # raises if no server can take a lost one's place
     finally:

@@ -147,6 +147,10 @@ class Coordinator:
             reason = self.away.get(worker, "was away")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
 
+    def silent_s(self, worker: int, now: float) -> float:
+        """Seconds since a worker's last sign of life."""
+        return now - self._heard.get(worker, now)
+
     def hear(self, worker: int, now: float) -> None:
         """Take any message as a sign of life."""
         self._heard[worker] = now

@@ -93,6 +93,11 @@ class Leases:
         """Ranges of units whose updates have been applied."""
         return tuple(self._finished)
 
+    def worker(self, number: int) -> tuple[float, int]:
+        """Seconds per unit of a worker, and how many it has trained; both 0 if nothing is known."""
+        worker = self._workers.get(number, _Worker())
+        return worker.pace, worker.trained
+
     def check(self, other: Epoch, worker: int) -> None:
         """Raise if a worker has another epoch in mind.
 

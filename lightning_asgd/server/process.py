@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 
 import torch
@@ -59,23 +60,24 @@ def main(argv: list[str] | None = None) -> int:
         the process's exit code.
     """
     arguments = ServerArguments(**json.loads((argv or sys.argv[1:])[0]))
-    stopped = threading.Event()
+    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers
     service = Service(run=arguments.run, succeeds=arguments.succeeds)
     address, stop = choose.serve(arguments.transport, service.handle, arguments.name, arguments.interface)
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
-    while not stopped.wait(_TICK_S) and os.getppid() == arguments.parent:
+    while not stopped and os.getppid() == arguments.parent:
+        time.sleep(_TICK_S)
         service.tick()
-    if not stopped.is_set():
+    if not stopped:
         service.abort(
             f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look at "
             "its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
         )
-        stopped.wait(_LAST_WORDS_S)
+        time.sleep(_LAST_WORDS_S)
     service.close()
     stop()
     return 0

@@ -38,6 +38,7 @@ from lightning_asgd.messages import (
     Joined,
     LayerGradient,
     Leave,
+    Look,
     Note,
     Offer,
     OpenEpoch,
@@ -45,7 +46,9 @@ from lightning_asgd.messages import (
     Settled,
     ShardState,
     Verdict,
+    View,
     Watch,
+    WorkerView,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
@@ -59,6 +62,7 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _TOLD_S = 20.0  # in which workers notice that a server was lost, and begin to tell the one in its place
+_NEWS = 8  # that are told to who looks
 _EPOCHS = 4  # of a run, of which the data are known: a worker may be so many behind
 
 
@@ -115,6 +119,7 @@ class Service:
             Offer: self._offer,
             Settled: self._settle,
             Samples: self._samples,
+            Look: self._look,
             ShardState: self._state,
         }
 
@@ -485,6 +490,34 @@ class Service:
     def _samples(self, message: Samples) -> list[tuple[int, tuple[Tensor, ...]]]:
         self._session(message.session)
         return list(self._shards[0].samples) if 0 in self._shards else []
+
+    def _look(self, message: Look) -> View:
+        coordinator, shard, now = self._coordinator, self._shards.get(0), self._clock()
+        if coordinator is None:
+            return View(self._run)
+        latest = self._leases[max(self._leases, key=self._number)] if self._leases else None
+        workers = [
+            WorkerView(
+                worker,
+                coordinator.about.get(worker, ""),
+                coordinator.away.get(worker, ""),
+                coordinator.silent_s(worker, now),
+                *(latest.worker(worker) if latest is not None else (0.0, 0)),
+                coordinator.figures.get(worker),
+            )
+            for worker in sorted(coordinator.living | set(coordinator.away) | coordinator.behind)
+        ]
+        return View(
+            coordinator.session,
+            shard.version if shard is not None else 0,
+            shard.counts.refused if shard is not None else 0,
+            coordinator.chief if workers else None,
+            None if latest is None else latest.epoch.number,
+            0 if latest is None else sum(last - first for first, last in latest.finished),
+            0 if latest is None else latest.epoch.units,
+            tuple(workers),
+            tuple(coordinator.news[-_NEWS:]),
+        )
 
     # ------------------------------------------------------------------ helpers
 

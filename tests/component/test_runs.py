@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.commands.status import tables
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.messages import (
     Attach,
@@ -19,14 +22,18 @@ from lightning_asgd.messages import (
     Epoch,
     Exchange,
     Failure,
+    Figures,
     Grant,
     Initialise,
     Join,
     Leave,
+    Look,
     Note,
     OpenEpoch,
     Policy,
     Role,
+    View,
+    WorkerView,
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.transport import shared_memory
@@ -192,6 +199,46 @@ def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
     clock.now = 30.0
     service.tick()
     assert "were lost" in waiting.value().message
+
+
+def test_anybody_may_look() -> None:
+    clock = Clock()
+    service = founded(clock)
+    assert service.handle(Look()).workers[0].trained == 0
+    come(service)
+    claim(service, 1, "s/0", 0)
+    claim(service, 1, "s/0", 1, pace=0.5)
+    assert [(w.pace_s, w.trained) for w in service.handle(Look()).workers] == [(0.5, 1), (0.0, 0)]
+    clock.now = 11.0
+    service.handle(Beat("s", 2, figures=Figures(samples=8)))
+    service.tick()
+    view = service.handle(Look())
+    assert (view.session, view.chief, view.epoch, view.done, view.units) == ("s", 2, 0, 1, 4)
+    away, there = view.workers
+    assert (away.worker, away.trained, away.silent_s) == (1, 0, 11.0)  # others train what it had
+    assert "gave no sign of life" in away.away
+    assert (there.worker, there.about, there.away, there.figures) == (2, "here", "", Figures(samples=8))
+    assert view.news[-1].startswith("Worker 1 gave no sign of life")
+
+
+def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> None:
+    def view(at_s: float, samples: int) -> View:
+        figures = Figures(began=1.0, at_s=at_s, samples=samples)
+        return View("s", 7, 1, 1, 3, 45, 90, (WorkerView(1, "here", "", 0.4, 0.02, 5, figures),), ("x has come.",))
+
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(tables("r", view(10.0, 1500), view(8.0, 500)))
+    text = shown.getvalue()
+    for part in (
+        "run r",
+        "epoch 3: 45 of 90 steps (50%)",
+        "1 updates refused",
+        "1 chief",
+        "20 ms",
+        "500",
+        "x has come.",
+    ):
+        assert part in text, part
 
 
 # ---------------------------------------------------------------------- any order

@@ -172,7 +172,8 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         assert epochs("c") < EPOCHS
         started["b"].join(40)
         assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
-        os.kill(served.pid, signal.SIGTERM)
+        for _ in range(3):  # a signal may interrupt the handling of another one
+            os.kill(served.pid, signal.SIGTERM)
         served.join(10)
         assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
     finally:
@@ -195,7 +196,9 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
 
 
-def test_a_trainer_that_does_not_fit_the_run_is_told_why(tmp_path: Path, mains: Any) -> None:
+def test_a_trainer_that_does_not_fit_the_run_is_told_why(
+    tmp_path: Path, mains: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
     try:
@@ -215,6 +218,12 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(tmp_path: Path, mains: 
         with pytest.raises(ConfigurationError, match="devices=2"):
             trainer(tmp_path, ASGDStrategy(2, server=address, run_id="counts"), devices=2)
         fit(Regression())  # nothing has harmed the run
+        capsys.readouterr()
+        assert main(["status", address]) == 0
+        shown = capsys.readouterr().out
+        assert "run counts" in shown
+        assert "nobody takes part now" in shown
+        assert "Worker 1 has left." in shown
     finally:
         os.kill(served.pid, signal.SIGTERM)
         served.join(10)
