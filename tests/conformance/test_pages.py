@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,18 @@ from tests.conformance.lab import Lab
 from tests.conformance.pair import Pair
 from tests.helpers import pages
 
+ROOT = Path(__file__).parents[2]
 NOTEBOOK = pages.DOCS / "tutorials" / "notebook.md"  # one process, which forks the workers by itself
 WITH_PYTHON = [page for page in pages.PAGES if pages.blocks(page, "python")]
+
+
+def run(page: Path) -> None:
+    """Run a page's blocks."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in pages.blocks(page, "python"):
+        # As many empty lines before, so that an error names the line of the page.
+        code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+        exec(code, namespace)
 
 
 @dataclass(frozen=True)
@@ -26,29 +37,26 @@ class Page:
 
     def __call__(self, lab: Lab) -> dict[str, Any]:
         os.chdir(lab.folder)
-        if self.path == NOTEBOOK:
-            for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-                os.environ.pop(name)
-            if lab.rank:
-                return {}
-        namespace: dict[str, Any] = {"__name__": "__main__"}
-        for block in pages.blocks(self.path, "python"):
-            # As many empty lines before, so that an error names the line of the page.
-            code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-            exec(code, namespace)
+        run(self.path)
         return {}
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=pages.name_of)
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page != NOTEBOOK], ids=pages.name_of)
 @pytest.mark.timeout(120)
 def test_the_code_of_a_page_runs(pair: Pair, page: Path, tmp_path: Path) -> None:
     for outcome in pair.run(Page(page), tmp_path, 90):
         assert not outcome.error, f"{outcome.error}\n{outcome.trace}"
 
 
-@pytest.fixture(autouse=True)
-def _notebook_alone(request: pytest.FixtureRequest, pair: Pair) -> Iterator[None]:
-    """The notebook's process gets no variables of a launcher: it is not used for another page."""
-    yield
-    if request.node.callspec.params["page"] == NOTEBOOK:
-        pair.close()
+@pytest.mark.timeout(120)
+def test_the_code_of_the_notebook_runs(tmp_path: Path) -> None:
+    """In a process that no other test has used: where an optimizer has taken a step Lightning refuses to fork."""
+    code = f"import pathlib; from tests.conformance.test_pages import run; run(pathlib.Path({str(NOTEBOOK)!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    program = [sys.executable, "-c", code]
+    done = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
