@@ -25,6 +25,7 @@ __all__ = [
     "adopt_checkpoint_states",
     "apply_to_collection",
     "become_global_zero",
+    "begin_epochs_anew",
     "callback_modules",
     "checkpoint_states",
     "follow_progress",
@@ -32,6 +33,7 @@ __all__ = [
     "logged_step",
     "looks_at_gradients",
     "metrics_of",
+    "progress_in",
     "progress_of",
     "rank_zero_warn",
     "tree_of",
@@ -356,8 +358,30 @@ def progress_of(trainer: Any) -> dict[str, Any]:
         "callbacks": call._call_callbacks_state_dict(trainer),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "groups": groups,
+        "between_epochs": True,
     }
     return dict(apply_to_collection(progress, Tensor, lambda t: t.detach().cpu()))
+
+
+def progress_in(trainer: Any) -> dict[str, Any] | None:
+    """The same from the checkpoint that a fit is about to begin with; None without one."""
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+    if not checkpoint or "optimizer_states" not in checkpoint:
+        return None
+    names = ("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers")
+    states = [state["param_groups"] for state in checkpoint["optimizer_states"]]
+    groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in states]
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    between = len({epochs[name] for name in ("ready", "started", "processed", "completed")}) == 1
+    found = {name: checkpoint[name] for name in names if name in checkpoint}
+    return {**found, "groups": groups, "between_epochs": between}
+
+
+def begin_epochs_anew(trainer: Any) -> None:
+    """After :func:`follow_progress`, when training begins: Lightning takes any state that it loads for mid-epoch."""
+    loop = trainer.fit_loop
+    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        each._restarting = False
 
 
 def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:

@@ -182,12 +182,14 @@ class Attached:
         founder: whether the run has no weights yet: this worker brings them, and the others wait for that.
         notes: what the workers have told each other: see :class:`Note`.
         heard: number of news that were there before.
+        chief: the worker that logs and writes checkpoints.
     """
 
     worker: int
     founder: bool
     notes: dict[str, Any]
     heard: int = 0
+    chief: int = 0
 
 
 @dataclass(frozen=True)

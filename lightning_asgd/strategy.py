@@ -19,11 +19,13 @@ from lightning_asgd._lightning import (
     adopt_checkpoint_states,
     apply_to_collection,
     become_global_zero,
+    begin_epochs_anew,
     callback_modules,
     checkpoint_states,
     follow_progress,
     looks_at_gradients,
     metrics_of,
+    progress_in,
     progress_of,
     rank_zero_warn,
     when_epochs_end,
@@ -227,6 +229,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._recovery: Recovery | None = None
         servers = positive_int("num_servers", num_servers)
         self._job = Job(servers, self.config.timeouts.start_s, self.config.restorable, transport)
+        self._data = data
         self._attaches = server is not None
         self._attachment: Attachment | None = None  # while it fits
         if server is not None or run_id is not None:
@@ -253,6 +256,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             raise ConfigurationError(
                 f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
                 "not wait for each other, such as ASGD: here they come and go."
+            )
+        if self._data == "split":
+            raise ConfigurationError(
+                f"data='split' was given with server={server!r}. Expected data='leases': nobody knows how many workers "
+                "there will be to split them among."
             )
         if self._policy.abort or self._policy.min_workers > 1:
             raise ConfigurationError(
@@ -347,6 +355,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             metric.dist_sync_fn = self._gather_metric
         with self._explained():
             if fitting:
+                if self._attachment is not None and not self._attachment.founder:
+                    # What a checkpoint says is not what the run has come to.
+                    self._resume_versions, self._resume_servers = None, ()
+                    self._resume_data = (self._attachment.progress or {}).get("data", {})
                 self._sharing = self._enter(module)
                 self._undo.append(when_epochs_end(trainer, self._agree_to_stop))
                 if self._resume_servers and self.is_global_zero:
@@ -386,6 +398,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if not self._failed:
                 client.leave()
             self.collectives = Collectives()
+        if self._attachment is not None:
+            self._attachment = None
+            become_global_zero(0)
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
@@ -412,8 +427,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             return
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error  # the session was ended: do not train on until the next exchange
+        if self._attachment is not None:
+            self._attachment.update()
         with self._explained():
             if self.collectives.phase is Phase.SYNC:
+                self._check_is_no_search()
                 if newly_trainable(self.lightning_module, self._sharing.layout):
                     self._enter_again()  # a callback has unfrozen parameters since the last epoch, on every worker
                 self._sharing.begin()
@@ -421,6 +439,15 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._sharing.advance()
             if self._leased is not None:
                 self._leased.before_batch()
+
+    def _check_is_no_search(self) -> None:
+        """A search for a learning rate or batch size puts callbacks aside, and would train the others' weights."""
+        callbacks = self.lightning_module.trainer.callbacks
+        if self._attaches and not any(isinstance(callback, SyncPoints) for callback in callbacks):
+            raise ConfigurationError(
+                "A search for a learning rate or batch size was begun in a run that workers attach themselves to. "
+                "Expected it to be done before, with a Trainer of its own: it would spoil the weights of all."
+            )
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""
@@ -443,7 +470,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._leased is not None and self._leased.installed:
             return
         trainer = self.lightning_module.trainer
+        if self._leased is None and self._attachment is not None and self._attachment.between_epochs:
+            begin_epochs_anew(trainer)
         reason = why_split(trainer)
+        if reason is not None and self._attaches:
+            raise ConfigurationError(
+                f"{reason}. Expected training data that workers can share in a run that they attach themselves to: one "
+                "dataloader over a dataset with a length, whose batches Lightning may deal out."
+            )
         if reason is not None:
             if self._leased is not None:
                 self._leased.restore()
@@ -511,6 +545,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         sharing = self._sharing
         if sharing is None:
             return
+        if self._attachment is not None:
+            self._attachment.update()
         with self._explained():
             sharing.flush()
             if self._leased is not None:
@@ -808,7 +844,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             exchanged = {spec.name for spec in sharing.layout.tensors}
             constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
             if attachment.founder:
-                attachment.found(sharing.layout.describe(), constants)
+                progress = progress_in(module.trainer)
+                if progress is not None:
+                    progress["data"] = self._resume_data
+                attachment.found(sharing.layout.describe(), constants, progress)
             else:
                 attachment.adopt(constants)
         if self.config.restorable and (self.world_size > 1 or self._attaches):

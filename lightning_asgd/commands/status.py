@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
 
 
 def _connect(server: str) -> tuple[Transport, str]:
-    from lightning_asgd.config import server_address
+    from lightning_asgd.config import SECRET_ENV, server_address
+    from lightning_asgd.errors import LaunchError
     from lightning_asgd.rendezvous import Rendezvous, interface_of, local_address_towards
     from lightning_asgd.transport import choose
 
@@ -57,6 +59,11 @@ def _connect(server: str) -> tuple[Transport, str]:
     rendezvous = Rendezvous.connect(host, port, _START_S, hint)
     run = rendezvous.get("run", "`lightning-asgd serve`", _START_S)
     keys = rendezvous.get(f"session/{run['run_id']}", "The servers", _START_S)
+    if SECRET_ENV in os.environ and run["transport"] != "zmq":
+        raise LaunchError(
+            f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
+            "'zmq', or no secret: whoever answers there may be a stranger."
+        )
     choose.check_available(run["transport"])
     address = rendezvous.server(0, keys[0], _START_S)
     return choose.connect(run["transport"], [address], interface_of(local_address_towards(host))), run["run_id"]
@@ -84,6 +91,7 @@ def tables(run: str, view: View, before: View | None = None) -> RenderableType:
         before: what it said some time ago: rates are over the time since then. None: since training began.
     """
     from rich.console import Group
+    from rich.markup import escape
 
     if view.epoch is None:
         progress = "no epoch has begun"
@@ -96,11 +104,11 @@ def tables(run: str, view: View, before: View | None = None) -> RenderableType:
     earlier = {} if before is None else {worker.worker: worker for worker in before.workers}
     for worker in view.workers:
         name = f"{worker.worker}{' chief' if worker.worker == view.chief else ''}"
-        state = f"{worker.about} [red]away[/]" if worker.away else worker.about
+        state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     if not view.workers:
         made.add_row("", "nobody takes part now", *[""] * len(headings))
-    return Group(made, *(f"[dim]{line}[/]" for line in view.news))
+    return Group(made, *(f"[dim]{escape(line)}[/]" for line in view.news))
 
 
 def _figures(worker: WorkerView, before: WorkerView | None) -> list[str]:

@@ -80,7 +80,7 @@ class Service:
         self._clock = clock
         self._run = run
         self._succeeds = succeeds
-        self._began = clock()
+        self._asked: float | None = None  # when somebody did who cannot be answered before it is restored
         self._notes: dict[str, Any] = {}
         self._have_weights: set[int] = set()  # workers that can tell of them if this server is lost
         self._founder: int | None = None  # who brings the run's weights
@@ -224,12 +224,16 @@ class Service:
             if founder:
                 self._founder = worker
             self._meet(coordinator)
-            future.set_result(Attached(worker, founder, dict(self._notes), len(coordinator.news)))
+            news, chief = len(coordinator.news), coordinator.chief
+            future.set_result(Attached(worker, founder, dict(self._notes), news, chief))
 
     def _turn_away(self) -> None:
         """Nobody is left to tell what the lost server knew: say so to those who come."""
-        if self._restoration is None and self._clock() > self._began + _TOLD_S:
-            waiting, self._arriving = self._arriving, []
+        if self._asked is None and (self._arriving or self._early):
+            self._asked = self._clock()
+        if self._restoration is None and self._asked is not None and self._clock() > self._asked + _TOLD_S:
+            waiting = [*self._arriving, *self._early]
+            self._arriving, self._early = [], []
             for _, future in waiting:
                 text = (
                     f"The weights of run {self._run!r} were lost: a server ended while the run had no workers. Start "
@@ -266,8 +270,9 @@ class Service:
     def _join(self, message: Join) -> Joined:
         comes_and_goes = not message.world_size
         self._check_can_join(message.session, message.worker, message.protocol, comes_and_goes=comes_and_goes)
-        current = self._coordinator
+        current, begins = self._coordinator, False
         if current is None or current.session != message.session:
+            begins = True
             if message.again or (message.restore and current is not None):
                 raise WorkerLostError(
                     f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
@@ -280,7 +285,7 @@ class Service:
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
-        if message.restore and self._restoration is None:
+        if message.restore and self._restoration is None and (begins or self._succeeds):
             self._restoration = Restoration()
             coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
@@ -298,6 +303,8 @@ class Service:
         return {worker: why for worker, why in gone.items() if worker < message.world_size}
 
     def _beat(self, message: Beat) -> Beaten:
+        if self._to_be_restored:
+            self._asked = self._clock()  # there is somebody who will tell
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
@@ -316,12 +323,19 @@ class Service:
     def _initialise(self, message: Initialise) -> bool:
         coordinator = self._session(message.session)
         shard = self._shards.get(message.fragment)
+        if self._run and message.weights is not None:
+            shard = None  # one that founded the run before and died may have had others
         if shard is None:
             shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm)
             self._meet(coordinator)
         if shard.groups != message.groups:
             raise ProtocolError(
                 f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
+            )
+        if self._run and shard.algorithm != message.algorithm:
+            raise ProtocolError(
+                f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
+                "the same arguments of ASGDStrategy on every worker."
             )
         if message.weights is not None:
             shard.initialise(message.weights, message.version)
@@ -425,6 +439,8 @@ class Service:
     def _claim(self, message: Claim) -> Any:
         self._member(message)
         leases = self._leases.get(message.key)
+        if leases is None and self._run:
+            raise WorkerAwayError(f"Worker {message.worker} claims units of epoch {message.key}, which is long over.")
         if leases is None:
             raise ProtocolError(f"Worker {message.worker} claims units of epoch {message.key}, which was not opened.")
         future: Future[Any] = Future()
@@ -474,6 +490,11 @@ class Service:
             return False  # that session is over: nothing to leave
         self._deliver(coordinator.leave(message.worker, message.reason))
         self._meet(coordinator)
+        if self._run:  # or a run that goes on for long would remember all that ever came
+            coordinator.figures.pop(message.worker, None)
+            self._have_weights.discard(message.worker)
+            for shard in self._shards.values():
+                shard.forget(message.worker)
         for key in [key for key in self._blocks if key[0] == message.worker]:
             self._blocks.pop(key).close()
         for key in [key for key in self._codes if key[0] == message.worker]:

@@ -162,6 +162,19 @@ class Shard:
                     for name, tensor in mine.items():
                         tensor.copy_(theirs[name])
 
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that has left for good: its number is not used again."""
+        for kept in (
+            self._last_seq,
+            self._refused,
+            self._backups,
+            self.table.clocks,
+            self.table.steps,
+            self.table.speeds,
+        ):
+            kept.pop(worker, None)
+        self.table.resting.discard(worker)
+
     def meet(self, living: Collection[int]) -> list[Due]:
         """Take notice of who takes part now.
 

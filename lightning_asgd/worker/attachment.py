@@ -30,14 +30,15 @@ class Attachment:
 
     Args:
         client: connection to the servers; not attached yet.
-        on_chief: told, from any thread, when this worker becomes the chief, or is it no more.
+        on_chief: told when this worker becomes the chief, or is it no more.
     """
 
     def __init__(self, client: Client, on_chief: Callable[[bool], None] = lambda _: None) -> None:
         self.client = client
         self._on_chief = on_chief
         self.chief = False
-        """Whether this worker logs and writes checkpoints."""
+        """Whether this worker logs and writes checkpoints; changes between two batches and at sync points only."""
+        self._heard = 0  # who is chief, as of late
         self._notes: Mapping[str, Any] = {}
         self.founder = False
         """Whether the run had no weights when this worker came."""
@@ -53,12 +54,17 @@ class Attachment:
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
         self._notes, self.founder = attached.notes, attached.founder
-        self.follow(attached.worker if attached.founder else 0)
+        self.follow(attached.chief)
+        self.update()
         return attached.heard
 
     def follow(self, chief: int) -> None:
-        """Take notice of who is chief."""
-        mine = chief == self.client.worker
+        """Take notice of who is chief. From any thread."""
+        self._heard = chief
+
+    def update(self) -> None:
+        """Become the chief, or cease to be, if that has been heard of: between two batches, and at sync points."""
+        mine = self._heard == self.client.worker
         if mine is not self.chief:
             self.chief = mine
             self._on_chief(mine)
@@ -73,13 +79,21 @@ class Attachment:
         """Where the run was when this worker came; None in its first epoch."""
         return self._notes.get(_PROGRESS)
 
-    def found(self, layout: Any, constants: Mapping[str, Tensor]) -> None:
+    @property
+    def between_epochs(self) -> bool:
+        """Whether that was the end of an epoch."""
+        return bool((self.progress or {}).get("between_epochs"))
+
+    def found(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
         """The servers have this worker's weights: let the others in.
 
         Args:
             layout: its description.
             constants: the module's tensors that are not exchanged.
+            progress: where the run begins, if that is with a checkpoint.
         """
+        if progress is not None:
+            self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)
         self.client.note(_CONSTANTS, {name: tensor.detach().cpu() for name, tensor in constants.items()})
         self.client.note(_FOUNDED, True)
@@ -105,6 +119,7 @@ class Attachment:
         Returns:
             whether it is: the run ends where the chief does, and any other worker may leave it.
         """
+        self.update()
         if self.chief:
             self.client.note(_PROGRESS, progress())
         stops = self.client.note(_STOPS) or 0

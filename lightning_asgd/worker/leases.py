@@ -125,9 +125,11 @@ class DataLeases:
         self._plan = plan
         self._reset()
         self.pace, self._trip = pace, trip
-        first = next((last for start, last in sorted(plan.epoch.done) if start == 0), 0)  # unit that is not done
-        self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         done = self._open(plan.epoch)
+        # Where workers do not meet, one that comes late has nothing to do with segments that are over.
+        known = done if not self._client().world_size else plan.epoch.done
+        first = next((last for start, last in sorted(known) if start == 0), 0)  # unit that is not done
+        self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         self._progress = float(sum(last - first for first, last in done))
 
     def take(self) -> Any:
@@ -347,6 +349,8 @@ class DataLeases:
             grant = client.granted(asked.future, asked.timeout_s)
         except WorkerAwayError:
             self._come_back()
+            if not client.world_size:  # the others may have gone on so far that the epoch was forgotten
+                self._open(self.plan.epoch)
         except ServerLostError as error:
             client.recover(COORDINATOR, asked.restored, error)
         if asked.timeout_s is None:

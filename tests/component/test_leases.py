@@ -258,6 +258,8 @@ class Far:
 
     restored = (0,)
 
+    world_size = 2
+
     def __init__(self, leases: Leases, away_s: float) -> None:
         self.leases, self.away_s = leases, away_s
         self.now = self.idle_s = 0.0

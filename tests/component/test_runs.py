@@ -65,7 +65,7 @@ def come(service: Service, silence_s: float = 10.0) -> Attached:
 def founded(clock: Clock | None = None) -> Service:
     """A run with one worker, number 1."""
     service = Service(clock or Clock(), run="s")
-    assert come(service) == Attached(1, True, {}, heard=1)
+    assert come(service) == Attached(1, True, {}, heard=1, chief=1)
     service.handle(Initialise("s", 1, GROUPS, ASGD("mean"), (torch.zeros(3),)))
     assert service.handle(Note("s", 1, "founded", True)) is True
     return service
@@ -83,7 +83,7 @@ def test_workers_wait_for_the_first_ones_weights() -> None:
     service.handle(Note("s", 1, "layout", "x"))
     assert not waiting.done()
     service.handle(Note("s", 1, "founded", True))
-    assert waiting.value() == Attached(2, False, {"layout": "x", "founded": True}, heard=2)
+    assert waiting.value() == Attached(2, False, {"layout": "x", "founded": True}, heard=2, chief=1)
 
 
 def test_if_the_first_one_dies_the_next_brings_its_weights() -> None:
@@ -125,6 +125,13 @@ def test_the_one_that_is_there_longest_is_chief() -> None:
     assert chief(service, 3) == 3
     assert come(service).worker == 4
     assert chief(service, 4) == 3
+
+
+def test_who_comes_when_all_have_left_is_chief_at_once() -> None:
+    service = founded()
+    service.handle(Leave("s", 1))
+    attached = come(service)
+    assert (attached.worker, attached.founder, attached.chief) == (2, False, 2)
 
 
 def test_a_silent_chief_is_followed_by_another() -> None:
@@ -194,11 +201,46 @@ def test_who_is_behind_by_an_epoch_has_nothing_to_train_in_it() -> None:
 def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
     clock = Clock()
     service = Service(clock, run="s", succeeds=True)
+    clock.now = 1000.0  # it was kept ready for long
     waiting = service.handle(Attach("s", "here", Policy(10.0)))
     assert isinstance(waiting, Future)
-    clock.now = 30.0
+    clock.now += 15.0
+    service.handle(Beat("s", 1))  # somebody will tell, at its next batch
+    clock.now += 15.0
+    service.tick()
+    assert not waiting.done()
+    clock.now += 15.0
     service.tick()
     assert "were lost" in waiting.value().message
+
+
+def test_a_worker_with_another_algorithm_is_refused() -> None:
+    service = founded()
+    come(service)
+    answer = service.handle(Initialise("s", 2, GROUPS, ASGD("sum")))
+    assert isinstance(answer, Failure)
+    assert "Expected the same arguments of ASGDStrategy" in answer.message
+
+
+def test_one_that_slept_for_many_epochs_is_told_so() -> None:
+    service = founded()
+    come(service)
+    for epoch in range(9):
+        claim(service, 1, f"s/{epoch}", 0)
+    answer = service.handle(Claim("s", 2, "s/0", 0, 0, 0, 0.0))
+    assert isinstance(answer, Failure)
+    assert answer.error == "WorkerAwayError"
+
+
+def test_nothing_is_kept_of_those_who_have_left() -> None:
+    service = founded()
+    come(service)
+    service.handle(Beat("s", 2, figures=Figures(samples=8)))
+    service.handle(Exchange("s", 2, 1, 0, True, True, (torch.ones(3),)))
+    service.handle(Leave("s", 2))
+    reply = service.handle(Exchange("s", 1, 1, 0, True, True, (torch.ones(3),)))
+    assert reply.pushes == {1: 1}
+    assert service.handle(Beat("s", 1)).figures == {}
 
 
 def test_anybody_may_look() -> None:
@@ -295,7 +337,7 @@ class RunWorld(World):
         refs = [None if block is None else block.ref for block in blocks]
         client.initialise(self.layout, self.config.algorithm, refs, replica.weights() if attachment.founder else None)
         if attachment.founder:
-            attachment.found("layout", {})
+            attachment.found("layout", {}, None)
         exchanger.fetch()
         Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1

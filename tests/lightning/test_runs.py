@@ -232,6 +232,47 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
     assert served.exitcode == 0
 
 
+class Batches(pl.Callback):
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.epochs.append(trainer.current_epoch)
+
+
+def test_who_comes_after_the_first_goes_on_where_that_ones_checkpoint_was(tmp_path: Path, mains: Any) -> None:
+    """Also with max_steps, with which Lightning takes every state that it loads for one within an epoch."""
+    before = trainer(tmp_path, "auto", devices=1, max_epochs=2)
+    before.fit(Regression(), loader())
+    before.save_checkpoint(tmp_path / "two.ckpt")
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+
+        def fit(max_epochs: int, ckpt_path: Path | None = None) -> tuple[pl.Trainer, list[int]]:
+            batches = Batches()
+            strategy = ASGDStrategy(2, server=address, run_id="counts")
+            about: dict[str, Any] = {"max_epochs": max_epochs, "max_steps": 1000, "callbacks": [batches]}
+            made = trainer(tmp_path, strategy, devices=1, **about)
+            made.fit(Regression(), loader(), loader(16), ckpt_path=ckpt_path)
+            return made, batches.epochs
+
+        assert fit(2, tmp_path / "two.ckpt")[1] == []
+        second, epochs = fit(3)
+        assert epochs == [2] * 32
+        assert (second.current_epoch, second.global_step) == (3, 96)
+        with pytest.warns(UserWarning, match="The checkpoint is not loaded"):  # it is not what the run has come to
+            third, epochs = fit(4, tmp_path / "two.ckpt")
+        assert epochs == [3] * 32
+        assert (third.current_epoch, third.global_step) == (4, 128)
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        served.kill()
+        served.join()
+
+
 @pytest.mark.parametrize(
     ("about", "error"),
     [
@@ -239,6 +280,7 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         ({"run_id": "r"}, "Expected both, or neither"),
         ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
         ({"server": "host:1", "run_id": "r", "algorithm": "local_sgd"}, "do not wait for each other"),
+        ({"server": "host:1", "run_id": "r", "data": "split"}, "nobody knows how many workers"),
         ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "come and go as they like"),
     ],
 )
