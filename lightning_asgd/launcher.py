@@ -113,10 +113,8 @@ class Job:
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
         choose.check_available(self.transport)
-        hint = f"it was started with `lightning-asgd serve --host {self.address[0]} --port {self.address[1]}`"
-        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, hint)
+        _, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
         self.interface = interface_of(local_address_towards(self.address[0]))
-        served = rendezvous.get("run", "`lightning-asgd serve`", self.start_timeout_s)
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:
             raise LaunchError(
@@ -124,7 +122,7 @@ class Job:
                 f"transport={served['transport']!r}. Expected run_id={self.run_id!r} and transport={self.transport!r}, "
                 "as given to ASGDStrategy."
             )
-        self.num_servers = len(rendezvous.get(f"session/{self.run_id}", "The servers", self.start_timeout_s))
+        self.num_servers = len(keys)
 
     def connect(self) -> Transport:
         """Wait for the servers of the present session and connect to them.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 __all__ = [
+    "FOUNDED",
     "PROTOCOL",
     "Attach",
     "Attached",
@@ -50,6 +51,9 @@ __all__ = [
     "Watch",
     "WorkerView",
 ]
+
+FOUNDED = "founded"
+"""Name of the :class:`Note` that says that a run has weights."""
 
 PROTOCOL = 9
 """Version of these messages. A server refuses a worker that speaks another one."""
@@ -199,7 +203,7 @@ class Note:
     Attributes:
         session: name of the run.
         worker: number of the sender.
-        name: what it is about. ``"founded"``: the run has weights now.
+        name: what it is about; :data:`FOUNDED` is the one that servers heed.
         value: a plain value, or an object as :class:`Pickled`; None to ask only.
     """
 

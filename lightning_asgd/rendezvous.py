@@ -107,6 +107,26 @@ class Rendezvous:
             )
         return cls(found[0], (host, port))
 
+    @classmethod
+    def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
+        """Find a run to which workers attach themselves.
+
+        Returns:
+            the connection; the run's ``run_id`` and ``transport``; the keys of its servers.
+
+        Raises:
+            LaunchError: nobody serves one there in time.
+        """
+        hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
+        rendezvous = cls.connect(host, port, timeout_s, hint)
+        run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s)
+        return rendezvous, run, rendezvous.get(f"session/{run['run_id']}", "The servers", timeout_s)
+
+    def announce_run(self, run_id: str, transport: str, keys: list[str]) -> None:
+        """Let workers find a run with :meth:`find_run`."""
+        self.put(f"session/{run_id}", keys)
+        self.put("run", {"run_id": run_id, "transport": transport})
+
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""
         self._store.set(key, json.dumps(value))

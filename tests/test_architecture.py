@@ -109,7 +109,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": set(),
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
     "worker.collectives": {"worker.client"},
-    "worker.attachment": {"worker.client"},
+    "worker.attachment": {"messages", "worker.client"},
     "worker.replica": {"algorithms.base", "errors", "layout", "messages", "transport.shared_memory"},
     "worker.sharing": {"layout", "messages", "stats"},
     "worker.pace": set(),

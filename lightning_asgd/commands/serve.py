@@ -54,8 +54,7 @@ def serve(
         keys = overseer.keys(num_servers)
         for index, key in enumerate(keys):
             rendezvous.server(index, key, _START_S)
-        rendezvous.put("run", {"run_id": run_id, "transport": transport})
-        rendezvous.put(f"session/{run_id}", keys)
+        rendezvous.announce_run(run_id, transport, keys)
         servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
         sys.stdout.write(
             f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"

@@ -55,10 +55,7 @@ def _connect(server: str) -> tuple[Transport, str]:
     from lightning_asgd.transport import choose
 
     host, port = server_address(server)
-    hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
-    rendezvous = Rendezvous.connect(host, port, _START_S, hint)
-    run = rendezvous.get("run", "`lightning-asgd serve`", _START_S)
-    keys = rendezvous.get(f"session/{run['run_id']}", "The servers", _START_S)
+    rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)
     if SECRET_ENV in os.environ and run["transport"] != "zmq":
         raise LaunchError(
             f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "

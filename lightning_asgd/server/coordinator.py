@@ -193,17 +193,17 @@ class Coordinator:
             else:
                 self._welcome(worker)
 
-    def restore(self, now: float, living: Collection[int] = (), admitted: int = 0) -> None:
+    def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Take the place of a coordinator that was lost: all that are not gone are expected to tell of themselves.
 
         They are given longer for it: one that is busy for long may hold the newest state, and nobody else would.
 
         Args:
             now: time in seconds.
-            living: where workers come and go, those of whom a worker knows.
+            holding: where workers come and go, those that hold the weights as far as a worker knows.
             admitted: the highest number that it knows to be given.
         """
-        for worker in (set(range(self.world_size)) | set(living)) - set(self.left) - self.joined:
+        for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)
             self._heard[worker] = now + _TOLD_S
         self.admitted = admitted + _UNHEARD

@@ -21,6 +21,7 @@ from lightning_asgd.compression import Updates, Weights
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
+    FOUNDED,
     PROTOCOL,
     Attach,
     Attached,
@@ -209,7 +210,7 @@ class Service:
 
     def _let_in(self) -> None:
         """Answer the workers that have come, if the run has weights; else have one of them bring its own."""
-        founded = "founded" in self._notes
+        founded = FOUNDED in self._notes
         if self._succeeds and not founded:
             self._turn_away()  # what the run is, its workers will tell
             return

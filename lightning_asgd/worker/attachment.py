@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_asgd.messages import FOUNDED
 from lightning_asgd.worker.client import Client
 
 __all__ = ["Attachment"]
 
-_FOUNDED = "founded"  # whether the run has weights
 _LAYOUT = "layout"  # what is exchanged
 _CONSTANTS = "constants"  # the module's other tensors
 _PROGRESS = "progress"  # where the chief ended its latest epoch
@@ -96,7 +96,7 @@ class Attachment:
             self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)
         self.client.note(_CONSTANTS, {name: tensor.detach().cpu() for name, tensor in constants.items()})
-        self.client.note(_FOUNDED, True)
+        self.client.note(FOUNDED, True)
 
     def adopt(self, constants: Mapping[str, Tensor]) -> None:
         """Take the founder's values.
