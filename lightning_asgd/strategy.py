@@ -105,6 +105,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. One
             that you put into the Trainer's callbacks takes its place.
         max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
+        snapshot_every_s: seconds after which servers write down again what the algorithm keeps there beside the
+            weights, such as an optimizer's state, to a temporary file. One that takes a lost server's place has the
+            weights from the workers, as they were, and that from the file. Where ``server`` is given, `serve` says
+            how often.
         accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
             them.
         parallel_devices: see above.
@@ -161,6 +165,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         run_id: str | None = None,
         monitor: bool = True,
         max_offline_steps: int = 1000,
+        snapshot_every_s: float = 60.0,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -177,6 +182,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             max_offline_steps=max_offline_steps,
             timeouts=timeouts,
             compression=compression,
+            snapshot_every_s=snapshot_every_s,
         )
         if start_method not in _START_METHODS:
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
@@ -219,6 +225,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             "on_worker_failure": on_worker_failure,
             "transport": transport,
             "max_offline_steps": max_offline_steps,
+            "snapshot_every_s": snapshot_every_s,
         }
         self.board = Board()
         self._meter: Meter | None = None  # None unless somebody wants figures
@@ -228,7 +235,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._heartbeat: Heartbeat | None = None
         self._recovery: Recovery | None = None
         servers = positive_int("num_servers", num_servers)
-        self._job = Job(servers, self.config.timeouts.start_s, self.config.restorable, transport)
+        restorable, every_s = self.config.restorable, self.config.snapshot_every_s
+        writes = restorable and self.config.algorithm.keeps_state
+        self._job = Job(servers, self.config.timeouts.start_s, restorable, transport, every_s if writes else 0.0)
         self._data = data
         self._attaches = server is not None
         self._attachment: Attachment | None = None  # while it fits

@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "server.gradients": {"messages"},
     "server.leases": {"errors", "messages"},
     "server.restoration": {"messages"},
+    "server.snapshots": {"errors", "messages", "transport.wire"},
     "server.shard": {"algorithms.base", "errors", "finite", "messages"},
     "server.service": {
         "compression",
@@ -102,9 +103,10 @@ ALLOWED: dict[str, set[str]] = {
         "server.leases",
         "server.restoration",
         "server.shard",
+        "server.snapshots",
         "transport.shared_memory",
     },
-    "server.process": {"rendezvous", "server.service", "transport.choose"},
+    "server.process": {"rendezvous", "server.service", "server.snapshots", "transport.choose"},
     # worker
     "worker": set(),
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},
@@ -267,7 +269,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands.tables": {"errors"},
     "commands.plan": {"commands.tables", "commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
     "commands.report": {"errors", "journal", "report.page"},
-    "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
+    "commands.serve": {"config", "rendezvous", "server.snapshots", "supervisor", "transport.choose"},
     "commands.stalls": {"commands.tables", "commands.user_code", "probe", "stalls"},
     "commands.status": {"commands.tables", "config", "errors", "figures", "messages", "rendezvous"}
     | {"transport.base", "transport.choose"},
