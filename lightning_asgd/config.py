@@ -70,6 +70,11 @@ class ExchangeConfig:
     """Code of what goes over the network."""
 
     @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm's class."""
+        return type(self.algorithm).__name__
+
+    @property
     def restorable(self) -> bool:
         """Whether the workers hold all that a server knows, so that one that is lost can be restored from them.
 
