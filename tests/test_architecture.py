@@ -223,10 +223,11 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": {"_lightning", "errors", "figures", "journal", "worker.meter"},
     "timing": {"_lightning", "errors"},
     # data
-    "cache": {"errors"},
-    "stalls": set(),
-    "stall_monitor": {"_lightning"},
-    "probe": {"cache", "errors", "stalls", "stats", "timing"},
+    "data_stalls": set(),
+    "data_stalls.cache": {"errors"},
+    "data_stalls.stalls": set(),
+    "data_stalls.monitor": {"_lightning"},
+    "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_loop": {"messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
@@ -315,14 +316,14 @@ ALLOWED: dict[str, set[str]] = {
     "commands.plan": {"commands.tables", "commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
     "commands.report": {"errors", "journal", "report.page"},
     "commands.serve": {"rendezvous", "supervisor", "transport.choose"},
-    "commands.stalls": {"commands.tables", "commands.user_code", "probe", "stalls"},
+    "commands.stalls": {"commands.tables", "commands.user_code", "data_stalls.probe", "data_stalls.stalls"},
     "commands.status": {"commands.tables", "config", "errors", "figures", "messages", "rendezvous"}
     | {"transport.base", "transport.choose"},
     "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "commands.status"}
     | {"errors"},
     # what users import
     "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"}
-    | {"cache", "stall_monitor"},
+    | {"data_stalls.cache", "data_stalls.monitor"},
 }
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
