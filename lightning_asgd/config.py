@@ -65,6 +65,11 @@ class ExchangeConfig:
     """Seconds between two snapshots of what the algorithm keeps on the servers beside the weights."""
 
     @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm's class."""
+        return type(self.algorithm).__name__
+
+    @property
     def restorable(self) -> bool:
         """Whether the workers hold the weights that a server has, so that one that is lost can be restored from them.
 

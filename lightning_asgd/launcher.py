@@ -74,6 +74,11 @@ class Job:
     run_id: str = ""
 
     @property
+    def attaches(self) -> bool:
+        """Whether this process attaches itself to a run that is served elsewhere."""
+        return bool(self.run_id)
+
+    @property
     def session(self) -> str:
         """Name of the present run of fit, validate, test or predict."""
         return self.run_id or f"{self.number}.{self.launches}"

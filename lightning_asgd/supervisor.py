@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -23,10 +23,11 @@ from typing import IO, Any
 import psutil
 
 from lightning_asgd import reaper
+from lightning_asgd.errors import ServerLostError
 from lightning_asgd.rendezvous import Rendezvous, successor_of
 from lightning_asgd.server.process import ServerArguments
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch"]
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_words"]
 
 log = logging.getLogger(__name__)
 
@@ -326,6 +327,18 @@ def current() -> Supervisor | None:
 def ensure_watch() -> Supervisor:
     """The process's supervisor, or a new one without servers: for a machine whose servers run elsewhere."""
     return _current or ensure(0, None, "")
+
+
+@contextlib.contextmanager
+def with_last_words() -> Iterator[None]:
+    """Add a dead server's last words to the error, where this process knows them."""
+    try:
+        yield
+    except ServerLostError as error:
+        words = _current.obituary() if _current is not None else None
+        if words is None or words in str(error):
+            raise
+        raise ServerLostError(f"{error}\n{words}") from error
 
 
 @atexit.register
