@@ -167,4 +167,6 @@ def keep(
 
 
 def _tensor(buffer: Any) -> Tensor:
-    return torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    if not len(buffer):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(buffer) if isinstance(buffer, bytes) else buffer, dtype=torch.uint8)
