@@ -141,8 +141,8 @@ class Coordinator:
         """
         if self.aborted:
             raise WorkerLostError(self.aborted)
-        if self.left.get(worker):
-            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker]}).")
+        if worker in self.left:  # what it asked for before may come after that
+            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker] or 'it had left'}).")
         if worker in self.lapsed or worker in self.away:
             reason = self.away.get(worker, "was away")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")

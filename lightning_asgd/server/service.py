@@ -89,7 +89,7 @@ class Service:
     ) -> None:
         self._clock = clock
         self._run = run
-        self._succeeds = succeeds
+        self._to_be_restored = succeeds  # the workers have not told yet what a lost server knew
         self._remembered = remembered
         self._changed = False  # since the latest snapshot
         self._asked: float | None = None  # when somebody did who cannot be answered before it is restored
@@ -240,7 +240,7 @@ class Service:
         coordinator = self._coordinator = self._coordinator or Coordinator(snapshot.run, 0, snapshot.policy, server)
         coordinator.restore(self._clock(), admitted=max(coordinator.admitted, snapshot.admitted))
         coordinator.news.append(f"Server {server} goes on from its snapshot, version {snapshot.version}.")
-        self._succeeds = False
+        self._to_be_restored, self._restoration = False, None
         self._notes = {**snapshot.notes, **self._notes}
         self._shards = {number: Shard.revive(kept) for number, kept in snapshot.shards.items()}
         self._leases = {epoch.key: Leases(epoch, all_train=False) for epoch in snapshot.epochs}
@@ -268,7 +268,7 @@ class Service:
     def _let_in(self) -> None:
         """Answer the workers that have come, if the run has weights; else have one of them bring its own."""
         founded = FOUNDED in self._notes
-        if self._succeeds and not founded:
+        if self._to_be_restored and not founded:
             self._turn_away()  # what the run is, its workers will tell
             return
         waiting, self._arriving = self._arriving, []
@@ -289,7 +289,8 @@ class Service:
         """Nobody is left to tell what the lost server knew: say so to those who come."""
         if self._asked is None and (self._arriving or self._early):
             self._asked = self._clock()
-        if self._restoration is None and self._asked is not None and self._clock() > self._asked + _TOLD_S:
+        tells = self._restoration is not None and self._coordinator is not None and self._coordinator.living
+        if not tells and self._asked is not None and self._clock() > self._asked + _TOLD_S:
             if self._revive(self._coordinator.index if self._coordinator is not None else 0):
                 return
             waiting = [*self._arriving, *self._early]
@@ -343,12 +344,15 @@ class Service:
             away = {} if current is None else {**current.away, **dict.fromkeys(current.behind, "was behind")}
             away = {worker: why for worker, why in away.items() if worker < message.world_size and worker not in left}
             self._end_session(f"session {message.session!r} began")
+            self._to_be_restored = self._to_be_restored and bool(self._run)  # another session has its own weights
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
-        untouched = self._run and not coordinator.joined  # a snapshot that nobody goes on from
-        if message.restore and self._restoration is None and (begins or self._succeeds or untouched):
+        untouched = self._run and not coordinator.joined  # nobody has gone on from its snapshot: workers know more
+        if message.restore and self._restoration is None and (begins or self._to_be_restored or untouched):
             self._restoration = Restoration()
+            self._to_be_restored = True
+            self._notes.clear()
             self._leases.clear()
             coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
@@ -615,11 +619,6 @@ class Service:
             return {}
         return dict(self._coordinator.left)
 
-    @property
-    def _to_be_restored(self) -> bool:
-        """Whether the workers have not told yet what a lost server knew."""
-        return self._succeeds if self._restoration is None else not self._restoration.restored
-
     def _member(self, message: Any) -> Coordinator:
         """The session of a message that only those who take part in it may send."""
         coordinator = self._session(message.session)
@@ -652,6 +651,7 @@ class Service:
         restoration = self._restoration
         if restoration is not None and restoration.offered(coordinator.living):
             newest = restoration.take()
+            self._to_be_restored = False
             self._remember_state(coordinator)
             for held in newest:
                 self._shards[held.fragment].resume(held.weights, held.version, held.pushes)

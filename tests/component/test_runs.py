@@ -353,6 +353,7 @@ class RunWorld(World):
                         self.turns.wait_until(lambda: True)
                         if not stays and random.random() < 0.05:
                             client.leave()
+                            del self.clients[rank]  # gives no sign of life any more
                             self.left += 1
                             self.ready -= 1
                             self.ended[rank] = True

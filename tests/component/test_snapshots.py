@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 import warnings
@@ -48,6 +49,8 @@ from lightning_asgd.messages import (
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshots import Snapshot, Snapshots, keep
+from tests.component.test_membership import UNITS as UNITS_OF_WORLD
+from tests.component.test_runs import EPOCHS, RunWorld
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 UNITS = 12
@@ -256,6 +259,20 @@ def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_opti
     assert shard.state()[0]["slots"]["optimizer"]["state"][0]["step"] == 2.0
 
 
+def test_a_server_in_a_lost_ones_place_serves_the_next_session_too() -> None:
+    seen = push(founded(), 1, 1, 2.0)
+    after = Service(Clock(), succeeds=True)
+    after.handle(Join("1.1", 0, 1, restore=True))
+    after.handle(Initialise("1.1", 0, GROUPS, ASGD("sum")))
+    after.handle(Offer("1.1", 0, (Held(0, seen.version, seen.weights, {0: 1}),)))
+    for session in ("1.2", "1.3"):
+        after.handle(Join(session, 0, 1))
+        after.handle(Initialise(session, 0, GROUPS, ASGD("sum"), (torch.ones(3),)))
+        answer = after.handle(Exchange(session, 0, 0, 0, False, True))
+        assert not isinstance(answer, Future)
+        assert answer.weights[0].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_without_a_snapshot_people_are_told_that_an_optimizer_begins_anew() -> None:
     seen = push(founded(), 1, 1, 2.0)
     for algorithm, told in ((Downpour("adam"), True), (ASGD("sum"), False)):
@@ -302,6 +319,34 @@ def test_the_second_server_too(tmp_path: Path) -> None:
     after.handle(Join("s", 2, 0, server=1))
     after.tick()
     assert waiting.value().weights[0].tolist() == [4.0, -4.0, 1.0]
+
+
+class Blackouts(RunWorld):
+    """Serve is lost and started again, with snapshots, while workers train, come, leave and wait for it."""
+
+    snapshot: Snapshot | None = None
+
+    def serve(self, *, succeeds: bool = False) -> Service:
+        service = Service(lambda: self.now, run="s", remembered=lambda server: copy.deepcopy(self.snapshot))
+        if succeeds:
+            service.revive(0)
+        return service
+
+    def beat(self, rank: int, service: Service) -> None:
+        super().beat(rank, service)
+        if self.turns.random.random() < 0.2:
+            self.snapshot = service.snapshot() or self.snapshot
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_whenever_serve_is_started_again_every_unit_is_applied_once_per_epoch(leaves: bool) -> None:
+    killed = 0
+    for seed in range(20):
+        world = Blackouts(seed, 4, sleeps=False, servers=1, kills=0.03, leaves=leaves)
+        world.run()
+        assert torch.equal(world.weights_at_the_end, torch.full((2 * UNITS_OF_WORLD,), float(EPOCHS))), seed
+        killed += world.killed
+    assert killed > 10
 
 
 # ---------------------------------------------------------------------- files
