@@ -340,6 +340,25 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
     return lambda: vars(loop).pop("on_advance_end", None)
 
 
+def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have something called whenever Lightning has set up training data, and counted their batches.
+
+    Returns:
+        a function that takes it back.
+    """
+    loop = trainer.fit_loop
+    set_up = type(loop).setup_data
+
+    def set_up_and_call() -> None:
+        before = loop._combined_loader
+        set_up(loop)
+        if loop._combined_loader is not before:
+            call()
+
+    loop.setup_data = set_up_and_call
+    return lambda: vars(loop).pop("setup_data", None)
+
+
 def progress_of(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would hold at an epoch's end, but for weights and optimizer states.
 

@@ -28,9 +28,10 @@ from lightning_asgd._lightning import (
     progress_in,
     progress_of,
     rank_zero_warn,
+    when_data_are_set_up,
     when_epochs_end,
 )
-from lightning_asgd._loop import LeasedLoop, why_split
+from lightning_asgd._loop import LeasedLoop, batch_size_of, count_in, why_split
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.callbacks import SyncPoints
@@ -238,6 +239,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._sharing: Sharing | None = None
         self._data = data
         self._leased: LeasedLoop | None = None  # None while every worker has its own part of the data
+        self._batch = self._common_batch = 0  # samples of this worker's batches, and of those that all count in
         self._resume_data: dict[str, Any] = {}
         self._resume_versions: list[int] | None = None
         self._resume_servers: Sequence[Any] = ()
@@ -316,6 +318,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             )
         self._failed = self._told = False
         self._leased = self._meter = None
+        self._batch = self._common_batch = 0
         self._layouts = 0
         self.board = Board(living=tuple(range(self.world_size)))
         if not self._attaches:
@@ -361,6 +364,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                     self._resume_data = (self._attachment.progress or {}).get("data", {})
                 self._sharing = self._enter(module)
                 self._undo.append(when_epochs_end(trainer, self._agree_to_stop))
+                self._undo.append(when_data_are_set_up(trainer, self._agree_on_batches))
                 if self._resume_servers and self.is_global_zero:
                     self._sharing.restore(self._resume_servers)
                 self._resume_servers = ()
@@ -460,19 +464,39 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._after_batch(self._sharing)
         return output
 
-    def share_data(self) -> None:
-        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
+    @property
+    def _splits(self) -> bool:
+        """Whether every worker trains a fixed part of the data, whatever they are."""
         algorithm = self.config.algorithm
         together = algorithm.waits or algorithm.payload is Payload.LAYERS
         alone = self.world_size == 1 and not self._attaches
-        if self._sharing is None or self._data == "split" or alone or together:
+        return self._data == "split" or alone or together
+
+    def _agree_on_batches(self) -> None:
+        """Let progress count in batches of the same size on all workers. Called when training data have been set up."""
+        trainer = self.lightning_module.trainer
+        self._batch = self._common_batch = batch_size_of(trainer)
+        if self._splits:
+            return
+        with self._explained():
+            if self._attachment is None:
+                sizes = self.collectives.gather("all_gather", "batch size", self._batch)
+                self._common_batch = sizes.get(0, self._batch)
+            elif self._batch:
+                self._common_batch = self._attachment.common_batch(self._batch)
+        if self._batch and self._common_batch not in (0, self._batch):
+            count_in(trainer, self._common_batch)
+
+    def share_data(self) -> None:
+        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
+        if self._sharing is None or self._splits:
             return
         if self._leased is not None and self._leased.installed:
             return
         trainer = self.lightning_module.trainer
         if self._leased is None and self._attachment is not None and self._attachment.between_epochs:
             begin_epochs_anew(trainer)
-        reason = why_split(trainer)
+        reason = why_split(trainer, self._common_batch)
         if reason is not None and self._attaches:
             raise ConfigurationError(
                 f"{reason}. Expected training data that workers can share in a run that they attach themselves to: one "
@@ -493,9 +517,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             if self._leased is None:
                 resumed, self._resume_data = self._resume_data, {}
                 patience = self.config.timeouts.collective_s
-                self._leased = LeasedLoop(
-                    trainer, self._connected, self._job.session, patience, resumed, self._come_back
-                )
+                about = (self._job.session, patience, resumed, self._come_back, self._common_batch)
+                self._leased = LeasedLoop(trainer, self._connected, *about)
             self._leased.install()
 
     def measure(self, epoch: Callable[[], float]) -> Meter:
@@ -835,6 +858,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             lr=self._lr,
             on_away=self._lose_leases,
             trained=self._units_trained,
+            batch=lambda: self._batch,
             late=not looks_at_gradients(self.lightning_module),
             fill=None if attachment is None else attachment.founder,
             theirs=None if attachment is None else attachment.layout,

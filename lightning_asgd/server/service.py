@@ -245,7 +245,8 @@ class Service:
     def _note(self, message: Note) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
-        if message.value is not None and message.worker in coordinator.trusted:  # else others speak for it
+        known = message.first and message.name in self._notes
+        if message.value is not None and not known and message.worker in coordinator.trusted:  # else others speak
             self._notes[message.name] = message.value
             self._let_in()
         return self._notes.get(message.name)
@@ -327,7 +328,7 @@ class Service:
         if self._run and message.weights is not None:
             shard = None  # one that founded the run before and died may have had others
         if shard is None:
-            shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm)
+            shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm, bool(self._run))
             self._meet(coordinator)
         if shard.groups != message.groups:
             raise ProtocolError(

@@ -252,7 +252,7 @@ class World:
         self.ready += 1
         exchanger.begin()
         epoch = Epoch("0", UNITS, ENDS)
-        leases.open(Plan(epoch, [[n] for n in range(UNITS)], 1))
+        leases.open(Plan(epoch, range(UNITS), 1))
         for segment in ENDS:
             going = True
             while going:

@@ -144,14 +144,29 @@ def test_a_silent_chief_is_followed_by_another() -> None:
     assert chief(service, 2) == 2
 
 
-def test_a_push_counts_as_one_of_those_who_are_there() -> None:
+def pushed(service: Service, worker: int, seq: int, batch: int = 0) -> list[float]:
+    push = Exchange("s", worker, seq, 0, True, True, (torch.full((3,), 4.0),), batch=batch)
+    return list(service.handle(push).weights[0].tolist())
+
+
+def test_a_push_counts_as_one_of_those_who_train() -> None:
     service = founded()
     come(service)
-    push = Exchange("s", 1, 1, 0, True, True, (torch.full((3,), 4.0),))
-    assert service.handle(push).weights[0].tolist() == [2.0] * 3
+    assert pushed(service, 1, 1) == [4.0] * 3  # the other one still sets up
+    assert pushed(service, 2, 1) == [6.0] * 3
+    assert pushed(service, 1, 2) == [8.0] * 3
     service.handle(Leave("s", 2))
-    push = Exchange("s", 1, 2, 0, True, True, (torch.full((3,), 4.0),))
-    assert service.handle(push).weights[0].tolist() == [6.0] * 3
+    assert pushed(service, 1, 3) == [12.0] * 3
+
+
+def test_a_push_counts_by_its_batch_size_among_those_who_train() -> None:
+    service = founded()
+    come(service)
+    assert pushed(service, 1, 1, batch=16) == [4.0] * 3
+    assert pushed(service, 2, 1, batch=48) == [7.0] * 3  # three quarters
+    assert pushed(service, 1, 2, batch=16) == [8.0] * 3  # a quarter
+    service.handle(Leave("s", 2))
+    assert pushed(service, 1, 3, batch=16) == [12.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -289,8 +304,11 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
 class RunWorld(World):
     """Workers that come, leave, sleep and die, and servers that are lost, in the order of a seed."""
 
-    def __init__(self, seed: int, workers: int, *, leaves: bool = True, **about: Any) -> None:
+    def __init__(
+        self, seed: int, workers: int, *, leaves: bool = True, batches: tuple[int, ...] = (1,), **about: Any
+    ) -> None:
         self.clients: dict[int, Client] = {}
+        self.batches = batches  # sizes of the workers', in turns
         self.leaves = leaves
         self.left = 0
         super().__init__(seed, workers, **about)
@@ -345,7 +363,8 @@ class RunWorld(World):
         exchanger.begin()
         stays = rank == 0 or not self.leaves
         for epoch in range((attachment.progress or {"epochs": 0})["epochs"], EPOCHS):
-            leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), [[n] for n in range(UNITS)], 1))
+            plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
+            leases.open(plan)
             for _ in ENDS[leases.segment :]:
                 going = True
                 while going:
@@ -361,8 +380,9 @@ class RunWorld(World):
                             return
                         exchanger.advance()
                         leases.begin_batch()
+                        assert 0 < len(batch) <= plan.step
                         weight[batch] += 1
-                        weight[UNITS + batch[0]] += 1
+                        weight[[UNITS + unit for unit in batch]] += 1
                         trained += 1
                         exchanger.count_step()
                         self.turns.wait_until(lambda: True)
@@ -399,6 +419,8 @@ def is_settled(service: Service) -> bool:
         {"sleeps": True, "servers": 1, "dies": True},
         {"sleeps": False, "leaves": False, "kills": 0.03},
         {"sleeps": False, "servers": 1, "kills": 0.03},
+        {"sleeps": True, "servers": 1, "batches": (3, 1, 5, 2)},
+        {"sleeps": False, "servers": 1, "kills": 0.03, "batches": (2, 5, 1)},
     ],
     ids=lambda about: " ".join(f"{name}={value}" for name, value in about.items()),
 )
