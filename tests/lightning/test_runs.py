@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -44,6 +45,7 @@ class Counts(pl.LightningModule):
         return -self.seen[batch[0]].sum()
 
     def configure_optimizers(self) -> Any:
+        self.planned = self.trainer.estimated_stepping_batches
         counts = torch.optim.SGD([{"params": [self.seen], "lr": 1.0}, {"params": [self.fixed], "lr": 1.0}])
         decay = torch.optim.lr_scheduler.LambdaLR(counts, [lambda _: 1.0, lambda epoch: LR_DECAY**epoch])
         return [counts], [decay]
@@ -55,6 +57,7 @@ class Diary(pl.Callback):
     def __init__(self, file: Path) -> None:
         self.file = file
         self.batches = 0
+        self.sizes: list[int] = []
 
     def write(self, trainer: pl.Trainer, what: str) -> None:
         (optimizer,) = trainer.optimizers
@@ -63,6 +66,8 @@ class Diary(pl.Callback):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "batches": self.batches,
+            "sizes": self.sizes,
+            "planned": trainer.lightning_module.planned,
             "rank": trainer.global_rank,
             "chief": trainer.is_global_zero,
             "lr": optimizer.param_groups[1]["lr"],
@@ -72,8 +77,9 @@ class Diary(pl.Callback):
         with self.file.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: list[torch.Tensor], *args: Any) -> None:
         self.batches += 1
+        self.sizes.append(len(batch[0]))
         if self.batches == 1:  # its end may be that of the epoch, after which the learning rate is another one
             self.write(trainer, "first batch")
 
@@ -101,7 +107,7 @@ def serve(folder: Path, transport: str) -> None:
     raise SystemExit(main(["serve", "--port=0", "--run-id=counts", f"--transport={transport}"]))
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     pl.seed_everything(ord(name))  # unlike the others'
@@ -114,7 +120,7 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float)
         timeouts=Timeouts(silence_s=1.0),
     )
     os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=True)
     checkpoint = pl.callbacks.ModelCheckpoint(folder / name, save_last=True)
     made = trainer(
         folder,
@@ -194,6 +200,42 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         assert first["fixed"] == diaries["a"][0]["fixed"]
     checkpoint = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
+
+
+def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    started: dict[str, Any] = {}
+
+    def start(name: str, step_s: float, batch_size: int) -> None:
+        started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size))
+        started[name].start()
+
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        start("a", 0.05, 16)
+        wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 30, "training")
+        start("b", 0.02, 40)
+        for name, process in started.items():
+            process.join(60)
+            assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        for process in (*started.values(), served):
+            process.kill()
+            process.join()
+    steps = EPOCHS * math.ceil(SAMPLES / 16)  # in the first worker's batches, whoever trains them
+    ends = [Diary.read(tmp_path / f"{name}.json")[-1] for name in "ab"]
+    for end in ends:
+        assert end["what"] == "end"
+        assert end["seen"] == [float(EPOCHS)] * SAMPLES
+        assert (end["step"], end["planned"]) == (steps, steps)
+    small, large = (end["sizes"] for end in ends)
+    assert max(small) == 16
+    assert max(large) == 40
+    assert sum(small) + sum(large) >= EPOCHS * SAMPLES
+    assert min(sum(small), sum(large)) >= 2 * SAMPLES
 
 
 def test_a_trainer_that_does_not_fit_the_run_is_told_why(
