@@ -119,6 +119,7 @@ class LeasedLoop:
         batch: int = 0,
     ) -> None:
         self.trainer = trainer
+        self._client = client
         self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
         self.workers: int = trainer.world_size
         self.run = run
@@ -132,6 +133,7 @@ class LeasedLoop:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
         self._steps_before = 0
+        self._comes = True  # whether its first batch of all has not begun
         # Of the present epoch.
         self._accumulate = 1
         self._validates: frozenset[int] = frozenset()  # segments that end with a validation
@@ -258,6 +260,9 @@ class LeasedLoop:
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
+        if self._comes and not self._client().world_size:
+            self._catch_up()
+        self._comes = False
 
     def after_batch(
         self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
@@ -415,6 +420,12 @@ class LeasedLoop:
         target = self._global_step + ahead
         marks = [target - target % every for every in self._every() if every > ahead]
         return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
+
+    def _catch_up(self) -> None:
+        """Count the steps that others have made of an epoch within which this worker comes."""
+        self._step_schedules()
+        if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
+            self._set_global_step(max(self._global_step, self._steps_before + self._position // self._accumulate))
 
     def _every(self) -> list[int]:
         """Numbers of steps after which loggers and checkpoints have something to do."""

@@ -408,6 +408,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
+            overseer.rest()
         self._meter = None
         if self._sharing is not None:
             self._sharing.close()

@@ -528,7 +528,9 @@ class Service:
                 *(latest.worker(worker) if latest is not None else (0.0, 0)),
                 coordinator.figures.get(worker),
             )
-            for worker in sorted(coordinator.living | set(coordinator.away) | coordinator.behind)
+            for worker in sorted(
+                (coordinator.living | set(coordinator.away) | coordinator.behind) - coordinator.unheard
+            )
         ]
         return View(
             coordinator.session,

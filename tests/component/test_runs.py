@@ -107,6 +107,24 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
     assert waiting.value().worker in service.status()["living"]
 
 
+def test_one_that_gave_up_before_it_was_let_in_leaves_no_trace() -> None:
+    clock = Clock()
+    service = Service(clock, run="s")
+    come(service)
+    service.handle(Attach("s", "there", Policy(10.0)))  # and its process ends
+    service.handle(Note("s", 1, "founded", True))
+    service.handle(Leave("s", 1))
+    assert come(service).worker == 3
+    assert chief(service, 3) == 3
+    assert [worker.worker for worker in service.handle(Look()).workers] == [3]
+    for clock.now in (9.0, 11.0):
+        assert chief(service, 3) == 3
+        service.tick()
+    assert [worker.worker for worker in service.handle(Look()).workers] == [3]
+    service.handle(Join("s", 2, 0, again=True))  # it was there, only slow
+    assert [worker.worker for worker in service.handle(Look()).workers] == [2, 3]
+
+
 def test_a_number_is_given_once() -> None:
     service = founded()
     assert come(service).worker == 2

@@ -29,6 +29,7 @@ __all__ = ["mains"]
 SAMPLES = 200
 EPOCHS = 12
 LR_DECAY = 0.5
+LATE = 10  # batches
 
 
 class Counts(pl.LightningModule):
@@ -58,6 +59,7 @@ class Diary(pl.Callback):
         self.file = file
         self.batches = 0
         self.sizes: list[int] = []
+        self.steps: list[int] = []  # that Lightning counts after each batch
 
     def write(self, trainer: pl.Trainer, what: str) -> None:
         (optimizer,) = trainer.optimizers
@@ -67,6 +69,7 @@ class Diary(pl.Callback):
             "step": trainer.global_step,
             "batches": self.batches,
             "sizes": self.sizes,
+            "steps": self.steps,
             "planned": trainer.lightning_module.planned,
             "rank": trainer.global_rank,
             "chief": trainer.is_global_zero,
@@ -82,6 +85,11 @@ class Diary(pl.Callback):
         self.sizes.append(len(batch[0]))
         if self.batches == 1:  # its end may be that of the epoch, after which the learning rate is another one
             self.write(trainer, "first batch")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.steps.append(trainer.global_step)
+        if len(self.steps) == LATE:
+            self.write(trainer, "late")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.write(trainer, "epoch")
@@ -236,6 +244,27 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
     assert max(large) == 40
     assert sum(small) + sum(large) >= EPOCHS * SAMPLES
     assert min(sum(small), sum(large)) >= 2 * SAMPLES
+
+
+def test_who_comes_within_an_epoch_counts_the_steps_that_were_made_of_it(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    started: list[Any] = []
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        for name in "ab":
+            started.append(mains(target=attach, args=(tmp_path, name, address, "rpc", 0.1, 2)))
+            started[-1].start()
+            wait_until(lambda name=name: len(Diary.read(tmp_path / f"{name}.json")) > (name == "a"), 40, "training")  # type: ignore[misc]
+        wait_until(lambda: len(Diary.read(tmp_path / "b.json")) > 1, 40, "training")
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        for process in (*started, served):
+            process.kill()
+            process.join()
+    steps = Diary.read(tmp_path / "b.json")[1]["steps"]
+    assert steps[1] > LATE
+    assert steps == sorted(steps)
 
 
 def test_a_trainer_that_does_not_fit_the_run_is_told_why(
