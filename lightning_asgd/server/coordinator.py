@@ -124,6 +124,11 @@ class Coordinator:
         return self.living - self.lapsed
 
     @property
+    def expected_back(self) -> set[int]:
+        """Workers that are away, but for those that may have gone before they were let in."""
+        return set(self.away) - self.unheard
+
+    @property
     def membership(self) -> tuple[frozenset[int], ...]:
         """To find out by whether anything has changed about it."""
         return frozenset(self.living), frozenset(self.behind), frozenset(self.lapsed)

@@ -528,9 +528,7 @@ class Service:
                 *(latest.worker(worker) if latest is not None else (0.0, 0)),
                 coordinator.figures.get(worker),
             )
-            for worker in sorted(
-                (coordinator.living | set(coordinator.away) | coordinator.behind) - coordinator.unheard
-            )
+            for worker in sorted(coordinator.living | coordinator.expected_back | coordinator.behind)
         ]
         return View(
             coordinator.session,

@@ -115,8 +115,6 @@ def test_one_that_gave_up_before_it_was_let_in_leaves_no_trace() -> None:
     service.handle(Note("s", 1, "founded", True))
     service.handle(Leave("s", 1))
     assert come(service).worker == 3
-    assert chief(service, 3) == 3
-    assert [worker.worker for worker in service.handle(Look()).workers] == [3]
     for clock.now in (9.0, 11.0):
         assert chief(service, 3) == 3
         service.tick()
