@@ -373,6 +373,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self.setup_optimizers(trainer)
                 if self._attachment is not None and not self._attachment.founder:
                     follow_progress(trainer, self._attachment.progress)
+                    self._know_files(self._attachment)
                 for optimizer in self.optimizers:
                     if isinstance(optimizer, PosteriorSampler):
                         optimizer.use_stream(self.global_rank)
@@ -632,6 +633,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._collect_samples(self._sharing)
             with self._explained():
                 agree(self.collectives, named_state(self.lightning_module), mean=True)
+                if self._attachment is not None and not self._attachment.chief:
+                    self._know_files(self._attachment)
             if self._leased is not None:
                 self._leased.restore()
                 self._leased = None
@@ -718,6 +721,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._leased.as_if_equal(checkpoint["loops"]["fit_loop"])
             checkpoint[resume.KEY] = entry
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._attachment is not None and self.is_global_zero:
+            self._attachment.wrote(checkpoint_states(self.lightning_module.trainer))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
@@ -795,6 +800,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         worker = self._connected().worker
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
         become_global_zero(0 if chief else worker)
+        if chief and self._attachment is not None:
+            self._know_files(self._attachment)
+
+    def _know_files(self, attachment: Attachment) -> None:
+        """Let checkpoint callbacks know what chiefs have written, in place of what this worker would have."""
+        trainer, files = self.lightning_module.trainer, attachment.files
+        if files is not None and len(files) == len(trainer.checkpoint_callbacks):
+            adopt_checkpoint_states(trainer, files)
 
     def _tell(self, news: str) -> None:
         if self.is_global_zero:

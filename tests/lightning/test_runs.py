@@ -43,6 +43,7 @@ class Counts(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         time.sleep(self.step_s)
+        self.log("age", float(self.current_epoch), on_step=False, on_epoch=True)
         return -self.seen[batch[0]].sum()
 
     def configure_optimizers(self) -> Any:
@@ -130,15 +131,17 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
     data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=True)
     checkpoint = pl.callbacks.ModelCheckpoint(folder / name, save_last=True)
+    youngest = pl.callbacks.ModelCheckpoint(folder / name, monitor="age", filename="youngest")
     made = trainer(
         folder,
         strategy,
         devices=1,
         max_epochs=EPOCHS,
-        callbacks=[Diary(folder / f"{name}.json"), checkpoint],
+        callbacks=[Diary(folder / f"{name}.json"), checkpoint, youngest],
         enable_checkpointing=True,
     )
     made.fit(Counts(step_s), data)
+    (folder / f"{name}.best").write_text(youngest.best_model_path)
 
 
 def address_of_run(folder: Path) -> str:
@@ -208,6 +211,9 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         assert first["fixed"] == diaries["a"][0]["fixed"]
     checkpoint = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
+    best = Path((tmp_path / "b.best").read_text())
+    assert best.parent == tmp_path / "a"  # by the chief before it
+    assert best.exists()
 
 
 def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Path, mains: Any) -> None:
