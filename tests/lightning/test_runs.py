@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd._lightning import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.main import main
 from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
@@ -348,6 +349,23 @@ def test_who_comes_after_the_first_goes_on_where_that_ones_checkpoint_was(tmp_pa
         served.join(10)
         served.kill()
         served.join()
+
+
+def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_device_does_it(tmp_path: Path) -> None:
+    mine = trainer(tmp_path, "auto", devices=1)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    adam = torch.optim.Adam([weight], lr=torch.tensor(0.5), foreach=False, capturable=False)
+    mine.strategy.optimizers = [adam]
+    theirs = {"lr": torch.tensor(0.25), "betas": (0.8, 0.9), "foreach": None, "fused": True, "capturable": True}
+    own = adam.param_groups[0]["lr"]
+    follow_progress(mine, {"groups": [[theirs]], "callbacks": {}, "pytorch-lightning_version": pl.__version__})
+    (group,) = adam.param_groups
+    assert group["lr"] is own
+    assert (float(own), group["betas"]) == (0.25, (0.8, 0.9))
+    assert (group["foreach"], group["fused"], group["capturable"]) == (False, None, False)
+    mine.strategy.optimizers = [torch.optim.SGD([weight], lr=0.5)]
+    follow_progress(mine, {"groups": [[{"lr": torch.tensor(0.25)}]]})
+    assert mine.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize(
