@@ -576,8 +576,8 @@ class View:
         refused: updates that held NaN, infinity or absurdly large values.
         chief: the worker that logs and writes checkpoints; None if there is none.
         epoch: number of the latest epoch; None before the first.
-        done: samples of it whose updates have been applied; batches where a sampler of the user's own makes them.
-        units: its samples, or batches.
+        done: its optimizer steps whose updates have been applied, in batches of the common size.
+        steps: its steps, likewise.
         workers: those that take part or may come back.
         news: what became of workers lately, for people.
     """
@@ -588,7 +588,7 @@ class View:
     chief: int | None = None
     epoch: int | None = None
     done: int = 0
-    units: int = 0
+    steps: int = 0
     workers: tuple[WorkerView, ...] = ()
     news: tuple[str, ...] = ()
 

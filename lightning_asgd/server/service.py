@@ -536,8 +536,8 @@ class Service:
             shard.counts.refused if shard is not None else 0,
             coordinator.chief if workers else None,
             None if latest is None else latest.epoch.number,
-            0 if latest is None else sum(last - first for first, last in latest.finished),
-            0 if latest is None else latest.epoch.units,
+            0 if latest is None else sum(last - first for first, last in latest.finished) // latest.epoch.step,
+            0 if latest is None else -(-latest.epoch.units // latest.epoch.step),
             tuple(workers),
             tuple(coordinator.news[-_NEWS:]),
         )

@@ -326,6 +326,8 @@ def test_workers_must_have_the_same_epoch_in_mind() -> None:
     leases = Leases(Epoch("3", 8, (4, 8), b"a"))
     with pytest.raises(ProtocolError, match=r"another order of samples for epoch 3.*data='split'"):
         leases.check(Epoch("3", 8, (4, 8), b"b"), 1)
+    with pytest.raises(ProtocolError, match=r"Worker 1 counts 32 samples per optimizer step.*accumulate_grad_batches"):
+        leases.check(Epoch("3", 8, (4, 8), b"a", step=32), 1)
     with pytest.raises(ProtocolError, match="Worker 1 has 9 units"):
         leases.check(Epoch("3", 9, (4, 9), b"a"), 1)
 

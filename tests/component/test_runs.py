@@ -286,7 +286,7 @@ def test_anybody_may_look() -> None:
     service.handle(Beat("s", 2, figures=Figures(samples=8)))
     service.tick()
     view = service.handle(Look())
-    assert (view.session, view.chief, view.epoch, view.done, view.units) == ("s", 2, 0, 1, 4)
+    assert (view.session, view.chief, view.epoch, view.done, view.steps) == ("s", 2, 0, 1, 4)
     away, there = view.workers
     assert (away.worker, away.trained, away.silent_s) == (1, 0, 11.0)  # others train what it had
     assert "gave no sign of life" in away.away
