@@ -340,6 +340,25 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
     return lambda: vars(loop).pop("on_advance_end", None)
 
 
+def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have something called whenever Lightning has set up training data, and counted their batches.
+
+    Returns:
+        a function that takes it back.
+    """
+    loop = trainer.fit_loop
+    set_up = type(loop).setup_data
+
+    def set_up_and_call() -> None:
+        before = loop._combined_loader
+        set_up(loop)
+        if loop._combined_loader is not before:
+            call()
+
+    loop.setup_data = set_up_and_call
+    return lambda: vars(loop).pop("setup_data", None)
+
+
 def progress_of(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would hold at an epoch's end, but for weights and optimizer states.
 
@@ -384,6 +403,10 @@ def begin_epochs_anew(trainer: Any) -> None:
         each._restarting = False
 
 
+# Settings of an optimizer that say how it computes on its device, not what.
+_OF_THE_DEVICE = ("foreach", "fused", "capturable")
+
+
 def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
     """Have a fit begin where :func:`progress_of` was called, whatever checkpoint it was given.
 
@@ -397,7 +420,16 @@ def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
         connector.restore_callbacks()
         for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+                group.update({n: _like(group.get(n), v) for n, v in settings.items() if n not in _OF_THE_DEVICE})
+
+
+def _like(mine: Any, theirs: Any) -> Any:
+    """Another worker's value: in this one's tensor on its device, where that is one (a learning rate, for instance)."""
+    from torch import Tensor
+
+    if isinstance(mine, Tensor):
+        return mine.fill_(theirs)
+    return theirs.item() if isinstance(theirs, Tensor) else theirs
 
 
 def become_global_zero(rank: int) -> None:

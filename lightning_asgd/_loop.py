@@ -6,6 +6,8 @@ that follows the progress that all workers have made together, divided by their 
 would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
 ``trainer.num_training_batches`` is what it will probably train of the epoch.
 
+Where batch sizes differ, progress counts in batches of the *common* size, the first worker's.
+
 The loop's attributes that are set here: the loader's batch sampler, ``fit_loop.max_batches``,
 ``trainer.val_check_batch``, ``batch_progress.is_last_batch``, the fetcher's ``length`` and ``done``, the ``frequency``
 of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
@@ -20,19 +22,51 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
 from lightning_asgd.messages import Epoch
 from lightning_asgd.worker.leases import DataLeases, LeasedBatches, Plan, digest, in_common_order
 
-__all__ = ["LeasedLoop", "why_split"]
+__all__ = ["LeasedLoop", "batch_size_of", "count_in", "why_split"]
 
 _NEVER = sys.maxsize  # a number of batches or steps that is not reached
 
 
-def why_split(trainer: Any) -> str | None:
+def batch_size_of(trainer: Any) -> int:
+    """Samples in this worker's training batches; 0 if it is not the loader that puts them together, or not one loader.
+
+    Args:
+        trainer: its training data have been set up.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
+    sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
+    endless = trainer.fit_loop.max_batches == float("inf")
+    return int(sampler.batch_size) if type(sampler) is BatchSampler and not endless else 0
+
+
+def count_in(trainer: Any, batch: int) -> None:
+    """Have Lightning count an epoch, and the batches between two validations, in batches of the common size.
+
+    Args:
+        trainer: its training data have been set up, and :func:`batch_size_of` is not 0.
+        batch: samples of such a batch.
+    """
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    (loader,) = loop._combined_loader.flattened
+    batches = len(loader.batch_sampler.sampler) / batch
+    length = math.floor(batches) if loader.drop_last else math.ceil(batches)
+    loop.max_batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def why_split(trainer: Any, batch: int = 0) -> str | None:
     """Why the workers of a fit must each train a fixed part of the data; None if they can share it.
 
     Args:
         trainer: its training data have been set up.
+        batch: samples of a batch of the common size; 0 if that is the loader's.
     """
     loop, workers = trainer.fit_loop, trainer.world_size
     loaders = loop._combined_loader.flattened
@@ -55,7 +89,7 @@ def why_split(trainer: Any) -> str | None:
     if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
         return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
     # All batches there are: what Lightning has counted for one worker may be padded.
-    batches = min(workers * loop.max_batches, math.ceil(len(sampler.dataset) / (loader.batch_size or 1)))
+    batches = min(workers * loop.max_batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
     if batches // accumulation(trainer, trainer.current_epoch) < workers:
         return f"{batches} batches per epoch are too few for {workers} workers"
     return None
@@ -71,6 +105,7 @@ class LeasedLoop:
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
         come_back: see :class:`DataLeases`.
+        batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
     """
 
     def __init__(
@@ -81,20 +116,24 @@ class LeasedLoop:
         timeout_s: float,
         resumed: Mapping[str, Any],
         come_back: Callable[[], None],
+        batch: int = 0,
     ) -> None:
         self.trainer = trainer
+        self._client = client
         self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
         self.workers: int = trainer.world_size
         self.run = run
+        self._batch = batch or 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
-        self._batches = 0  # of an epoch per worker, if all are equally fast
+        self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
         self._steps_before = 0
+        self._comes = True  # whether its first batch of all has not begun
         # Of the present epoch.
         self._accumulate = 1
         self._validates: frozenset[int] = frozenset()  # segments that end with a validation
@@ -106,6 +145,7 @@ class LeasedLoop:
         self._ended = True  # whether the latest batch is through
         self._met = False  # whether all have trained the segment, and this worker knows
         self._over = False  # whether that was the epoch's last, and all data have been trained
+        self._lacking = 0  # batches of the step that ends with the present one, if it has fewer than others
 
     # ------------------------------------------------------------------ once per epoch
 
@@ -150,31 +190,36 @@ class LeasedLoop:
         key = f"{self.run}/{number}"
         if leases.opened == key:
             return leases.plan
-        batches = in_common_order(self._loader.batch_sampler.inner, int(os.environ.get("PL_GLOBAL_SEED", 0)) + number)
-        batches = batches[: self.workers * self._batches]
-        order = digest(batches)
-        self._accumulate = unit = accumulation(trainer, number)
+        sampler, mine = self._loader.batch_sampler.inner, batch_size_of(trainer)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + number
+        items = in_common_order(sampler.sampler if mine else sampler, seed)
+        whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
+        items = items[: min(whole, self.workers * self._batches * self._batch)]
+        order = digest(items)
+        self._accumulate = accumulate = accumulation(trainer, number)
         # A checkpoint that was written within an epoch says how far that was.
         position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
         self._stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
-        self._steps_before = self._global_step - self._stepped // unit
+        self._steps_before = self._global_step - self._stepped // accumulate
         self._own, self._idle, self._met, self._over = (0, 0), True, False, False
-        ends, self._validates, units = self._segments(len(batches), unit)
+        ends, self._validates = self._segments(len(items), accumulate)
+        units, step = ends[-1], self._batch * accumulate
         resumed, self._resumed = self._resumed, {}
         done: tuple[tuple[int, int], ...] = ()
         if (resumed.get("epoch"), resumed.get("order"), resumed.get("units")) == (number, order, units):
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self._stepped:  # it is of another kind of run
-            trained = round(self._stepped * self.workers / unit)
-            done = ((0, trained),) if trained <= units - self.workers else ()
-        return Plan(Epoch(key, units, ends, order, done), batches, unit)
+            trained = round(self._stepped * self.workers / accumulate) * step
+            done = ((0, trained),) if trained <= units - self.workers * step else ()
+        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, accumulate)
 
-    def _segments(self, batches: int, unit: int) -> tuple[tuple[int, ...], frozenset[int], int]:
-        """Ends of the segments in units; those of them that validations follow; the number of units."""
+    def _segments(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Ends of the segments in units; those of them that validations follow."""
         trainer, workers = self.trainer, self.workers
-        units = math.ceil(batches / unit)
+        step = self._batch * accumulate
+        steps = math.ceil(units / step)  # of all workers
         every = self._interval
         marks: list[int] = []  # in batches of a worker
         if trainer.fit_loop.epoch_loop._should_check_val_epoch() and every != float("inf"):
@@ -182,19 +227,20 @@ class LeasedLoop:
             first = every - (self._batches_before % every if across else 0)
             marks = list(range(first, self._batches + 1, every))
         # The last batches are not always enough for all workers: the epoch's last segment ends with the epoch.
-        wanted = {units if mark == self._batches else min(units, round(mark * workers / unit)) for mark in marks}
+        wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
         self._cut = False
         if trainer.max_steps != -1:
-            steps = trainer.max_steps - self._steps_before
-            self._cut = steps < math.ceil(self._batches / unit)
-            units = max(workers, min(units, workers * steps))
+            left = trainer.max_steps - self._steps_before
+            self._cut = left < math.ceil(self._batches / accumulate)
+            steps = max(workers, min(steps, workers * left))
         ends: list[int] = []
-        for end in sorted({*(w for w in wanted if w <= units), units}):
+        for end in sorted({*(w for w in wanted if w <= steps), steps}):
             # Too few for everybody to get one: they belong to those before.
             if ends and end - ends[-1] < workers and ends.pop() in wanted:
                 wanted.add(end)
             ends.append(end)
-        return tuple(ends), frozenset(i for i, end in enumerate(ends) if end in wanted), units
+        validates = frozenset(i for i, end in enumerate(ends) if end in wanted)
+        return tuple(min(units, end * step) for end in ends), validates
 
     # ------------------------------------------------------------------ every batch
 
@@ -205,14 +251,18 @@ class LeasedLoop:
         leases.begin_batch()
         fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress
         fetcher.length, fetcher.done = float("inf"), False
-        progress.is_last_batch = leases.last and leases.ends_short
+        self._lacking = leases.lacking
+        progress.is_last_batch = self._lacking > 0  # so that Lightning takes its step
         self.trainer.val_check_batch = _NEVER
-        left = (leases.plan.epoch.units - leases.progress) * leases.share * self._accumulate
+        left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(progress.current.ready + max(1, math.ceil(left) - 1))
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
+        if self._comes and not self._client().world_size:
+            self._catch_up()
+        self._comes = False
 
     def after_batch(
         self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
@@ -250,6 +300,10 @@ class LeasedLoop:
         """The last thing that is done with a batch before Lightning decides what comes next."""
         loop, leases = self.trainer.fit_loop, self.leases
         epoch_loop = loop.epoch_loop
+        if self._lacking:  # the next step begins where Lightning counts it to begin
+            _shift(vars(epoch_loop.batch_progress.current), self._lacking)
+            loop.max_batches += self._lacking
+            self._lacking = 0
         batches, steps = self._own
         self._own = batches + 1, steps + epoch_loop.global_step - self._global_step
         self._set_global_step(self._next_step())
@@ -314,7 +368,7 @@ class LeasedLoop:
         """Batches of this epoch that a worker would have trained by now, if all were equally fast."""
         if self._over:
             return self._batches
-        return min(self._batches, round(self.leases.progress * self._accumulate / self.workers))
+        return min(self._batches, round(self.leases.progress / self._batch / self.workers))
 
     def _load_on(self) -> None:
         """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
@@ -357,14 +411,21 @@ class LeasedLoop:
         target = self._steps_before + whole(self._position * per_batch + 1e-6 * (-1 if self._over else 1))
         if self._met:
             return target
-        end = round(self.leases.plan.epoch.ends[self.leases.segment] * self._accumulate / self.workers)
+        end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
         target = min(target, self._steps_before + math.floor(end * per_batch) - 1)
         # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
         # in leaps, which must not go over the steps after which something is done.
-        ahead = min(target - self._global_step, max(1, math.ceil(per_batch / (self.workers * self.leases.share))))
+        meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
+        ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
         target = self._global_step + ahead
         marks = [target - target % every for every in self._every() if every > ahead]
         return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
+
+    def _catch_up(self) -> None:
+        """Count the steps that others have made of an epoch within which this worker comes."""
+        self._step_schedules()
+        if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
+            self._set_global_step(max(self._global_step, self._steps_before + self._position // self._accumulate))
 
     def _every(self) -> list[int]:
         """Numbers of steps after which loggers and checkpoints have something to do."""

@@ -15,6 +15,7 @@ from lightning_asgd._lightning import (
     checkpoint_states,
     looks_at_gradients,
     progress_of,
+    when_data_are_set_up,
     when_epochs_end,
 )
 from lightning_asgd.config import ExchangeConfig
@@ -80,7 +81,10 @@ class Fit:
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
             self.sharing.restore(servers)
-        self._undo = when_epochs_end(trainer, self._agree_to_stop)
+        self._undo = [
+            when_epochs_end(trainer, self._agree_to_stop),
+            when_data_are_set_up(trainer, self._agree_on_batches),
+        ]
 
     @property
     def _module(self) -> Any:
@@ -92,7 +96,8 @@ class Fit:
 
     def close(self) -> None:
         """Give the Trainer and the buffers back."""
-        self._undo()
+        for undo in self._undo:
+            undo()
         self.sharing.close()
 
     # ------------------------------------------------------------------ one layout, one set of weights
@@ -110,6 +115,7 @@ class Fit:
             lr=self._lr,
             on_away=self.data.lose,
             trained=self.data.trained,
+            batch=lambda: self.data.batch,
             late=not looks_at_gradients(module),
             fill=membership.fills,
             theirs=membership.layout,
@@ -247,6 +253,10 @@ class Fit:
         should_stop = self._trainer.should_stop
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
+    @with_last_words()
+    def _agree_on_batches(self) -> None:
+        self.data.agree_on_batches()
+
     def _progress(self) -> dict[str, Any]:
         """What a worker that attaches itself now has to know."""
         progress = progress_of(self._trainer)
@@ -260,6 +270,8 @@ class Fit:
         elif self._trainer.is_global_zero:
             self._collect_samples()
         agree(self._collectives, named_state(self._module), mean=True)
+        if not self._trainer.is_global_zero:
+            self._membership.know_checkpoints(self._trainer)
         self.data.restore()
 
     def _collect_samples(self) -> None:

@@ -333,6 +333,9 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
                 self._last.cancel()
                 self._last.join()
                 self._last = None
+            overseer = supervisor.current()
+            if overseer is not None:
+                overseer.rest()
 
     def _hurry(self) -> None:
         """Worker 0 has ended well: whoever hangs must not keep this process for ever."""

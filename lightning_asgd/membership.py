@@ -215,6 +215,21 @@ class Membership:
         """Workers that take part, of which ``met`` are those that this one has just met."""
         return met
 
+    def common_batch(self, mine: int) -> int:
+        """Samples of the batches that all count progress in: the first worker's.
+
+        Args:
+            mine: those of this worker's batches; 0 if that is not known.
+        """
+        sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
+        return sizes.get(0, mine)
+
+    def wrote_checkpoint(self, trainer: Any) -> None:
+        """A checkpoint was written by this worker."""
+
+    def know_checkpoints(self, trainer: Any) -> None:
+        """Let checkpoint callbacks know what was written by others, where those who write change."""
+
     def gather_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
         """All workers' optimizer and scheduler states, for the checkpoint that worker 0 writes."""
         return self.collectives.gather("gather", "checkpoint", mine, target=0)
@@ -258,6 +273,7 @@ class Membership:
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
+            overseer.rest()
 
     def fail(self, why: str) -> None:
         """Tell the others at once, so that nobody waits for this worker."""

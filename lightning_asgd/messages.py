@@ -55,7 +55,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -205,12 +205,14 @@ class Note:
         worker: number of the sender.
         name: what it is about; :data:`FOUNDED` is the one that servers heed.
         value: a plain value, or an object as :class:`Pickled`; None to ask only.
+        first: whether what was said before counts, if anything was.
     """
 
     session: str
     worker: int
     name: str
     value: Any = None
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,7 @@ class Exchange:
         full: whether the weights are wanted as they are, not compressed.
         epoch: the epoch that the worker claims units of; empty if it does not.
         units: units of it that the worker has trained since it began or came back, those of this push included.
+        batch: samples of one of the worker's batches; 0 if it does not know.
     """
 
     session: str
@@ -384,6 +387,7 @@ class Exchange:
     full: bool = False
     epoch: str = ""
     units: int = 0
+    batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -548,8 +552,8 @@ class WorkerView:
         about: its machine, process and device, where it came by itself.
         away: why nobody waits for it; empty if it takes part.
         silent_s: seconds since its last sign of life.
-        pace_s: seconds that it needs for a unit; 0 if that is not known.
-        trained: units of the present epoch that it has trained.
+        pace_s: seconds that it needs for an optimizer step; 0 if that is not known.
+        trained: steps of the present epoch that it has trained.
         figures: its latest, if it is monitored.
     """
 
@@ -572,8 +576,8 @@ class View:
         refused: updates that held NaN, infinity or absurdly large values.
         chief: the worker that logs and writes checkpoints; None if there is none.
         epoch: number of the latest epoch; None before the first.
-        done: its units whose updates have been applied.
-        units: its units.
+        done: its optimizer steps whose updates have been applied, in batches of the common size.
+        steps: its steps, likewise.
         workers: those that take part or may come back.
         news: what became of workers lately, for people.
     """
@@ -584,7 +588,7 @@ class View:
     chief: int | None = None
     epoch: int | None = None
     done: int = 0
-    units: int = 0
+    steps: int = 0
     workers: tuple[WorkerView, ...] = ()
     news: tuple[str, ...] = ()
 
@@ -668,14 +672,15 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What workers share of an epoch. A unit is what a worker trains between two optimizer steps.
+    """What workers share of an epoch. A unit is a sample; or a batch, where a sampler of the user's own makes them.
 
     Attributes:
         key: which epoch of which fit it is; it ends with the epoch's number.
         units: number of units.
         ends: the numbers of units after which all workers meet, ascending; the last is ``units``.
-        order: digest of the samples in their order, to compare workers by.
+        order: digest of the units in their order, to compare workers by.
         done: ranges of units that had been trained when the checkpoint was written that the fit resumes from.
+        step: units of one optimizer step, in the batch size that all count in.
     """
 
     key: str
@@ -683,6 +688,7 @@ class Epoch:
     ends: tuple[int, ...]
     order: bytes = b""
     done: tuple[tuple[int, int], ...] = ()
+    step: int = 1
 
     @property
     def number(self) -> int:
@@ -720,6 +726,7 @@ class Claim:
         trip: seconds in which it is answered.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
+        size: units of one of its optimizer steps.
     """
 
     urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
@@ -734,6 +741,7 @@ class Claim:
     trip: float = 0.0
     wait: bool = False
     stop: bool = False
+    size: int = 1
 
 
 @dataclass(frozen=True)

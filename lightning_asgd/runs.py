@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd._lightning import become_global_zero, progress_in
+from lightning_asgd._lightning import adopt_checkpoint_states, become_global_zero, checkpoint_states, progress_in
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.callbacks import SyncPoints
@@ -89,6 +89,7 @@ class RunMembership(Membership):
     def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: Board, device: Any) -> None:
         super().__init__(job, config, policy, board, rank=0, world_size=1)
         self._device = device
+        self._trainer: Any = None  # while it fits
         self._attachment = Attachment(self.client, self._change_chief)
 
     @property
@@ -134,6 +135,8 @@ class RunMembership(Membership):
         worker = self.client.worker
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
         become_global_zero(0 if chief else worker)
+        if chief and self._trainer is not None:
+            self.know_checkpoints(self._trainer)
 
     def _tell(self, news: str) -> None:
         if self.rank == 0:
@@ -168,6 +171,7 @@ class RunMembership(Membership):
 
     def agree_with_run(self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption) -> None:
         """The founder tells the others; they take its values."""
+        self._trainer = trainer
         if not self.founder:
             self._attachment.adopt(constants)
             return
@@ -183,6 +187,20 @@ class RunMembership(Membership):
     def living(self, met: Collection[int]) -> Collection[int]:
         """Those that were heard of: nobody is met."""
         return self.board.living
+
+    def common_batch(self, mine: int) -> int:
+        """That of the run's first worker."""
+        return self._attachment.common_batch(mine) if mine else 0
+
+    def wrote_checkpoint(self, trainer: Any) -> None:
+        """Note what the chief's callbacks know of their files, for the next one."""
+        self._attachment.wrote(checkpoint_states(trainer))
+
+    def know_checkpoints(self, trainer: Any) -> None:
+        """Let checkpoint callbacks know what chiefs have written, in place of what this worker would have."""
+        files = self._attachment.files
+        if files is not None and len(files) == len(trainer.checkpoint_callbacks):
+            adopt_checkpoint_states(trainer, files)
 
     def gather_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
         """The chief's state stands where Lightning looks for it, and that of others is not asked for."""

@@ -59,9 +59,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         npush: steps between two pushes of what was learnt, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.
-        scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers) converges like
-            DDP with the same hyper-parameters; ``"sum"`` is the founding paper's rule, which needs a warm start and a
-            smaller learning rate; a number is taken as it is.
+        scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers; by batch sizes
+            where these differ) converges like DDP with the same hyper-parameters; ``"sum"`` is the founding paper's
+            rule, which needs a warm start and a smaller learning rate; a number is taken as it is.
         overlap: train on while an exchange is under way. False waits for the answer, which is slower, and takes no step
             on weights that are older than it. None means what the algorithm does by itself.
         data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
@@ -327,6 +327,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.setup_optimizers(trainer)
         if not membership.founder:
             follow_progress(trainer, membership.progress)
+            membership.know_checkpoints(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(self.global_rank)
@@ -495,6 +496,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None and "optimizer_states" in checkpoint:
             self._fit.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._membership is not None and self.is_global_zero:
+            self._membership.wrote_checkpoint(self.lightning_module.trainer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""

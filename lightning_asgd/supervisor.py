@@ -179,6 +179,10 @@ class Supervisor:
                 return server.obituary()
         return self._obituary
 
+    def rest(self) -> None:
+        """A fit is over: keep no server ready, and speak no more of one that another has replaced."""
+        self.spare, self._obituary = False, None
+
     def close(self) -> None:
         """Stop the servers and wait for them. May be called more than once."""
         self._closing.set()

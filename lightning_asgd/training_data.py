@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd._lightning import begin_epochs_anew, tree_of
-from lightning_asgd._loop import LeasedLoop, why_split
+from lightning_asgd._loop import LeasedLoop, batch_size_of, count_in, why_split
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.membership import Membership
@@ -48,8 +48,20 @@ class TrainingData:
         self._come_back = come_back
         self._loop: LeasedLoop | None = None  # None while every worker has its own part
         self._told = False  # that the data are split
+        self.batch = 0
+        """Samples of this worker's batches, once they are known."""
+        self._common_batch = 0  # of those that all count progress in
 
     # ------------------------------------------------------------------ when training and epochs begin
+
+    def agree_on_batches(self) -> None:
+        """Let progress count in batches of the same size on all workers. Called when the data have been set up."""
+        self.batch = self._common_batch = batch_size_of(self._trainer)
+        if self._never:
+            return
+        self._common_batch = self._membership.common_batch(self.batch)
+        if self.batch and self._common_batch not in (0, self.batch):
+            count_in(self._trainer, self._common_batch)
 
     def share(self) -> None:
         """Let the training dataloader yield what this worker is granted, if the data can be shared."""
@@ -57,15 +69,14 @@ class TrainingData:
             return
         if self._loop is None and self._membership.between_epochs:
             begin_epochs_anew(self._trainer)
-        reason = why_split(self._trainer)
+        reason = why_split(self._trainer, self._common_batch)
         if reason is not None:
             self._split(reason)
             return
         if self._loop is None:
             resumed, session = self._resume.take_data(), self._membership.session
-            self._loop = LeasedLoop(
-                self._trainer, lambda: self._membership.client, session, self._timeout_s, resumed, self._come_back
-            )
+            about = (session, self._timeout_s, resumed, self._come_back, self._common_batch)
+            self._loop = LeasedLoop(self._trainer, lambda: self._membership.client, *about)
         self._loop.install()
 
     def _split(self, reason: str) -> None:

@@ -13,7 +13,9 @@ References:
 Departures:
     The papers add every push whole (``scale="sum"``), which multiplies the outer learning rate by the number of
     workers and needs a warm start. The default ``scale="mean"`` adds 1/N of each, so that one round of N pushes moves
-    the weights by their mean, as DDP's averaged gradient does.
+    the weights by their mean, as DDP's averaged gradient does. Where batch sizes :math:`b_i` differ it adds
+    :math:`b_i / \sum_j b_j`, so that a sample weighs the same on every worker (McMahan et al., "Communication-Efficient
+    Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ASGD(Algorithm):
     """Add each update, scaled.
 
     Args:
-        scale: ``"mean"`` adds 1 / live workers of an update, ``"sum"`` all of it, a number that fraction of it.
+        scale: ``"mean"`` adds 1 / live workers of an update, or its part of their samples where batch sizes differ;
+            ``"sum"`` all of it, a number that fraction of it.
 
     State:
         none beside the weights.
@@ -65,7 +68,7 @@ class ASGD(Algorithm):
 def factor(scale: str | float, push: Push) -> float:
     """What an update is multiplied with: one of N workers' pushes, or the mean of several of them."""
     if scale == "mean":
-        return min(push.count / max(push.live, 1), 1.0)
+        return min(push.count * push.weight / max(push.live, 1), 1.0)
     return 1.0 if scale == "sum" else float(scale)
 
 

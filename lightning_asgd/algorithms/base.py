@@ -57,7 +57,8 @@ class Push:
         steps: optimizer steps in it.
         lr: learning rate of the worker's first parameter group.
         live: number of workers that take part.
-        count: number of pushes combined into the update; their mean is given.
+        weight: samples of the worker's batches divided by the mean of all that take part: 1 if all are equal.
+        count: number of pushes combined into the update; their mean, by these weights, is given.
         version: of the shard, before this update.
     """
 
@@ -68,6 +69,7 @@ class Push:
     steps: int = 1
     lr: float = 0.0
     live: int = 1
+    weight: float = 1.0
     count: int = 1
     version: int = 0
 
@@ -82,6 +84,7 @@ class Table:
         clocks: pushes of each since the last sync point.
         steps: optimizer steps of each in the session.
         speeds: optimizer steps per second of each, as it says.
+        batches: samples of a batch of each, as far as known.
         gathered: workers whose pushes wait to be applied together.
         count: number of these pushes.
     """
@@ -91,6 +94,7 @@ class Table:
     clocks: Counter[int] = field(default_factory=Counter)
     steps: Counter[int] = field(default_factory=Counter)
     speeds: dict[int, float] = field(default_factory=dict)
+    batches: dict[int, int] = field(default_factory=dict)
     gathered: set[int] = field(default_factory=set)
     count: int = 0
 

@@ -93,7 +93,7 @@ def tables(run: str, view: View, before: View | None = None) -> RenderableType:
     if view.epoch is None:
         progress = "no epoch has begun"
     else:
-        progress = f"epoch {view.epoch}: {view.done} of {view.units} steps ({view.done / view.units:.0%})"
+        progress = f"epoch {view.epoch}: {view.done} of {view.steps} steps ({view.done / view.steps:.0%})"
     refused = f", {view.refused} updates refused" if view.refused else ""
     title = f"run {run}   {progress}   version {view.version}{refused}"
     headings = ("steps", "s/step", "samples/s", "staleness", "waits", "heard of")

@@ -93,6 +93,7 @@ class Coordinator:
     terms: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
     news: list[str] = field(default_factory=list)  # for people
     admitted: int = 0  # the highest number that was given
+    unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
     about: dict[int, str] = field(default_factory=dict)  # what workers that came by themselves are, for people
     aborted: str = ""  # why the session is over
     figures: dict[int, Figures] = field(default_factory=dict)  # the latest of each worker that takes any
@@ -115,12 +116,17 @@ class Coordinator:
     @property
     def chief(self) -> int:
         """The worker that logs and writes checkpoints; where workers come and go, the one that is there longest."""
-        return 0 if self.world_size else min(self.trusted or self.living, default=0)
+        return 0 if self.world_size else min(self.trusted - self.unheard or self.trusted or self.living, default=0)
 
     @property
     def trusted(self) -> set[int]:
         """Those of the living who may train."""
         return self.living - self.lapsed
+
+    @property
+    def expected_back(self) -> set[int]:
+        """Workers that are away, but for those that may have gone before they were let in."""
+        return set(self.away) - self.unheard
 
     @property
     def membership(self) -> tuple[frozenset[int], ...]:
@@ -154,6 +160,7 @@ class Coordinator:
     def hear(self, worker: int, now: float) -> None:
         """Take any message as a sign of life."""
         self._heard[worker] = now
+        self.unheard.discard(worker)
 
     def admit(self, about: str, now: float) -> int:
         """Let a worker into a run whose workers come and go.
@@ -164,6 +171,7 @@ class Coordinator:
         worker = self.admitted = self.admitted + 1
         self.about[worker] = about
         self.join(worker, now)
+        self.unheard.add(worker)
         self.news.append(f"Worker {worker} ({about}) has come.")
         return worker
 
@@ -363,6 +371,7 @@ class Coordinator:
         self.away.pop(worker, None)
         self.behind.discard(worker)
         self.lapsed.discard(worker)
+        self.unheard.discard(worker)
         for seq in list(self._missed):
             self._caught_up(worker, seq)
 

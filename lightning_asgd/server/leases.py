@@ -1,10 +1,10 @@
 """Which worker trains which part of an epoch: those that are faster take more. Pure: no network, no clock, no threads.
 
-An epoch is a row of *units*, one optimizer step's batches each, in an order that all workers know. It is cut into
-*segments*, which end where all workers meet: validations, the end of the epoch. A worker *claims* a few units at a
-time, by guided self-scheduling: half of what it will probably be able to do of the segment, and at the end single
-units, so that all finish together. A unit counts once its update has been applied; those of a worker that is gone, or
-that stops early, are granted to others.
+An epoch is a row of *units*, its samples, in an order that all workers know. It is cut into *segments*, which end
+where all workers meet: validations, the end of the epoch. A worker *claims* a few optimizer steps at a time, of as many
+units as it has in its batches, by guided self-scheduling: half of what it will probably be able to do of the segment,
+and at the end single steps, so that all finish together. A unit counts once its update has been applied; those of a
+worker that is gone, or that stops early, are granted to others.
 
 Reference:
     Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
@@ -24,9 +24,9 @@ __all__ = ["Leases"]
 
 _CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
 _TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
-_LATE = 1.05  # a worker is granted a unit if it will be through with it at most that much later than the others
-# One that needs many times as long for a unit saves the others next to nothing by it, and costs them a lot if they turn
-# out faster than they were: it has to be through sooner.
+_LATE = 1.05  # a worker is granted a step if it will be through with it at most that much later than the others
+# One that needs many times as long for a sample saves the others next to nothing by it, and costs them a lot if they
+# turn out faster than they were: it has to be through sooner.
 _MANY = 4.0
 _SOONER = 0.85
 
@@ -44,6 +44,7 @@ class _Worker:
     trained: int = 0  # both count units, since the epoch began
     applied: int = 0
     pace: float = 0.0  # seconds per unit; 0 if unknown
+    size: int = 0  # units per step; 0 if unknown
     trip: float = 0.0  # seconds in which it is answered
     at: float = 0.0  # when it reported last
     segment: int = 0
@@ -68,7 +69,7 @@ class Leases:
 
     Args:
         epoch: which epoch it is, and what its segments are. Units in ``epoch.done`` count as trained.
-        all_train: whether a unit of every segment is kept for each of the living. Without, one that comes late trains
+        all_train: whether a step of every segment is kept for each of the living. Without, one that comes late trains
             a batch in vain, to notice the segment's end.
     """
 
@@ -94,9 +95,10 @@ class Leases:
         return tuple(self._finished)
 
     def worker(self, number: int) -> tuple[float, int]:
-        """Seconds per unit of a worker, and how many it has trained; both 0 if nothing is known."""
+        """Seconds per step of a worker, and how many it has trained; both 0 if nothing is known."""
         worker = self._workers.get(number, _Worker())
-        return worker.pace, worker.trained
+        size = worker.size or 1
+        return worker.pace * size, -(-worker.trained // size)
 
     def check(self, other: Epoch, worker: int) -> None:
         """Raise if a worker has another epoch in mind.
@@ -109,6 +111,11 @@ class Leases:
                 f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
                 "same: give your sampler a generator that is seeded alike on all workers, or pass data='split' to the "
                 "strategy."
+            )
+        if other.step != self.epoch.step:
+            raise ProtocolError(
+                f"Worker {worker} counts {other.step} samples per optimizer step in epoch {other.key}, the others "
+                f"{self.epoch.step}. Expected the same accumulate_grad_batches on every worker; batch sizes may differ."
             )
         if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
             raise ProtocolError(
@@ -145,11 +152,9 @@ class Leases:
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
-            for unit in range(first, last):
-                if any(a <= unit < b for a, b in self._finished):
-                    worker.applied += 1
-                elif any(a <= unit < b for a, b in self._free):
-                    self._hold(worker, unit, unit + 1)
+            worker.applied += sum(b - a for a, b in _common(self._finished, first, last))
+            for a, b in _common(self._free, first, last):
+                self._hold(worker, a, b)
 
     def applied(self, number: int, units: int) -> None:
         """Note that the servers have the updates of a worker's first so many units, when the update itself comes.
@@ -175,7 +180,7 @@ class Leases:
             raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
-        worker.trip = claim.trip
+        worker.trip, worker.size = claim.trip, claim.size
         answers: list[Answer] = []
         if worker.waiting is not None:
             answers.append((worker.waiting, Grant()))  # nobody waits for that answer any more
@@ -215,7 +220,8 @@ class Leases:
                     grant = self._grant(worker, first, last, now)
                 elif worker.served < claim.segment:
                     worker.served, end = claim.segment, self.epoch.ends[claim.segment]
-                    grant = replace(self._grant(worker, end - 1, end, now), void=True)
+                    begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
+                    grant = replace(self._grant(worker, max(begin, end - claim.size), end, now), void=True)
                 else:
                     grant = self._grant(worker, 0, 0, now, over=True)
                 answers.append((claim, grant))
@@ -231,34 +237,43 @@ class Leases:
         if not left:
             return 0, 0
         others = [w for n, w in self._peers(number).items() if not w.stopped]
-        # Everybody needs a unit in every segment, or would not notice its end.
-        owed = sum(w.served < claim.segment for w in others) if self._all_train else 0
+        # Everybody needs something of every segment, or would not notice its end.
+        unserved = [w for w in others if w.served < claim.segment] if self._all_train else []
         if worker.served < claim.segment:
-            size = 1
+            units = min(worker.size, max(1, left // (1 + len(unserved))))
         else:
-            size = min(self._size(worker, others, left, now), left - owed) if left > owed else 0
-        if size == 0:
+            spare = left - sum(w.size or worker.size for w in unserved)
+            steps = self._steps(worker, others, left, now) if spare > 0 else 0
+            units = min(steps, spare // worker.size) * worker.size if unserved else steps * worker.size
+        if units == 0:
             return 0, 0
         worker.served = claim.segment
         first, last = free[0]
-        return first, min(last, first + size)
+        if not unserved and 2 * (last - first - units) < worker.size:  # too little would be left for a step
+            return first, last
+        return first, min(last, first + units)
 
-    def _size(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
-        """How many units to grant: half of a worker's share of what is left, by everybody's speed."""
+    def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
+        """How many steps to grant: half of a worker's share of what is left, by everybody's speed."""
         known = [w.pace for w in (worker, *others) if w.pace]
         if not worker.pace:
             return 1
         mean = sum(known) / len(known)
-        loads = [(w.backlog(now, w.pace or mean) if w.waiting is None else 0.0, w.pace or mean) for w in others]
+        loads = [
+            (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0, w.pace or mean, w.size or worker.size)
+            for w in others
+        ]
         mine = max(0, worker.granted - worker.trained) * worker.pace
-        if loads and mine + worker.pace > _LATE * _through(loads, left):
+        through = mine + min(worker.size, left) * worker.pace
+        if loads and through > _LATE * _through(loads, left):
             return 0
         faster = [load for load in loads if load[1] * _MANY < worker.pace]
-        if faster and mine + worker.pace > _SOONER * _through(faster, left):
+        if faster and through > _SOONER * _through(faster, left):
             return 0
-        share = max(0.0, _through([*loads, (mine, worker.pace)], left) - mine) / worker.pace
-        size = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
-        return max(1, int(min(size, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)))
+        share = max(0.0, _through([*loads, (mine, worker.pace, worker.size)], left) - mine) / worker.pace
+        units = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
+        units = min(units, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)
+        return max(1, int(units / worker.size))
 
     def _peers(self, number: int) -> dict[int, _Worker]:
         return {n: self._workers.get(n, _Worker()) for n in self._living if n != number}
@@ -329,41 +344,53 @@ class Leases:
         return [] if worker.waiting is None else [(worker.waiting, None)]
 
     def _release(self, first: int, last: int) -> None:
-        """Make units free, cut at the segments' ends."""
+        """Make units free, in ranges that end with segments at the latest."""
         while first < last:
             end = self.epoch.ends[bisect_right(self.epoch.ends, first)]
             insort(self._free, (first, min(last, end)))
             first = min(last, end)
+        self._free = _merged(self._free, self.epoch.ends)
 
     def _finish(self, first: int, last: int) -> None:
         insort(self._finished, (first, last))
-        merged: list[tuple[int, int]] = []
-        for a, b in self._finished:
-            if merged and merged[-1][1] >= a:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], b))
-            else:
-                merged.append((a, b))
-        self._finished = merged
+        self._finished = _merged(self._finished)
 
 
-def _through(loads: Sequence[tuple[float, float]], units: int) -> float:
-    """Seconds until workers are through with whole units, if none idles.
+def _merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> list[tuple[int, int]]:
+    """Ascending ranges with those put together that touch or overlap, but for those that touch at given ends."""
+    merged: list[tuple[int, int]] = []
+    for a, b in ranges:
+        if merged and (merged[-1][1] > a or (merged[-1][1] == a and a not in ends)):
+            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _common(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """What ranges have in common with another one."""
+    return [(max(a, first), min(b, last)) for a, b in ranges if a < last and first < b]
+
+
+def _through(loads: Sequence[tuple[float, float, int]], units: int) -> float:
+    """Seconds until workers are through with units in whole steps, if none idles.
 
     Args:
-        loads: per worker, the seconds until it is free, and its seconds per unit.
+        loads: per worker, the seconds until it is free, its seconds per unit, and its units per step.
         units: number of units.
     """
     rate = busy = time = 0.0
     ordered = sorted(loads)
-    for index, (free, pace) in enumerate(ordered):
+    for index, (free, pace, _) in enumerate(ordered):
         rate += 1 / pace
         busy += free / pace
         time = (units + busy) / rate  # if units could be cut in pieces
         if index + 1 == len(ordered) or time <= ordered[index + 1][0]:
             break
-    through = [max(0, int((time - free) / pace)) for free, pace in ordered]
+    through = [max(0, int((time - free) / pace / size)) * size for free, pace, size in ordered]
     while sum(through) < units:
-        ends = [free + (n + 1) * pace for n, (free, pace) in zip(through, ordered, strict=True)]
+        ends = [free + (n + size) * pace for n, (free, pace, size) in zip(through, ordered, strict=True)]
         time = min(ends)
-        through[ends.index(time)] += 1
+        soonest = ends.index(time)
+        through[soonest] += ordered[soonest][2]
     return time

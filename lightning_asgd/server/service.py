@@ -306,7 +306,8 @@ class Service:
     def _note(self, message: Note) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
-        if message.value is not None and message.worker in coordinator.trusted:  # else others speak for it
+        known = message.first and message.name in self._notes
+        if message.value is not None and not known and message.worker in coordinator.trusted:  # else others speak
             self._notes[message.name] = message.value
             self._let_in()
         return self._notes.get(message.name)
@@ -393,7 +394,7 @@ class Service:
         if self._run and message.weights is not None:
             shard = None  # one that founded the run before and died may have had others
         if shard is None:
-            shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm)
+            shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm, bool(self._run))
             self._meet(coordinator)
         if shard.groups != message.groups:
             raise ProtocolError(
@@ -593,7 +594,7 @@ class Service:
                 *(latest.worker(worker) if latest is not None else (0.0, 0)),
                 coordinator.figures.get(worker),
             )
-            for worker in sorted(coordinator.living | set(coordinator.away) | coordinator.behind)
+            for worker in sorted(coordinator.living | coordinator.expected_back | coordinator.behind)
         ]
         return View(
             coordinator.session,
@@ -601,8 +602,8 @@ class Service:
             shard.counts.refused if shard is not None else 0,
             coordinator.chief if workers else None,
             None if latest is None else latest.epoch.number,
-            0 if latest is None else sum(last - first for first, last in latest.finished),
-            0 if latest is None else latest.epoch.units,
+            0 if latest is None else sum(last - first for first, last in latest.finished) // latest.epoch.step,
+            0 if latest is None else -(-latest.epoch.units // latest.epoch.step),
             tuple(workers),
             tuple(coordinator.news[-_NEWS:]),
         )

@@ -72,10 +72,12 @@ class Shard:
     Args:
         groups: ``(role, dtype name, number of scalars)`` per group.
         algorithm: how an update changes the weights.
+        comes_and_goes: whether workers do: then one counts from its first push on, not while it still sets up.
     """
 
     groups: tuple[tuple[Role, str, int], ...]
     algorithm: Algorithm
+    comes_and_goes: bool = False
     version: int = 0
     weights: tuple[Tensor, ...] | None = None
     counts: _Counts = field(default_factory=_Counts)
@@ -201,6 +203,7 @@ class Shard:
             self.table.clocks,
             self.table.steps,
             self.table.speeds,
+            self.table.batches,
         ):
             kept.pop(worker, None)
         self.table.resting.discard(worker)
@@ -233,6 +236,8 @@ class Shard:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
+        if message.batch:
+            self.table.batches[message.worker] = message.batch
         asked = _Asked(message, buffer, 0, Verdict.NONE)
         if message.push:
             if buffer is None:
@@ -290,6 +295,7 @@ class Shard:
     def _take(self, asked: _Asked, update: Buffer) -> None:
         """Weigh a push, and apply it or put it to the gathered ones."""
         message, algorithm = asked.message, self.algorithm
+        among = self._counted
         push = Push(
             worker=message.worker,
             seq=message.seq,
@@ -297,10 +303,12 @@ class Shard:
             staleness=asked.staleness,
             steps=max(message.steps, 1),
             lr=message.lr,
-            live=max(len(self.table.living), 1),
+            live=max(len(among), 1),
+            weight=self._weight(message.worker, among),
             version=self.version,
         )
-        scale = 1.0
+        gathers = any(t.gathers for t in algorithm.transforms)
+        scale = push.weight if gathers else 1.0
         for transform in algorithm.transforms:
             weight = transform.weigh(push)
             if weight is None:
@@ -309,14 +317,13 @@ class Shard:
                 return
             scale *= weight
         self.counts.applied += 1
-        gathers = any(t.gathers for t in algorithm.transforms)
         copy_back = message.fetch and not gathers and not algorithm.waits
         for index, (role, _, _) in enumerate(self.groups):
             if role is Role.PARAMETER:
                 answers = copy_back and algorithm.answer is Answer.WEIGHTS
                 self._change(index, update[index], push, scale, answers)
             else:
-                self._combine(role, index, update[index], push.live, copy_back)
+                self._combine(role, index, update[index], push.weight / push.live, copy_back)
         if gathers:
             self.table.gathered.add(message.worker)
             self.table.count += 1
@@ -345,21 +352,21 @@ class Shard:
             if copy_back:
                 u.copy_(w)
 
-    def _combine(self, role: Role, index: int, update: Tensor, live: int, copy_back: bool) -> None:
+    def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
         for part in self._parts(update.numel()):
             w, u = self._weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
             else:
-                w.add_(u, alpha=1.0 / live)
+                w.add_(u, alpha=share)
             if copy_back:
                 u.copy_(w)
 
     def _apply_gathered(self) -> None:
         """Apply the mean of the gathered pushes as one update."""
         table, algorithm = self.table, self.algorithm
-        live, count = max(len(table.living), 1), table.count
+        live, count = max(len(self._counted), 1), table.count
         push = Push(
             worker=-1,
             payload=algorithm.payload,
@@ -438,6 +445,18 @@ class Shard:
             backup.copy_(weights)
 
     # ------------------------------------------------------------------ helpers
+
+    @property
+    def _counted(self) -> set[int]:
+        """The workers that a mean is over."""
+        living = self.table.living
+        return living & set(self._last_seq) if self.comes_and_goes else living
+
+    def _weight(self, worker: int, among: Collection[int]) -> float:
+        """What a worker's samples have to be weighed with for every worker's to count the same."""
+        batches = self.table.batches
+        mine = batches.get(worker, 0)
+        return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
 
     @property
     def _weights(self) -> tuple[Tensor, ...]:

@@ -22,6 +22,8 @@ __all__ = ["Attachment"]
 _LAYOUT = "layout"  # what is exchanged
 _CONSTANTS = "constants"  # the module's other tensors
 _PROGRESS = "progress"  # where the chief ended its latest epoch
+_BATCH = "batch"  # samples of a batch, as progress counts them
+_FILES = "files"  # what the chief's checkpoint callbacks know of those that were written
 _STOPS = "stops"  # how often a chief has ended training before its time
 
 
@@ -108,6 +110,23 @@ class Attachment:
         for name, tensor in constants.items():
             if name in theirs:
                 tensor.detach().copy_(theirs[name])
+
+    def common_batch(self, mine: int) -> int:
+        """Samples of a batch of the size that all count in: the first worker's.
+
+        Args:
+            mine: this worker's.
+        """
+        return int(self.client.note(_BATCH, mine, first=True))
+
+    def wrote(self, files: Any) -> None:
+        """Tell what checkpoint callbacks know of the files, after the chief has written one."""
+        self.client.note(_FILES, files)
+
+    @property
+    def files(self) -> Any:
+        """The latest word of a chief about that; None if there is no file."""
+        return self.client.note(_FILES)
 
     def end_epoch(self, progress: Callable[[], dict[str, Any]], should_stop: bool) -> bool:
         """Tell, or be told, that an epoch is over.

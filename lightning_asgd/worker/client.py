@@ -174,17 +174,18 @@ class Client:
                 self.join(server=server)
         return replace(attached, notes={name: self._read(value) for name, value in attached.notes.items()})
 
-    def note(self, name: str, value: Any = None) -> Any:
+    def note(self, name: str, value: Any = None, *, first: bool = False) -> Any:
         """Tell the other workers of the run something, also those that come later.
 
         Args:
             name: what it is about.
             value: any picklable value; None to ask only.
+            first: whether what was said before counts, if anything was.
 
         Returns:
-            what was said last.
+            what counts now.
         """
-        message = Note(self.session, self.worker, name, None if value is None else _closed(value))
+        message = Note(self.session, self.worker, name, None if value is None else _closed(value), first)
         noted = self._ask(COORDINATOR, message)
         if noted is not None:
             self._notes[name] = noted
@@ -441,7 +442,7 @@ class Client:
         trip: float,
         *,
         timeout_s: float | None = None,
-        **about: bool,
+        **about: Any,
     ) -> Future[Any]:
         """Ask for units of an epoch; see :class:`Claim`.
 

@@ -43,6 +43,7 @@ def enter(
     lr: Callable[[], float] = lambda: 0.0,
     on_away: Callable[[], None] = lambda: None,
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
+    batch: Callable[[], int] = lambda: 0,
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
@@ -61,6 +62,7 @@ def enter(
         lr: see :class:`Exchanger`.
         on_away: see :class:`Exchanger`.
         trained: see :class:`Exchanger`.
+        batch: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
@@ -129,7 +131,13 @@ def enter(
                 replica.drop_block(server)
         codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        about: dict[str, Any] = {"on_refused": on_refused, "lr": lr, "on_away": on_away, "measure": measure}
+        about: dict[str, Any] = {
+            "on_refused": on_refused,
+            "lr": lr,
+            "on_away": on_away,
+            "batch": batch,
+            "measure": measure,
+        }
         if len(parts) == 1:  # else a unit is done when all fragments have it
             about["trained"] = trained
         exchangers.append(Exchanger(client, replica, config, fragment=number, lead=lead, codes=codes, **about))

@@ -70,6 +70,7 @@ class Exchanger(Sharing):
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
         on_away: called when the others have gone on without this worker, before it joins again.
         trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
+        batch: samples of one of this worker's batches; 0 if unknown.
         measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
@@ -87,6 +88,7 @@ class Exchanger(Sharing):
         codes: Sequence[Streams | None] = (),
         on_away: Callable[[], None] = lambda: None,
         trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
+        batch: Callable[[], int] = lambda: 0,
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -104,6 +106,7 @@ class Exchanger(Sharing):
         self._codes = list(codes) or [None] * client.num_servers
         self._on_away = on_away
         self._trained = trained
+        self._batch = batch
         self._clock = clock
         self._measure_at = clock() if measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
@@ -357,6 +360,7 @@ class Exchanger(Sharing):
             full=full,
             epoch=epoch,
             units=units,
+            batch=self._batch(),
         )
         sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
         cost_s = self._clock() - begun

@@ -8,6 +8,7 @@ through.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
 from bisect import bisect_right
@@ -25,7 +26,7 @@ from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
 
-_SMOOTH = 0.3  # weight of the latest unit in the pace
+_SMOOTH = 0.3  # weight of the latest step in the pace
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
 
 
@@ -35,21 +36,42 @@ class Plan:
 
     Attributes:
         epoch: units and segments.
-        batches: the samples of every batch, of all workers, in order.
-        unit: batches per unit; the last unit may have fewer.
+        items: what the units are, of all workers, in order: samples, or batches.
+        batch: units per batch of this worker, where they are samples; None where they are batches.
+        accumulate: batches per optimizer step.
     """
 
     epoch: Epoch
-    batches: Sequence[Any]
-    unit: int
+    items: Sequence[Any]
+    batch: int | None = None
+    accumulate: int = 1
+
+    @property
+    def step(self) -> int:
+        """Units per optimizer step of this worker."""
+        return (self.batch or 1) * self.accumulate
+
+    def batches(self, first: int, last: int) -> Iterator[_Batch]:
+        """A range of units as this worker trains it: whole steps, or nearly equal ones of which none is short."""
+        for begin, end in _even(first, last, self.step):
+            ranges = _even(begin, end, self.batch or 1)
+            for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
+                samples = self.items[a] if self.batch is None else list(self.items[a:b])
+                yield _Batch(samples, begin, end - begin, left, self.accumulate - len(ranges))
 
 
 @dataclass(frozen=True)
 class _Batch:
     samples: Any
-    unit: int
-    closes: bool  # whether the unit ends with it
+    step: int  # the first unit of its step
+    units: int  # of that step
+    left: int  # batches of the step that follow
+    lacking: int  # batches that the step has too few
     void: bool = False  # whether others have trained it, or will
+
+    @property
+    def closes(self) -> bool:
+        return not self.left
 
 
 @dataclass
@@ -100,11 +122,11 @@ class DataLeases:
         self.segment = 0
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
-        self._unapplied: deque[int] = deque()  # per trained unit, the optimizer steps taken until then
+        self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
         self._granted: list[tuple[int, int]] = []  # ranges of units, without those of void grants
         self._served = -1  # the last segment of which anything was
         self._trained = self._applied = 0  # units
-        self._unfinished: int | None = None  # the unit of the batch that was trained last, if it has more
+        self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
         self._dry = False  # whether the loader was told that there is nothing more
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
@@ -141,7 +163,7 @@ class DataLeases:
         batch = self._waiting.popleft()
         self._loading.append(batch)
         # While the answer is on its way there is still something to do, also on a slow network.
-        if self._asked is None and len(self._waiting) / self.plan.unit * self.pace <= _AHEAD * self._trip:
+        if self._asked is None and len(self._waiting) * (self.plan.batch or 1) * self.pace <= _AHEAD * self._trip:
             self._asked = self._ask()
         return batch.samples
 
@@ -170,19 +192,10 @@ class DataLeases:
         return self._dry and not self._loading
 
     @property
-    def ends_short(self) -> bool:
-        """Whether the batch that is trained now closes a unit of fewer batches, and nothing else is granted."""
+    def lacking(self) -> int:
+        """If the batch that is trained now closes a step of fewer batches than others have: how many these lack."""
         batch = self._loading[0] if self._loading else None
-        total = len(self.plan.batches)
-        short = total % self.plan.unit != 0 and batch is not None and batch.unit == total // self.plan.unit
-        return (
-            short
-            and batch is not None
-            and not batch.void
-            and batch.closes
-            and len(self._loading) == 1
-            and not self._waiting
-        )
+        return batch.lacking if batch is not None and batch.closes else 0
 
     @property
     def progress(self) -> float:
@@ -214,7 +227,7 @@ class DataLeases:
         if not self._loading:
             return True
         batch = self._loading.popleft()
-        self._unfinished = None if batch.closes else batch.unit
+        self._unfinished = None if batch.closes else batch.step
         if batch.void:
             self._begun = None
             return False
@@ -222,11 +235,11 @@ class DataLeases:
             return True
         now = self._clock()
         if self._begun is not None:
-            took = now - self._begun
+            took = (now - self._begun) / batch.units
             self.pace = took if not self.pace else (1 - _SMOOTH) * self.pace + _SMOOTH * took
         self._begun = now
-        self._trained += 1
-        self._unapplied.append(steps)
+        self._trained += batch.units
+        self._unapplied.append((steps, batch.units))
         return True
 
     @property
@@ -249,9 +262,9 @@ class DataLeases:
         asked, self._asked = self._asked, None
         if asked is not None:  # lest it arrive after the worker has joined again
             done_within(asked.future, self._timeout_s)
-        # A unit that has begun stays whole, or steps would no longer end with units.
-        begun = self._loading[-1].unit if self._loading else self._unfinished
-        self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.unit == begun)
+        # A step that has begun stays whole, or Lightning's, which come every so many batches, would end elsewhere.
+        begun = self._loading[-1].step if self._loading else self._unfinished
+        self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.step == begun)
         self._loading = deque(replace(batch, void=True) for batch in self._loading)
         self._unapplied.clear()
         self._granted.clear()
@@ -311,9 +324,8 @@ class DataLeases:
                 self._come_back()
 
     def _note(self, acknowledged: int) -> None:
-        while self._unapplied and self._unapplied[0] <= acknowledged:
-            self._unapplied.popleft()
-            self._applied += 1
+        while self._unapplied and self._unapplied[0][0] <= acknowledged:
+            self._applied += self._unapplied.popleft()[1]
 
     def _get(self) -> bool:
         """Whether there are more units for this worker, as far as is known without waiting for others."""
@@ -336,6 +348,7 @@ class DataLeases:
             self._trip,
             wait=wait,
             stop=stop,
+            size=self.plan.step,
             timeout_s=timeout_s,
         )
         asked = _Asked(future, self._trained, begun, timeout_s, stop, client, restored)
@@ -363,11 +376,8 @@ class DataLeases:
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
         self._progress, self._ratio, self._since = grant.progress, grant.ratio, asked.trained
-        plan = self.plan
-        for unit in range(grant.first, grant.last):
-            first = unit * plan.unit
-            samples = plan.batches[first : first + plan.unit]
-            self._waiting.extend(_Batch(s, unit, i + 1 == len(samples), grant.void) for i, s in enumerate(samples))
+        granted = self.plan.batches(grant.first, grant.last)
+        self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
         if grant.last > grant.first:
             self._served = self.segment
             if not grant.void:
@@ -417,8 +427,14 @@ class _Granted(Iterator[Any]):
         return samples
 
 
-def in_common_order(batch_sampler: Any, seed: int) -> list[Any]:
-    """All batches of a batch sampler, in the order that every worker gets with the same seed.
+def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
+    """Cut a range into as few as possible of at most a size, and these nearly equal."""
+    parts, length = math.ceil((last - first) / size), last - first
+    return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]
+
+
+def in_common_order(sampler: Any, seed: int) -> list[Any]:
+    """All that a sampler yields, in the order that every worker gets with the same seed.
 
     Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
     of these is afterwards as before.
@@ -431,12 +447,12 @@ def in_common_order(batch_sampler: Any, seed: int) -> list[Any]:
             torch.manual_seed(seed)
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
-            return list(batch_sampler)
+            return list(sampler)
     finally:
         random.setstate(python)
         numpy.random.set_state(array)
 
 
-def digest(batches: Sequence[Any]) -> bytes:
-    """Short bytes that are equal on two workers exactly if their batches are."""
-    return hashlib.sha256(repr(batches).encode()).digest()[:16]
+def digest(items: Sequence[Any]) -> bytes:
+    """Short bytes that are equal on two workers exactly if their samples, or batches, are."""
+    return hashlib.sha256(repr(items).encode()).digest()[:16]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -30,16 +33,25 @@ class Worker:
     knows_pace: bool = False
     met_at: list[float] = field(default_factory=list)
     unapplied: int = 0
+    size: int = 1
+    in_vain: bool = False
 
 
 class Run:
     """An epoch in virtual time, with workers that meet at every segment's end."""
 
     def __init__(
-        self, units: int, ends: tuple[int, ...], paces: list[float], **epoch: tuple[tuple[int, int], ...]
+        self,
+        units: int,
+        ends: tuple[int, ...],
+        paces: list[float],
+        sizes: Sequence[int] = (1,),
+        *,
+        all_train: bool = True,
+        **epoch: tuple[tuple[int, int], ...],
     ) -> None:
-        self.leases = Leases(Epoch("0", units, ends, **epoch))
-        self.workers = {i: Worker(pace) for i, pace in enumerate(paces)}
+        self.leases = Leases(Epoch("0", units, ends, **epoch), all_train=all_train)
+        self.workers = {i: Worker(pace, size=sizes[i % len(sizes)]) for i, pace in enumerate(paces)}
         self.units, self.ends = units, ends
         self.now = 0.0
         self.events: list[tuple[float, int]] = []
@@ -49,7 +61,8 @@ class Run:
         worker = self.workers[number]
         applied = len(worker.trained) if wait or stop else len(worker.trained) - worker.unapplied
         pace = worker.pace if worker.knows_pace else 0.0
-        claim = Claim("s", number, "0", worker.segment, len(worker.trained), applied, pace, wait=wait, stop=stop)
+        about = ("s", number, "0", worker.segment, len(worker.trained), applied, pace)
+        claim = Claim(*about, wait=wait, stop=stop, size=worker.size)
         worker.waits = wait
         for answered, grant in self.leases.claim(claim, self.now):
             self.answered(answered.worker, grant)
@@ -60,8 +73,9 @@ class Run:
         worker = self.workers[number]
         waited, worker.waits = worker.waits, False
         if grant.last > grant.first:
-            worker.held.extend(range(grant.first, grant.last))
-            heapq.heappush(self.events, (self.now + worker.pace, number))
+            worker.in_vain = grant.void
+            worker.held.extend([] if grant.void else range(grant.first, grant.last))
+            heapq.heappush(self.events, (self.now + worker.pace * len(worker.held[: worker.size]), number))
         elif grant.over:
             worker.met_at.append(self.now)
         elif not waited:
@@ -81,14 +95,16 @@ class Run:
         """Train what is granted, until nobody holds anything or all that do hang."""
         while self.events:
             self.now, number = heapq.heappop(self.events)
-            if number not in self.workers or not self.workers[number].held:
+            worker = self.workers.get(number)
+            if worker is None or not (worker.held or worker.in_vain):
                 continue
-            worker = self.workers[number]
-            worker.trained.append(worker.held.pop(0))
-            worker.unapplied += 1
+            worker.in_vain = False
+            step, worker.held = worker.held[: worker.size], worker.held[worker.size :]
+            worker.trained += step
+            worker.unapplied += len(step)
             worker.knows_pace = True
             if worker.held:
-                heapq.heappush(self.events, (self.now + worker.pace, number))
+                heapq.heappush(self.events, (self.now + worker.pace * len(worker.held[: worker.size]), number))
             else:
                 self.claim(number)
             self.between(number)
@@ -105,11 +121,14 @@ class Run:
 
 
 PACES = st.lists(st.floats(0.01, 2.0), min_size=1, max_size=6)
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 @settings(max_examples=100, deadline=None)
-@given(PACES, st.integers(0, 120), st.lists(st.integers(1, 100), max_size=4))
-def test_every_unit_is_trained_once_in_its_segment(paces: list[float], units: int, cuts: list[int]) -> None:
+@given(PACES, SIZES, st.integers(0, 120), st.lists(st.integers(1, 100), max_size=4))
+def test_every_unit_is_trained_once_in_its_segment(
+    paces: list[float], sizes: list[int], units: int, cuts: list[int]
+) -> None:
     workers = len(paces)
     ends: list[int] = []
     for cut in sorted(cuts):
@@ -117,7 +136,7 @@ def test_every_unit_is_trained_once_in_its_segment(paces: list[float], units: in
             ends.append(cut)
     total = (ends[-1] if ends else 0) + workers + units
     ends.append(total)
-    run = Run(total, tuple(ends), paces)
+    run = Run(total, tuple(ends), paces, sizes)
     for index, end in enumerate(ends):
         run.segment()
         assert run.counts() == Counter(range(end)), index
@@ -166,6 +185,64 @@ def test_what_a_worker_leaves_is_trained_by_others(paces: list[float], units: in
     run.between = between  # type: ignore[method-assign]
     run.segment()
     assert run.counts() == Counter(range(total))
+
+
+@settings(max_examples=150, deadline=None)
+@given(PACES, SIZES, st.integers(1, 200), st.randoms(use_true_random=False))
+def test_every_unit_is_applied_once_whoever_comes_stops_and_dies(
+    paces: list[float], sizes: list[int], units: int, random: Random
+) -> None:
+    run = Run(units, (units,), paces, sizes, all_train=False)
+    applied: list[int] = []  # of workers that are gone
+    come: list[int] = []
+
+    def meet() -> None:
+        for answered, grant in run.leases.meet(run.workers, run.now):
+            run.answered(answered.worker, grant)
+
+    def between(number: int) -> None:
+        worker, event = run.workers[number], random.random()
+        if event < 0.05 and len(run.workers) < 8:
+            late = len(paces) + len(come)
+            come.append(late)
+            run.workers[late] = Worker(random.choice(paces), size=random.choice(sizes))
+            meet()
+            run.claim(late)
+        elif event < 0.1 and len(run.workers) > 1 and worker.held:  # stops, and pushes what it has trained
+            worker.held.clear()
+            worker.unapplied = 0
+            run.claim(number, stop=True)
+            applied.extend(run.workers.pop(number).trained)
+            meet()
+        elif event < 0.15 and len(run.workers) > 1:  # dies
+            del run.workers[number]
+            applied.extend(worker.trained[: len(worker.trained) - worker.unapplied])
+            meet()
+
+    run.between = between  # type: ignore[method-assign]
+    for number in list(run.workers):
+        run.claim(number)
+    run.train()
+    assert run.counts() + Counter(applied) == Counter(range(units))
+    assert run.leases.finished == ((0, units),)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 500), st.integers(1, 500))
+def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_need_be(
+    batch: int, accumulate: int, first: int, units: int
+) -> None:
+    plan = Plan(Epoch("0", 1000, (1000,)), range(1000), batch, accumulate)
+    batches = list(plan.batches(first, first + units))
+    assert [sample for b in batches for sample in b.samples] == list(range(first, first + units))
+    steps = [[b for b in batches if b.step == step] for step in dict.fromkeys(b.step for b in batches)]
+    assert len(steps) == math.ceil(units / plan.step)
+    for step in steps:
+        assert [b.closes for b in step] == [False] * (len(step) - 1) + [True]
+        assert {b.units for b in step} == {sum(len(b.samples) for b in step)}
+        assert {b.lacking + len(step) for b in step} == {accumulate}
+        lengths = [len(b.samples) for b in step]
+        assert max(lengths) <= min(batch, min(lengths) + 1)
+        assert units < plan.step or 2 * step[0].units >= plan.step
 
 
 def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
@@ -249,6 +326,8 @@ def test_workers_must_have_the_same_epoch_in_mind() -> None:
     leases = Leases(Epoch("3", 8, (4, 8), b"a"))
     with pytest.raises(ProtocolError, match=r"another order of samples for epoch 3.*data='split'"):
         leases.check(Epoch("3", 8, (4, 8), b"b"), 1)
+    with pytest.raises(ProtocolError, match=r"Worker 1 counts 32 samples per optimizer step.*accumulate_grad_batches"):
+        leases.check(Epoch("3", 8, (4, 8), b"a", step=32), 1)
     with pytest.raises(ProtocolError, match="Worker 1 has 9 units"):
         leases.check(Epoch("3", 9, (4, 9), b"a"), 1)
 
@@ -300,7 +379,7 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
     server.meet([0], 0.0)
     far = Far(server, away_s)
     leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
-    leases.open(Plan(epoch, [[n] for n in range(400)], 1))
+    leases.open(Plan(epoch, range(400), 1))
     trained: list[int] = []
     going = True
     while going:
@@ -318,15 +397,15 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
     assert far.idle_s <= 7 * away_s  # at the beginning it does not know that, and at the end nobody else has work
 
 
-def test_a_unit_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_away() -> None:
+def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_away() -> None:
     """Else Lightning's steps, which come every so many batches, would no longer end with units."""
-    epoch = Epoch("0", 4, (4,))
+    epoch = Epoch("0", 12, (12,))
     server = Leases(epoch)
     server.meet([0], 0.0)
     far = Far(server, 0.0)
     leases = DataLeases(lambda: far)  # type: ignore[arg-type, return-value]
-    leases.open(Plan(epoch, [[n] for n in range(12)], 3))  # units of three batches
-    assert [leases.take() for _ in range(4)] == [[0], [1], [2], [3]]  # the fourth is the second unit's first
+    leases.open(Plan(epoch, range(12), 1, accumulate=3))
+    assert [leases.take() for _ in range(4)] == [[0], [1], [2], [3]]  # the fourth is the second step's first
     assert leases.end_batch(0)
     far.pass_time(0.0)  # what was asked ahead is answered
     server.forget(0, 0.0)
@@ -334,10 +413,10 @@ def test_a_unit_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_a
     assert not leases.end_batch(0)  # in vain: others train these
     assert not leases.end_batch(0)
     assert not leases.end_batch(0)
-    assert [leases.take() for _ in range(2)] == [[4], [5]]  # the rest of the second unit, in vain too
+    assert [leases.take() for _ in range(2)] == [[4], [5]]  # the rest of the second step, in vain too
     assert not leases.end_batch(0)
     assert not leases.end_batch(0)
     assert leases.trained == ("0", 0)
     assert [leases.take() for _ in range(3)] == [[0], [1], [2]]
     assert all(leases.end_batch(1) for _ in range(3))
-    assert leases.trained == ("0", 1)
+    assert leases.trained == ("0", 3)

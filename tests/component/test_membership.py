@@ -261,7 +261,7 @@ class World:
         self.ready += 1
         exchanger.begin()
         epoch = Epoch("0", UNITS, ENDS)
-        leases.open(Plan(epoch, [[n] for n in range(UNITS)], 1))
+        leases.open(Plan(epoch, range(UNITS), 1))
         for segment in ENDS:
             going = True
             while going:
@@ -307,7 +307,7 @@ class World:
 def learn(weight: torch.Tensor, batch: list[int]) -> None:
     """Count a unit that is trained, on either server."""
     step = torch.zeros_like(weight)
-    step[[*batch, UNITS + batch[0]]] = 1.0
+    step[[*batch, *(UNITS + unit for unit in batch)]] = 1.0
     weight.add_(step)
     weight.grad.copy_(-step)  # type: ignore[union-attr]
 

@@ -106,6 +106,22 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
     assert waiting.value().worker in service.status()["living"]
 
 
+def test_one_that_gave_up_before_it_was_let_in_leaves_no_trace() -> None:
+    clock = Clock()
+    service = Service(clock, run="s")
+    come(service)
+    service.handle(Attach("s", "there", Policy(10.0)))  # and its process ends
+    service.handle(Note("s", 1, "founded", True))
+    service.handle(Leave("s", 1))
+    assert come(service).worker == 3
+    for clock.now in (9.0, 11.0):
+        assert chief(service, 3) == 3
+        service.tick()
+    assert [worker.worker for worker in service.handle(Look()).workers] == [3]
+    service.handle(Join("s", 2, 0, again=True))  # it was there, only slow
+    assert [worker.worker for worker in service.handle(Look()).workers] == [2, 3]
+
+
 def test_a_number_is_given_once() -> None:
     service = founded()
     assert come(service).worker == 2
@@ -143,14 +159,29 @@ def test_a_silent_chief_is_followed_by_another() -> None:
     assert chief(service, 2) == 2
 
 
-def test_a_push_counts_as_one_of_those_who_are_there() -> None:
+def pushed(service: Service, worker: int, seq: int, batch: int = 0) -> list[float]:
+    push = Exchange("s", worker, seq, 0, True, True, (torch.full((3,), 4.0),), batch=batch)
+    return list(service.handle(push).weights[0].tolist())
+
+
+def test_a_push_counts_as_one_of_those_who_train() -> None:
     service = founded()
     come(service)
-    push = Exchange("s", 1, 1, 0, True, True, (torch.full((3,), 4.0),))
-    assert service.handle(push).weights[0].tolist() == [2.0] * 3
+    assert pushed(service, 1, 1) == [4.0] * 3  # the other one still sets up
+    assert pushed(service, 2, 1) == [6.0] * 3
+    assert pushed(service, 1, 2) == [8.0] * 3
     service.handle(Leave("s", 2))
-    push = Exchange("s", 1, 2, 0, True, True, (torch.full((3,), 4.0),))
-    assert service.handle(push).weights[0].tolist() == [6.0] * 3
+    assert pushed(service, 1, 3) == [12.0] * 3
+
+
+def test_a_push_counts_by_its_batch_size_among_those_who_train() -> None:
+    service = founded()
+    come(service)
+    assert pushed(service, 1, 1, batch=16) == [4.0] * 3
+    assert pushed(service, 2, 1, batch=48) == [7.0] * 3  # three quarters
+    assert pushed(service, 1, 2, batch=16) == [8.0] * 3  # a quarter
+    service.handle(Leave("s", 2))
+    assert pushed(service, 1, 3, batch=16) == [12.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -254,7 +285,7 @@ def test_anybody_may_look() -> None:
     service.handle(Beat("s", 2, figures=Figures(samples=8)))
     service.tick()
     view = service.handle(Look())
-    assert (view.session, view.chief, view.epoch, view.done, view.units) == ("s", 2, 0, 1, 4)
+    assert (view.session, view.chief, view.epoch, view.done, view.steps) == ("s", 2, 0, 1, 4)
     away, there = view.workers
     assert (away.worker, away.trained, away.silent_s) == (1, 0, 11.0)  # others train what it had
     assert "gave no sign of life" in away.away
@@ -288,8 +319,11 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
 class RunWorld(World):
     """Workers that come, leave, sleep and die, and servers that are lost, in the order of a seed."""
 
-    def __init__(self, seed: int, workers: int, *, leaves: bool = True, **about: Any) -> None:
+    def __init__(
+        self, seed: int, workers: int, *, leaves: bool = True, batches: tuple[int, ...] = (1,), **about: Any
+    ) -> None:
         self.clients: dict[int, Client] = {}
+        self.batches = batches  # sizes of the workers', in turns
         self.leaves = leaves
         self.left = 0
         super().__init__(seed, workers, **about)
@@ -343,7 +377,8 @@ class RunWorld(World):
         exchanger.begin()
         stays = rank == 0 or not self.leaves
         for epoch in range((attachment.progress or {"epochs": 0})["epochs"], EPOCHS):
-            leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), [[n] for n in range(UNITS)], 1))
+            plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
+            leases.open(plan)
             for _ in ENDS[leases.segment :]:
                 going = True
                 while going:
@@ -360,6 +395,7 @@ class RunWorld(World):
                             return
                         exchanger.advance()
                         leases.begin_batch()
+                        assert 0 < len(batch) <= plan.step
                         learn(weight, batch)
                         trained += 1
                         exchanger.count_step()
@@ -397,6 +433,8 @@ def is_settled(service: Service) -> bool:
         {"sleeps": True, "servers": 1, "dies": True},
         {"sleeps": False, "leaves": False, "kills": 0.03},
         {"sleeps": False, "servers": 1, "kills": 0.03},
+        {"sleeps": True, "servers": 1, "batches": (3, 1, 5, 2)},
+        {"sleeps": False, "servers": 1, "kills": 0.03, "batches": (2, 5, 1)},
     ],
     ids=lambda about: " ".join(f"{name}={value}" for name, value in about.items()),
 )

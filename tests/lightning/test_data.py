@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -175,6 +176,33 @@ def test_a_worker_that_stops_leaves_the_rest_to_the_others(tmp_path: Path) -> No
     seen = Seen(tmp_path)
     assert seen.batches(0) == 2 * 3
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+
+
+class Unequal(Watching):
+    """Worker 1 has larger batches."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return numbered(batch_size=BATCH if self.global_rank == 0 else 10)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_workers_may_have_batches_of_different_sizes(tmp_path: Path, accumulate: int) -> None:
+    run = trainer(tmp_path, strategy(), val_check_interval=0.5, accumulate_grad_batches=accumulate)
+    run.fit(Unequal(tmp_path), val_dataloaders=loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    assert {max(len(numbers) for _, numbers in rank["seen"]) for rank in seen.by_rank} == {BATCH, 10}
+    batches = SAMPLES // BATCH // 2  # of a worker in an epoch, in worker 0's batches
+    for rank in seen.by_rank:
+        halves = [batches // 2 // accumulate, math.ceil(batches / accumulate)]
+        assert [step for step, _, _ in rank["validated"]] == [*halves, *(halves[1] + half for half in halves)]
+
+
+def test_with_a_fixed_split_batches_of_different_sizes_do_no_harm(tmp_path: Path) -> None:
+    trainer(tmp_path, strategy(data="split")).fit(Unequal(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    assert [rank["step"] for rank in seen.by_rank] == [2 * 16, 2 * 7]
 
 
 class Stream(IterableDataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd._lightning import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.main import main
 from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
@@ -28,6 +30,7 @@ __all__ = ["mains"]
 SAMPLES = 200
 EPOCHS = 12
 LR_DECAY = 0.5
+LATE = 10  # batches
 
 
 class Counts(pl.LightningModule):
@@ -41,9 +44,11 @@ class Counts(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         time.sleep(self.step_s)
+        self.log("age", float(self.current_epoch), on_step=False, on_epoch=True)
         return -self.seen[batch[0]].sum()
 
     def configure_optimizers(self) -> Any:
+        self.planned = self.trainer.estimated_stepping_batches
         counts = torch.optim.SGD([{"params": [self.seen], "lr": 1.0}, {"params": [self.fixed], "lr": 1.0}])
         decay = torch.optim.lr_scheduler.LambdaLR(counts, [lambda _: 1.0, lambda epoch: LR_DECAY**epoch])
         return [counts], [decay]
@@ -55,6 +60,8 @@ class Diary(pl.Callback):
     def __init__(self, file: Path) -> None:
         self.file = file
         self.batches = 0
+        self.sizes: list[int] = []
+        self.steps: list[int] = []  # that Lightning counts after each batch
 
     def write(self, trainer: pl.Trainer, what: str) -> None:
         (optimizer,) = trainer.optimizers
@@ -63,6 +70,9 @@ class Diary(pl.Callback):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "batches": self.batches,
+            "sizes": self.sizes,
+            "steps": self.steps,
+            "planned": trainer.lightning_module.planned,
             "rank": trainer.global_rank,
             "chief": trainer.is_global_zero,
             "lr": optimizer.param_groups[1]["lr"],
@@ -72,10 +82,16 @@ class Diary(pl.Callback):
         with self.file.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: list[torch.Tensor], *args: Any) -> None:
         self.batches += 1
+        self.sizes.append(len(batch[0]))
         if self.batches == 1:  # its end may be that of the epoch, after which the learning rate is another one
             self.write(trainer, "first batch")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.steps.append(trainer.global_step)
+        if len(self.steps) == LATE:
+            self.write(trainer, "late")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.write(trainer, "epoch")
@@ -101,7 +117,7 @@ def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
     raise SystemExit(main(["serve", f"--port={port}", "--run-id=counts", f"--transport={transport}", *more]))
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     pl.seed_everything(ord(name))  # unlike the others'
@@ -114,17 +130,19 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float)
         timeouts=Timeouts(silence_s=1.0),
     )
     os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=True)
     checkpoint = pl.callbacks.ModelCheckpoint(folder / name, save_last=True)
+    youngest = pl.callbacks.ModelCheckpoint(folder / name, monitor="age", filename="youngest")
     made = trainer(
         folder,
         strategy,
         devices=1,
         max_epochs=EPOCHS,
-        callbacks=[Diary(folder / f"{name}.json"), checkpoint],
+        callbacks=[Diary(folder / f"{name}.json"), checkpoint, youngest],
         enable_checkpointing=True,
     )
     made.fit(Counts(step_s), data)
+    (folder / f"{name}.best").write_text(youngest.best_model_path)
 
 
 def address_of_run(folder: Path) -> str:
@@ -194,6 +212,66 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         assert first["fixed"] == diaries["a"][0]["fixed"]
     checkpoint = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
+    best = Path((tmp_path / "b.best").read_text())
+    assert best.parent == tmp_path / "a"  # by the chief before it
+    assert best.exists()
+
+
+def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    started: dict[str, Any] = {}
+
+    def start(name: str, step_s: float, batch_size: int) -> None:
+        started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size))
+        started[name].start()
+
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        start("a", 0.05, 16)
+        wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 30, "training")
+        start("b", 0.02, 40)
+        for name, process in started.items():
+            process.join(60)
+            assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        for process in (*started.values(), served):
+            process.kill()
+            process.join()
+    steps = EPOCHS * math.ceil(SAMPLES / 16)  # in the first worker's batches, whoever trains them
+    ends = [Diary.read(tmp_path / f"{name}.json")[-1] for name in "ab"]
+    for end in ends:
+        assert end["what"] == "end"
+        assert end["seen"] == [float(EPOCHS)] * SAMPLES
+        assert (end["step"], end["planned"]) == (steps, steps)
+    small, large = (end["sizes"] for end in ends)
+    assert max(small) == 16
+    assert max(large) == 40
+    assert sum(small) + sum(large) >= EPOCHS * SAMPLES
+    assert min(sum(small), sum(large)) >= 2 * SAMPLES
+
+
+def test_who_comes_within_an_epoch_counts_the_steps_that_were_made_of_it(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    started: list[Any] = []
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        for name in "ab":
+            started.append(mains(target=attach, args=(tmp_path, name, address, "rpc", 0.1, 2)))
+            started[-1].start()
+            wait_until(lambda name=name: len(Diary.read(tmp_path / f"{name}.json")) > (name == "a"), 40, "training")  # type: ignore[misc]
+        wait_until(lambda: len(Diary.read(tmp_path / "b.json")) > 1, 40, "training")
+    finally:
+        os.kill(served.pid, signal.SIGTERM)
+        for process in (*started, served):
+            process.kill()
+            process.join()
+    steps = Diary.read(tmp_path / "b.json")[1]["steps"]
+    assert steps[1] > LATE
+    assert steps == sorted(steps)
 
 
 @pytest.mark.timeout(150)
@@ -329,6 +407,23 @@ def test_who_comes_after_the_first_goes_on_where_that_ones_checkpoint_was(tmp_pa
         served.join(10)
         served.kill()
         served.join()
+
+
+def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_device_does_it(tmp_path: Path) -> None:
+    mine = trainer(tmp_path, "auto", devices=1)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    adam = torch.optim.Adam([weight], lr=torch.tensor(0.5), foreach=False, capturable=False)
+    mine.strategy.optimizers = [adam]
+    theirs = {"lr": torch.tensor(0.25), "betas": (0.8, 0.9), "foreach": None, "fused": True, "capturable": True}
+    own = adam.param_groups[0]["lr"]
+    follow_progress(mine, {"groups": [[theirs]], "callbacks": {}, "pytorch-lightning_version": pl.__version__})
+    (group,) = adam.param_groups
+    assert group["lr"] is own
+    assert (float(own), group["betas"]) == (0.25, (0.8, 0.9))
+    assert (group["foreach"], group["fused"], group["capturable"]) == (False, None, False)
+    mine.strategy.optimizers = [torch.optim.SGD([weight], lr=0.5)]
+    follow_progress(mine, {"groups": [[{"lr": torch.tensor(0.25)}]]})
+    assert mine.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""What a process adds to the error where a server of its own has died."""
+"""What the supervisor does between fits, and what it adds to errors."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from lightning_asgd import supervisor
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.supervisor import with_last_words
+from lightning_asgd.rendezvous import Rendezvous
+from lightning_asgd.supervisor import Supervisor, with_last_words
 
 
 class Overseer:
@@ -31,3 +35,43 @@ def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer("Server 0 ended."))
     with pytest.raises(ValueError, match=r"^of the program$"), with_last_words():
         raise ValueError("of the program")
+
+
+@pytest.fixture
+def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """With one server, and another one kept ready at once."""
+    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.02)
+    made = Supervisor(Rendezvous.host(), "lo")
+    made.start()
+    made.spare = True
+    made.add_servers(1)
+    yield made
+    made.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_no_server_is_kept_ready_between_fits(overseer: Supervisor) -> None:
+    wait_until(lambda: overseer._spare is not None)
+    spare = overseer._spare
+    assert spare is not None
+    overseer.rest()
+    wait_until(lambda: spare.process.poll() is not None)
+    wait_until(lambda: overseer._spare is None)
+    assert overseer.healthy
+
+
+def test_of_a_server_that_was_replaced_the_next_fit_hears_nothing(overseer: Supervisor) -> None:
+    wait_until(lambda: overseer._spare is not None)
+    (killed,) = overseer._servers
+    overseer.rendezvous.put(killed.key, "an address")  # type: ignore[union-attr]  # else it counts as unborn
+    killed.process.kill()
+    wait_until(lambda: overseer.obituary() is not None and overseer.healthy)
+    overseer.rest()
+    assert overseer.obituary() is None
