@@ -141,8 +141,8 @@ class Coordinator:
         """
         if self.aborted:
             raise WorkerLostError(self.aborted)
-        if self.left.get(worker):
-            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker]}).")
+        if worker in self.left:
+            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker] or 'it had left'}).")
         if worker in self.lapsed or worker in self.away:
             reason = self.away.get(worker, "was away")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
@@ -206,7 +206,7 @@ class Coordinator:
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)
             self._heard[worker] = now + _TOLD_S
-        self.admitted = admitted + _UNHEARD
+        self.admitted = max(self.admitted, admitted + _UNHEARD)
 
     def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
         """Go on where this one's predecessor was lost.

@@ -232,7 +232,9 @@ class Service:
         """Nobody is left to tell what the lost server knew: say so to those who come."""
         if self._asked is None and (self._arriving or self._early):
             self._asked = self._clock()
-        if self._restoration is None and self._asked is not None and self._clock() > self._asked + _TOLD_S:
+        coordinator, restoration = self._coordinator, self._restoration
+        told = coordinator is not None and restoration is not None and bool(restoration.awaited(coordinator.living))
+        if not told and self._asked is not None and self._clock() > self._asked + _TOLD_S:
             waiting = [*self._arriving, *self._early]
             self._arriving, self._early = [], []
             for _, future in waiting:
@@ -245,7 +247,8 @@ class Service:
     def _note(self, message: Note) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
-        if message.value is not None and message.worker in coordinator.trusted:  # else others speak for it
+        founds = message.worker == self._founder and FOUNDED not in self._notes  # even if it was silent meanwhile
+        if message.value is not None and (founds or message.worker in coordinator.trusted):  # else others speak for it
             self._notes[message.name] = message.value
             self._let_in()
         return self._notes.get(message.name)
@@ -286,9 +289,12 @@ class Service:
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
-        if message.restore and self._restoration is None and (begins or self._succeeds):
+        if self._restoration is None and (self._succeeds or (message.restore and begins)):
             self._restoration = Restoration()
-            coordinator.restore(self._clock(), message.holding, message.admitted)
+        if self._restoration is not None and not self._restoration.restored:
+            self._restoration.expect(message.worker, tells=message.restore)
+            if message.restore:
+                coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._leases.values():
@@ -467,6 +473,7 @@ class Service:
         if restoration.restored:
             return None
         future: Future[Any] = Future()
+        self._have_weights.add(message.worker)
         restoration.add(message)
         told = replace(message, shards=())
         self._held[id(told)] = (told, future)
