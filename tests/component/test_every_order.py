@@ -15,8 +15,8 @@ it; ``die``: a worker ends, and the servers are told so one after the other (``b
 
 The workers of a job are there from the beginning, those of a run attach themselves.
 
-What does not hold: where two servers go on without a worker of whose push one had got its part and the other had not, and
-it was the first one that had not, that part stays.
+What does not hold: where two servers go on without a worker whose push had reached the second one and not the first,
+half of it stays.
 """
 
 from __future__ import annotations
