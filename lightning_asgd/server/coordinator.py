@@ -214,7 +214,7 @@ class Coordinator:
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)
             self._heard[worker] = now + _TOLD_S
-        self.admitted = admitted + _UNHEARD
+        self.admitted = max(self.admitted, admitted + _UNHEARD)
 
     def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
         """Go on where this one's predecessor was lost.

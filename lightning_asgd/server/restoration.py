@@ -22,9 +22,19 @@ class Restoration:
 
     offers: dict[int, Offer] = field(default_factory=dict)  # without the shards
     newest: dict[int, Held] = field(default_factory=dict)  # per fragment, of what was offered
+    excused: set[int] = field(default_factory=set)  # who has nothing to tell: newcomers, and those who come back
     settled: set[int] = field(default_factory=set)
     restored: bool = False
     """Whether the newest state was taken."""
+
+    def expect(self, worker: int, *, tells: bool) -> None:
+        """Take notice of a worker that joins.
+
+        Args:
+            worker: which one.
+            tells: whether it is to offer what it has, or waits for what the others have.
+        """
+        (self.excused.discard if tells else self.excused.add)(worker)
 
     def add(self, offer: Offer) -> None:
         """Take a worker's word, and of its weights those that are newer than all others'."""
@@ -35,7 +45,11 @@ class Restoration:
 
     def offered(self, living: Collection[int]) -> bool:
         """Whether all have offered what they have, and it is to be taken now."""
-        return not self.restored and bool(self.offers) and set(living) <= set(self.offers)
+        return not self.restored and bool(self.offers) and self.awaited(living) <= set(self.offers)
+
+    def awaited(self, living: Collection[int]) -> set[int]:
+        """Those of the living who are to tell what they have."""
+        return set(living) - self.excused
 
     def over(self, living: Collection[int]) -> bool:
         """Whether all go on together."""

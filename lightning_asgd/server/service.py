@@ -238,7 +238,7 @@ class Service:
         if snapshot is None:
             return False
         coordinator = self._coordinator = self._coordinator or Coordinator(snapshot.run, 0, snapshot.policy, server)
-        coordinator.restore(self._clock(), admitted=max(coordinator.admitted, snapshot.admitted))
+        coordinator.restore(self._clock(), admitted=snapshot.admitted)
         coordinator.news.append(f"Server {server} goes on from its snapshot, version {snapshot.version}.")
         self._to_be_restored, self._restoration = False, None
         self._notes = {**snapshot.notes, **self._notes}
@@ -289,9 +289,10 @@ class Service:
         """Nobody is left to tell what the lost server knew: say so to those who come."""
         if self._asked is None and (self._arriving or self._early):
             self._asked = self._clock()
-        tells = self._restoration is not None and self._coordinator is not None and self._coordinator.living
-        if not tells and self._asked is not None and self._clock() > self._asked + _TOLD_S:
-            if self._revive(self._coordinator.index if self._coordinator is not None else 0):
+        coordinator, restoration = self._coordinator, self._restoration
+        told = coordinator is not None and restoration is not None and bool(restoration.awaited(coordinator.living))
+        if not told and self._asked is not None and self._clock() > self._asked + _TOLD_S:
+            if self._revive(coordinator.index if coordinator is not None else 0):
                 return
             waiting = [*self._arriving, *self._early]
             self._arriving, self._early = [], []
@@ -307,7 +308,9 @@ class Service:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
         known = message.first and message.name in self._notes
-        if message.value is not None and not known and message.worker in coordinator.trusted:  # else others speak
+        founds = message.worker == self._founder and FOUNDED not in self._notes  # even if it was silent meanwhile
+        speaks = founds or message.worker in coordinator.trusted  # else others speak for it
+        if message.value is not None and not known and speaks:
             self._notes[message.name] = message.value
             self._let_in()
         return self._notes.get(message.name)
@@ -349,13 +352,16 @@ class Service:
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
-        untouched = self._run and not coordinator.joined  # nobody has gone on from its snapshot: workers know more
-        if message.restore and self._restoration is None and (begins or self._to_be_restored or untouched):
+        untouched = bool(self._run) and not coordinator.joined  # nobody goes on from its snapshot: workers know more
+        if self._restoration is None and (self._to_be_restored or (message.restore and (begins or untouched))):
             self._restoration = Restoration()
             self._to_be_restored = True
             self._notes.clear()
             self._leases.clear()
-            coordinator.restore(self._clock(), message.holding, message.admitted)
+        if self._restoration is not None and self._to_be_restored:
+            self._restoration.expect(message.worker, tells=message.restore)
+            if message.restore:
+                coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._leases.values():
@@ -371,7 +377,7 @@ class Service:
         return {worker: why for worker, why in gone.items() if worker < message.world_size}
 
     def _beat(self, message: Beat) -> Beaten:
-        if self._to_be_restored:
+        if self._to_be_restored and not (self._restoration and message.worker in self._restoration.excused):
             self._asked = self._clock()  # there is somebody who will tell
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
@@ -534,6 +540,7 @@ class Service:
         if restoration.restored:
             return None
         future: Future[Any] = Future()
+        self._have_weights.add(message.worker)
         restoration.add(message)
         told = replace(message, shards=())
         self._held[id(told)] = (told, future)

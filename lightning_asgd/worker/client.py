@@ -122,8 +122,9 @@ class Client:
         self.gone: set[int] = set()
         """Servers that are lost, and that no other one has been joined in the place of."""
         self._interrupt: Future[None] | None = None  # ends the present wait
-        self._holding: tuple[int, ...] = ()  # and the next two: in a run whose workers come and go, as far as is known
-        self._admitted = 0
+        # In a run whose workers come and go, as far as is known:
+        self._heard = Beaten()  # who takes part
+        self._pushers: list[set[int]] = [set() for _ in self._term]  # whose pushes each server's weights hold
         self._notes: dict[str, Any] = {}
         self.restorer: Restorer | None = None
         """None where lost servers cannot be restored."""
@@ -167,8 +168,8 @@ class Client:
         message = Attach(self.session, about, self._policy)
         future = self._send(COORDINATOR, message, self._patience_s + _GRACE_S)
         attached: Attached = self.answer(COORDINATOR, future, self._patience_s)
-        self.worker = self._admitted = attached.worker
-        self._holding, self._notes = (attached.worker,), dict(attached.notes)
+        self.worker, self._notes = attached.worker, dict(attached.notes)
+        self.hear(self._ask(COORDINATOR, Beat(self.session, self.worker)))
         for server in self._servers():
             if server != COORDINATOR:
                 self.join(server=server)
@@ -229,7 +230,7 @@ class Client:
 
     def hear(self, beaten: Beaten) -> None:
         """Take notice of who takes part, where workers come and go: a server in a lost one's place is told."""
-        self._holding, self._admitted = beaten.holding, beaten.admitted
+        self._heard = beaten
 
     def initialise(
         self,
@@ -370,6 +371,7 @@ class Client:
                 reply: Reply = self.answer(server, future)
                 self._terms[server] |= reply.terms
                 self._left[server] |= reply.left
+                self._pushers[server] = set(reply.pushes) or self._pushers[server]
                 return reply
             except WorkerAwayError:
                 if server == COORDINATOR:
@@ -602,10 +604,26 @@ class Client:
             ServerLostError: it does not answer.
             WorkerLostError: the session is over.
         """
-        if not self.world_size and COORDINATOR not in self._being_restored:  # it knows who has just come
-            self.hear(self.answer(COORDINATOR, self._send(COORDINATOR, Beat(self.session, self.worker))))
+        holding: Collection[int] = () if self.world_size else self._holding()
         about = (self.session, self.worker, self.world_size, self._policy, False, self._after, server, True)
-        self.answer(server, self._send(server, Join(*about, self._holding, self._admitted)))
+        self.answer(server, self._send(server, Join(*about, tuple(sorted(holding)), self._heard.admitted)))
+
+    def _holding(self) -> set[int]:
+        """Workers that may have pushed: a server that was restored without one of them could lack half a push.
+
+        Servers that live know who has just come, since everybody fetches from all before the first push. Where none
+        does, what others may have pushed and this worker has not heard of is in no weights that are offered.
+        """
+        holding: set[int] = set()
+        for server in set(self._servers()) - self._being_restored:
+            beaten: Beaten = self.answer(server, self._send(server, Beat(self.session, self.worker)))
+            holding.update(beaten.holding)
+            if server == COORDINATOR:
+                self.hear(beaten)
+        heard = self._heard
+        holding.update(heard.holding, [self.worker])
+        pushers = set().union(*self._pushers)
+        return holding | {worker for worker in pushers if worker in heard.living or worker > heard.admitted}
 
     def lay_out(self, server: int, message: Initialise) -> bool:
         """Lay out a shard on one server; see :meth:`initialise`."""

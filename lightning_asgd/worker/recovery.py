@@ -146,7 +146,9 @@ class Recovery:
                     self._awaited[server].replaced = True
                 client.join_restored(server)
                 sharing.lay_out(server)
-            client.offer({s: sharing.held(s) for s in servers}, self._part())
+            # All servers must be restored by the same workers, or one could hold a push that another lacks.
+            for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
+                client.offer({s: sharing.held(s) for s in group}, self._part())
             for server in servers:
                 sharing.resend(server)
         except WorkerAwayError:

@@ -31,6 +31,7 @@ from lightning_asgd.errors import SnapshotError
 from lightning_asgd.messages import (
     Attach,
     Attached,
+    Beat,
     Claim,
     Epoch,
     Exchange,
@@ -315,9 +316,9 @@ def test_the_second_server_too(tmp_path: Path) -> None:
     after.tick()
     assert isinstance(waiting, Future)
     assert not waiting.done()
-    clock.now = 30.0
-    after.handle(Join("s", 2, 0, server=1))
-    after.tick()
+    for clock.now in (10.0, 20.0, 30.0):
+        after.handle(Beat("s", 2))  # but has nothing to tell
+        after.tick()
     assert waiting.value().weights[0].tolist() == [4.0, -4.0, 1.0]
 
 

@@ -74,13 +74,17 @@ class Turns:
             ready = [t for t in self._tasks if not t.ended and not self._asleep(t.name) and t.ready()]
             if not ready:
                 continue
-            task = self._current = self.random.choice(ready)
-            task.go.release()
-            self._back.acquire()
-            if task.error is not None:
-                raise task.error
+            self._give(self.random.choice(ready))
         waiting = [t.name for t in self._tasks if not t.ended]
         raise AssertionError(f"after {MOST_TURNS} turns {waiting} still wait for each other")
+
+    def _give(self, task: _Task) -> None:
+        """Let a task have its turn."""
+        self._current = task
+        task.go.release()
+        self._back.acquire()
+        if task.error is not None:
+            raise task.error
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Let others have their turns, at least one, until a condition holds. Called by tasks."""

@@ -111,6 +111,7 @@ def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
         def note(self, trainer: pl.Trainer, when: str) -> None:
             if trainer.is_global_zero:
                 torch.save(trainer.strategy._sharing.state(), tmp_path / when)
+            trainer.strategy.barrier(when)  # or another worker may have pushed before
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.note(trainer, "start")
