@@ -330,9 +330,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
         if self._monitor and trainer.loggers and not trainer.fast_dev_run and not self._monitored:
             callbacks.insert(1, ASGDMonitor())
-        for callback in callbacks:
-            if isinstance(callback, ASGDMonitor):
-                self.tree.adopt(callback)
 
     @property
     def _monitored(self) -> bool:
