@@ -86,9 +86,9 @@ def draw(shape: str, random: torch.Generator, size: int = 32) -> Tensor:
     x, y, radius, angle = torch.rand(4, generator=random).tolist()
     angle = (angle - 0.5) * 1.2  # radians
     axis = torch.linspace(-1, 1, size)
-    v, u = torch.meshgrid(axis - (y - 0.5) * 0.8, axis - (x - 0.5) * 0.8, indexing="ij")
+    v, u = torch.meshgrid(axis - (y - 0.5) * 0.5, axis - (x - 0.5) * 0.5, indexing="ij")
     turn = torch.tensor([angle]).cos(), torch.tensor([angle]).sin()
-    radius = 0.35 + 0.3 * radius
+    radius = 0.5 + 0.3 * radius
     u, v = (turn[0] * u + turn[1] * v) / radius, (turn[0] * v - turn[1] * u) / radius
     far, near = torch.maximum(u.abs(), v.abs()), torch.minimum(u.abs(), v.abs())
     inside = {
@@ -104,14 +104,14 @@ def draw(shape: str, random: torch.Generator, size: int = 32) -> Tensor:
     ground, ink = torch.rand(2, 3, 1, 1, generator=random)
     ink = torch.where((ink - ground).abs().sum() > 0.6, ink, 1 - ground)  # enough of a contrast
     image = torch.where(inside, ink, ground)
-    return (image + 0.15 * torch.randn(3, size, size, generator=random)).clamp(0, 1)
+    return (image + 0.1 * torch.randn(3, size, size, generator=random)).clamp(0, 1)
 
 
 def datasets(folder: Path | None, samples: int) -> tuple[Any, Any]:
     """Images for training, with augmentations, and for validation; both have ``classes``."""
     size = 32 if folder is None or (folder / "cifar-10-batches-py").is_dir() else 64
     end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
-    augmented = v2.Compose([v2.RandomResizedCrop(size, scale=(0.6, 1.0)), v2.RandomHorizontalFlip(), *end])
+    augmented = v2.Compose([v2.RandomResizedCrop(size, scale=(0.7, 1.0)), v2.RandomHorizontalFlip(), *end])
     plain = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *end])
     if folder is None:
         return Shapes(range(samples), augmented), Shapes(range(samples, samples + samples // 4), plain)
