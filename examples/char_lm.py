@@ -7,7 +7,7 @@
 
 It shows A-SGD with a transformer and AdamW: every worker keeps its own optimizer state, and only weights are shared. It
 ends with the loss of a held-out tenth of the text, and a page that the model writes: words of the reference, in its own
-order. Expect DDP's loss: with both, two workers take half as many steps as one process does.
+order. Expect a loss a little above DDP's, and DDP's above that of one process, which takes twice as many steps.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def main() -> None:
         logger=False,
     )
     trainer.fit(DigitsCNN(), *loaders())
-    print(f"{trainer.global_step} steps of all workers, accuracy {trainer.callback_metrics['val_acc']:.3f}")
+    print(f"{trainer.current_epoch} epochs, accuracy {trainer.callback_metrics['val_acc']:.3f}")
 
 
 if __name__ == "__main__":

@@ -196,10 +196,10 @@ def test_a_worker_of_spot_machines_goes_by_sigterm_and_another_one_takes_over(st
     os.kill(first.pid, signal.SIGTERM)
     first.join(20)
     assert first.exitcode == 0, (tmp_path / "first").read_text()
-    assert "steps of all workers" not in (tmp_path / "first").read_text()
+    assert "epochs, accuracy" not in (tmp_path / "first").read_text()
     output = run(start, tmp_path, "spot_worker.py", "--server", address)
-    steps, accuracy = numbers(r"(\d+) steps of all workers, accuracy ([\d.]+)", output)
-    assert steps == 20 * 90
+    epochs, accuracy = numbers(r"(\d+) epochs, accuracy ([\d.]+)", output)
+    assert epochs == 20
     assert accuracy > 0.9
 
 
