@@ -6,7 +6,8 @@
     python examples/image_classification.py --fast             # a few seconds
 
 It shows what most programs have: augmentations, batch normalization, a schedule, a torchmetric over all workers, and
-the best checkpoint, which is tested at the end. Expect the same accuracy with one process, DDP and A-SGD.
+the best checkpoint, which is tested at the end. Expect more than 0.9; one process takes twice as many steps
+as two workers, and ends higher.
 """
 
 from __future__ import annotations

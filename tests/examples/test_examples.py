@@ -110,6 +110,17 @@ def test_images_end_with_the_accuracy_of_the_best_checkpoint(start: Start, tmp_p
     assert best["hyper_parameters"]["classes"] == 8
 
 
+def test_images_of_ones_own_are_read_from_folders(tmp_path: Path) -> None:
+    datasets = runpy.run_path(str(ROOT / "examples" / "image_classification.py"))["datasets"]
+    for part, name in itertools.product(("train", "val"), ("cats", "dogs")):
+        (tmp_path / part / name).mkdir(parents=True)
+        picture = torch.full((3, 90, 70), 255, dtype=torch.uint8)
+        torchvision.io.write_png(picture, str(tmp_path / part / name / "1.png"))
+    for images in datasets(tmp_path, 0):
+        assert images.classes == ["cats", "dogs"]
+        assert [(image.shape, label) for image, label in images] == [((3, 64, 64), 0), ((3, 64, 64), 1)]
+
+
 @pytest.mark.timeout(120)
 def test_the_character_model_learns_and_writes(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "char_lm.py", "--fast", "--strategy", "asgd_fork")
