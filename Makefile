@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
-PROCESSES := tests/lightning tests/transport
+PROCESSES := tests/lightning tests/transport tests/examples
 define run-tests
 @$(RUN) -m pytest $(PROCESSES) $(1) > $(VENV)/processes.log 2>&1 & beside=$$!; \
 $(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \

@@ -64,4 +64,5 @@ def _register(tree: _lightning.Tree) -> None:
     tree.register(ASGDStrategy)
 
 
-_lightning.when_imported(_register)
+_lightning.when_imported("strategies", _register)
+_lightning.when_imported("callbacks.callback", _lightning.CallbackExtension.join)

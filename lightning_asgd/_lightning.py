@@ -109,16 +109,6 @@ class Tree:
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
 
-    def adopt(self, callback: Any) -> Any:
-        """Make a :class:`CallbackExtension` one of this tree's callbacks, and of no other's.
-
-        Returns:
-            the callback.
-        """
-        if getattr(callback, "tree", None) is not self:
-            callback.__class__ = self.derive(type(callback).__mro__[1], "Callback")
-        return callback
-
     def info(self, message: str) -> None:
         """Say something where Lightning says such things."""
         logging.getLogger(f"{self.package}.strategies.asgd").info(message)
@@ -151,22 +141,21 @@ def tree_of(thing: Any) -> Tree:
     raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
 
 
-class CallbackExtension:
-    """Base of a callback that programs make: one of all trees that are loaded, until :meth:`Tree.adopt`."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object that Trainers of either tree take."""
-        return _blank_callback(cls)
+class _NoTree:
+    """Stands among the bases of :class:`CallbackExtension`: Python would not replace ``object`` there."""
 
 
-@functools.cache
-def _callback_of(extension: Any, trees: tuple[Tree, ...]) -> Any:
-    def reduce(self: Any, _: Any) -> Any:
-        return _blank_callback, (extension,), self.__dict__
+class CallbackExtension(_NoTree):
+    """Base of a callback that programs make: its subclasses are callbacks of every tree that is loaded.
 
-    body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduce}
-    bases = (extension, *(tree.Callback for tree in trees))
-    return types.new_class(extension.__name__, bases, exec_body=lambda space: space.update(body))
+    Trainers look for that, and so does the command line of Lightning before it makes an object of a class.
+    """
+
+    @classmethod
+    def join(cls, tree: Tree) -> None:
+        """Take a tree's ``Callback`` among the bases."""
+        callback = importlib.import_module(f"{tree.package}.callbacks.callback").Callback
+        CallbackExtension.__bases__ = (*CallbackExtension.__bases__, callback)
 
 
 class StrategyExtension:
@@ -214,14 +203,14 @@ def unattached(extension: Any) -> Any:
     return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
 
 
-def when_imported(run: Callable[[Tree], None]) -> None:
-    """Call ``run`` for every tree that is loaded, now, and for the other ones once their strategies are imported."""
+def when_imported(module: str, run: Callable[[Tree], None]) -> None:
+    """Call ``run`` for every tree that has loaded a module of its own, now, and for the others once they load it."""
     waiting: dict[str, Callable[[], None]] = {}
     for tree in TREES:
-        if f"{tree.package}.strategies" in sys.modules:
+        if f"{tree.package}.{module}" in sys.modules:
             run(tree)
         else:
-            waiting[f"{tree.package}.strategies"] = functools.partial(run, tree)
+            waiting[f"{tree.package}.{module}"] = functools.partial(run, tree)
     sys.meta_path.insert(0, _Watch(waiting))
 
 
@@ -481,11 +470,6 @@ def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> 
 
 def _tree_named(package: str) -> Tree:
     return next(tree for tree in TREES if tree.package == package)
-
-
-def _blank_callback(extension: type) -> Any:
-    loaded = tuple(tree for tree in TREES if tree.package in sys.modules)
-    return object.__new__(_callback_of(extension, loaded or TREES[:1]))
 
 
 def _blank_unattached(extension: type) -> Any:

@@ -291,9 +291,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
         if self._monitor and trainer.loggers and not trainer.fast_dev_run and not _is_monitored(trainer):
             callbacks.insert(1, ASGDMonitor())
-        for callback in callbacks:
-            if isinstance(callback, ASGDMonitor):
-                self.tree.adopt(callback)
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""

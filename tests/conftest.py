@@ -28,8 +28,9 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # A Trainer keeps its servers, its connection and its variables for the next call: see tests/lightning/conftest.py.
+    # The fork server of the examples' tests stays.
     # The battery looks by itself, after its last case.
-    if request.node.path.relative_to(TESTS).parts[0] in ("lightning", "conformance"):
+    if request.node.path.relative_to(TESTS).parts[0] in ("lightning", "conformance", "examples"):
         yield
     else:
         with leaks.forbidden():

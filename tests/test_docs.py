@@ -32,7 +32,7 @@ ROOT = pages.ROOT
 TEXTS = sorted([*pages.PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 BASH = [block for page in pages.PAGES for block in pages.blocks(page, "bash")]
 YAML = [block for page in pages.PAGES for block in pages.blocks(page, "yaml")]
-OF_CLUSTERS = {"kubectl", "sbatch", "srun"}  # not on every machine that runs the tests
+OF_CLUSTERS = {"kubectl", "sbatch", "squeue", "srun"}  # not on every machine that runs the tests
 OF_THE_SHELL = {"export", "until", "do", "done"}
 LANGUAGES = {"bash", "python", "toml", "yaml"}
 

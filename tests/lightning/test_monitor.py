@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import lightning.pytorch
 import pytest
 import pytorch_lightning as pl
@@ -13,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+import lightning_asgd
 from lightning_asgd import ASGDMonitor, ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.figures import METRICS
@@ -117,8 +119,6 @@ def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path
     fit = trainer(tmp_path, strategy, devices=1, logger=[logger, board], callbacks=[monitor, Watching()], max_epochs=2)
     fit.fit(Regression(), loader(512))
     assert [type(c).__name__ for c in fit.callbacks].count("ASGDMonitor") == 1
-    assert isinstance(monitor, pl.Callback)
-    assert not isinstance(monitor, lightning.pytorch.Callback)
     written = rows(tmp_path / "csv" / "v")
     names = {name for row in written for name, value in row.items() if value and name.startswith("asgd/")}
     assert names == of_workers(1)
@@ -161,13 +161,23 @@ def test_it_can_be_left_out_and_a_fit_that_fails_says_so(tmp_path: Path) -> None
     assert len(record.entries) > 30
 
 
-def test_a_monitor_is_a_callback_of_both_trees_until_a_trainer_takes_it() -> None:
+def test_a_monitor_is_a_callback_of_both_trees() -> None:
     monitor = ASGDMonitor(2.5)
     for each in (monitor, pickle.loads(pickle.dumps(monitor)), copy.deepcopy(monitor)):
         assert isinstance(each, ASGDMonitor)
         assert isinstance(each, pl.Callback)
         assert isinstance(each, lightning.pytorch.Callback)
         assert each.every_n_seconds == 2.5
+
+
+@pytest.mark.parametrize("monitor", ["ASGDMonitor", "DataStallMonitor"])
+@pytest.mark.parametrize("tree", [pl, lightning.pytorch])
+def test_a_configuration_may_name_a_monitor_by_its_class(monitor: str, tree: Any) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--callbacks", type=list[tree.Callback])
+    settings = parser.parse_object({"callbacks": [{"class_path": f"lightning_asgd.{monitor}"}]})
+    (made,) = parser.instantiate_classes(settings).callbacks
+    assert type(made) is getattr(lightning_asgd, monitor)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,8 @@
+#!/bin/bash
+#SBATCH --job-name=digits-worker
+#SBATCH --array=1-8
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=4
+#SBATCH --requeue
+
+exec srun python examples/spot_worker.py --server "$SERVER:29400" --run-id digits

@@ -1,0 +1,50 @@
+"""A worker that comes when its machine is there and goes when the machine is taken away.
+
+    lightning-asgd serve --port 29400 --run-id digits     # once, on a machine that stays
+    python examples/spot_worker.py                        # on every machine that comes; with --server HOST:29400
+
+Start the second command several times, and stop any of them with Ctrl-C or with `kill`, whose SIGTERM is what spot
+machines, Kubernetes and SLURM send. The others take its data and go on; it ends with exit code 0. If all are gone the
+next one goes on where they were. `lightning-asgd status 127.0.0.1:29400` shows who takes part.
+
+    python examples/spot_worker.py --fast                 # 2 epochs
+
+Expect the accuracy of one process, however many came and went.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from digits import DigitsCNN, loaders
+from pytorch_lightning import Trainer, seed_everything
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from lightning_asgd import ASGDStrategy
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A worker of a run whose workers come and go.")
+    parser.add_argument("--server", default="127.0.0.1:29400", help="where lightning-asgd serve serves the run")
+    parser.add_argument("--run-id", default="digits", help="the run's name")
+    parser.add_argument("--fast", action="store_true", help="2 epochs instead of 20")
+    args = parser.parse_args()
+    seed_everything(1)  # all workers alike: they must agree on the order of the data
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ASGDStrategy(nsync=10, server=args.server, run_id=args.run_id),
+        max_epochs=2 if args.fast else 20,
+        num_sanity_val_steps=0,  # nobody has the time
+        callbacks=[ModelCheckpoint(RESULTS / "spot_worker", save_last=True)],  # in case that the servers' machine dies
+        logger=False,
+    )
+    trainer.fit(DigitsCNN(), *loaders())
+    print(f"{trainer.current_epoch} epochs, accuracy {trainer.callback_metrics['val_acc']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
