@@ -20,6 +20,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.main import main
 from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from lightning_asgd.rendezvous import LOOPBACK
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import mains, wait_until
 
@@ -96,9 +97,9 @@ def to_file(file: Path) -> None:
     os.environ[SECRET_ENV] = "correct horse battery staple"
 
 
-def serve(folder: Path, transport: str) -> None:
+def serve(folder: Path, transport: str, host: str = LOOPBACK) -> None:
     to_file(folder / "serve.log")
-    raise SystemExit(main(["serve", "--port=0", "--run-id=counts", f"--transport={transport}"]))
+    raise SystemExit(main(["serve", f"--host={host}", "--port=0", "--run-id=counts", f"--transport={transport}"]))
 
 
 def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
@@ -127,6 +128,11 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float)
     made.fit(Counts(step_s), data)
 
 
+def epochs_of(folder: Path, name: str) -> int:
+    """How many epochs a worker has seen the end of."""
+    return max([0, *(entry["epoch"] for entry in Diary.read(folder / f"{name}.json"))])
+
+
 def address_of_run(folder: Path) -> str:
     """Where `serve` says that it serves."""
     log = folder / "serve.log"
@@ -146,10 +152,7 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         started[name].start()
 
     def epochs(name: str) -> int:
-        return max([0, *(entry["epoch"] for entry in Diary.read(tmp_path / f"{name}.json"))])
-
-    def beyond(name: str, others: str) -> bool:
-        return epochs(name) > epochs(others)
+        return epochs_of(tmp_path, name)
 
     served.start()
     try:
