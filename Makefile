@@ -83,6 +83,10 @@ soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behin
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
 	@$(RUN) -m benchmarks.newcomer
 
+screenshots: $(VENV)/.installed-screenshots docs ## pictures of site, report and terminal view, and what is wrong with them; BROWSER=, BROWSER_OPTIONS=
+	@$(RUN) examples/monitor.py
+	@$(RUN) -m docs.screenshots $(if $(BROWSER),--browser $(BROWSER)) -- $(BROWSER_OPTIONS)
+
 clean: ## remove .venv, caches and results
 	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

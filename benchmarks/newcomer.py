@@ -319,7 +319,7 @@ class Walk:
             until(lambda: "Workers attach themselves" in logs[0].read_text(), "the servers' start", logs[0])
             first, second = here.start(train, logs[1]), there.start(train, logs[2])
             with ended(first, second):
-                until(lambda: _come(logs[1:]), "the coming of both workers", *logs)
+                until(lambda: both_came(logs[1:]), "the coming of both workers", *logs)
                 os.killpg(first.pid, signal.SIGKILL)
                 seen = there.run(status)
                 accuracy = self.reached(finished(second, "the second worker", logs[2]))
@@ -368,7 +368,7 @@ def _keys(page: Path) -> list[str]:
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
-def _come(logs: list[Path]) -> bool:
+def both_came(logs: list[Path]) -> bool:
     """Whether a worker has heard that the other one has come."""
     return any(re.search(r"Worker \d+ \(.*\) has come", log.read_text()) for log in logs)
 
