@@ -205,7 +205,7 @@ def terminal(camera: Camera) -> None:
     if not re.search(r"1 chief .*\d ms .*%", text):
         camera.note(f"The terminal shows no chief that trains:\n{text}")
     picture = PICTURES / "status.svg"
-    screen.save_svg(str(picture), title="lightning-asgd status --watch true")
+    screen.save_svg(str(picture), title="lightning-asgd status --watch")
     with camera.page("desktop") as page:
         page.set_content(f'<body style="margin: 0">{picture.read_text()}</body>')
         page.locator("svg").first.screenshot(path=picture.with_suffix(".png"))
@@ -237,7 +237,7 @@ def watched(address: str) -> str:
     """The last frame of the view, with its colours."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *TERMINAL, 0, 0))
-    command = [str(Path(sys.executable).parent / "lightning-asgd"), "status", address, "--watch", "true"]
+    command = [str(Path(sys.executable).parent / "lightning-asgd"), "status", address, "--watch"]
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
