@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from lightning_asgd.cache import CachedDataset
-from lightning_asgd.probe import forget
+from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.data_stalls.probe import forget
 
 SHARES = (0.0, 0.5, 1.0)  # of the dataset that the cache may hold
 SLACK = 1.01  # samples are kept pickled

@@ -11,11 +11,11 @@ from lightning_asgd import _lightning
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
-    from lightning_asgd.cache import CachedDataset
     from lightning_asgd.config import Timeouts
+    from lightning_asgd.data_stalls.cache import CachedDataset
+    from lightning_asgd.data_stalls.monitor import DataStallMonitor
     from lightning_asgd.monitor import ASGDMonitor
     from lightning_asgd.posterior import averaged_prediction
-    from lightning_asgd.stall_monitor import DataStallMonitor
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
     from lightning_asgd.strategy import ASGDStrategy
 
@@ -37,8 +37,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "ASGDMonitor": "lightning_asgd.monitor",
     "ASGDStrategy": "lightning_asgd.strategy",
-    "CachedDataset": "lightning_asgd.cache",
-    "DataStallMonitor": "lightning_asgd.stall_monitor",
+    "CachedDataset": "lightning_asgd.data_stalls.cache",
+    "DataStallMonitor": "lightning_asgd.data_stalls.monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "Timeouts": "lightning_asgd.config",

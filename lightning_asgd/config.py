@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from lightning_asgd.algorithms import ASGD, Algorithm, find
 from lightning_asgd.algorithms.base import Answer, Payload
 from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "server_address"]
+__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "seconds", "server_address"]
 
 RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
@@ -41,12 +39,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LONGEST_S:
-                raise ConfigurationError(
-                    f"Timeouts.{f.name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. "
-                    "To wait for as long as possible give the largest."
-                )
+            seconds(f"Timeouts.{f.name}", getattr(self, f.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +61,25 @@ class ExchangeConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
     """Code of what goes over the network."""
+    snapshot_every_s: float = 60.0
+    """Seconds between two snapshots of what the algorithm keeps on the servers beside the weights."""
+
+    @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm's class."""
+        return type(self.algorithm).__name__
 
     @property
     def restorable(self) -> bool:
-        """Whether the workers hold all that a server knows, so that one that is lost can be restored from them.
+        """Whether the workers hold the weights that a server has, so that one that is lost can be restored from them.
 
-        What an algorithm or a transform keeps on the servers is in nobody's answer; weights that are pushed to more
-        often than they are fetched may be; and compressed ones are not what the servers have.
+        Gathered pushes are in nobody's weights yet; those that are pushed to more often than they are fetched are in
+        nobody's answer; and compressed ones are not what the servers have.
         """
         rule = self.algorithm
-        kept = any(t.slots or t.backup or t.gathers for t in rule.transforms) or rule.start(torch.zeros(1))
-        plain = rule.payload is Payload.DELTA and rule.answer is Answer.WEIGHTS and not rule.waits
+        plain = rule.payload in (Payload.DELTA, Payload.GRADIENT) and rule.answer is Answer.WEIGHTS and not rule.waits
         exact = self.nfetch == self.npush and self.compression is None
-        return plain and exact and not kept and not rule.keep_at_most
+        return plain and exact and not any(t.gathers for t in rule.transforms)
 
     @classmethod
     def create(
@@ -95,6 +94,7 @@ class ExchangeConfig:
         max_offline_steps: Any = 1000,
         timeouts: Timeouts | None = None,
         compression: Any = None,
+        snapshot_every_s: Any = 60.0,
     ) -> ExchangeConfig:
         """Check what a user gave.
 
@@ -108,6 +108,7 @@ class ExchangeConfig:
             max_offline_steps: see the attribute.
             timeouts: None means the defaults.
             compression: a compression or its name; None for none.
+            snapshot_every_s: see the attribute.
 
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
@@ -139,7 +140,22 @@ class ExchangeConfig:
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
             timeouts=timeouts or Timeouts(),
             compression=code,
+            snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
         )
+
+
+def seconds(name: str, value: Any) -> float:
+    """Check that a setting is a time.
+
+    Raises:
+        ConfigurationError: it is not, or longer than clocks can be trusted with.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
+        return value
+    raise ConfigurationError(
+        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait for as long as "
+        "possible give the largest."
+    )
 
 
 def positive_int(name: str, value: Any) -> int:

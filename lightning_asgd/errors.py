@@ -4,6 +4,7 @@
 
     ASGDError (RuntimeError)
     ├── ConfigurationError (also ValueError)   a setting is wrong; nothing was started
+    ├── SnapshotError                          servers cannot go on from what others have written
     ├── LaunchError                            a server or a worker did not start
     ├── ServerLostError                        a server died or does not answer
     ├── WorkerLostError                        a worker died, or this worker was declared dead
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutMismatchError",
     "ProtocolError",
     "ServerLostError",
+    "SnapshotError",
     "WorkerAwayError",
     "WorkerLostError",
     "error_from",
@@ -40,6 +42,10 @@ class ASGDError(RuntimeError):
 
 class ConfigurationError(ASGDError, ValueError):
     """A setting is wrong. Raised before any process is started."""
+
+
+class SnapshotError(ASGDError):
+    """Servers cannot go on from the snapshots in a folder."""
 
 
 class LaunchError(ASGDError):
@@ -82,6 +88,7 @@ _BY_NAME: dict[str, type[ASGDError]] = {
     for cls in (
         ASGDError,
         ConfigurationError,
+        SnapshotError,
         LaunchError,
         ServerLostError,
         WorkerLostError,

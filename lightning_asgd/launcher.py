@@ -52,6 +52,7 @@ class Job:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
         spare: whether a server is to be kept ready for the place of one that dies.
+        snapshot_every_s: seconds between two snapshots for that one; 0 for none.
         transport: how messages are sent.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
             same program.
@@ -65,11 +66,17 @@ class Job:
     start_timeout_s: float
     spare: bool = False
     transport: str = "rpc"
+    snapshot_every_s: float = 0.0
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
     address: tuple[str, int] | None = None
     interface: str = "lo"
     run_id: str = ""
+
+    @property
+    def attaches(self) -> bool:
+        """Whether this process attaches itself to a run that is served elsewhere."""
+        return bool(self.run_id)
 
     @property
     def session(self) -> str:
@@ -100,8 +107,10 @@ class Job:
             rendezvous = _hosted.get(self.address)
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
-            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface, self.transport)
-            overseer.spare = self.spare and environment.world_size() > 1
+            several = environment.world_size() > 1
+            about: dict[str, Any] = {"snapshot_every_s": self.snapshot_every_s if several else 0.0}
+            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface, self.transport, **about)
+            overseer.spare = self.spare and several
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def find_run(self) -> None:

@@ -1,8 +1,9 @@
 """A small process that ends a job's other processes once the main process is gone, whatever ended it.
 
-:func:`start` runs ``python -m lightning_asgd.reaper PARENT``, which reads lines ``add PID CREATED`` from its standard
-input. When the input ends or the parent is another one, it gives the processes time to end by themselves,
-then asks them to, then kills them: all within 8 seconds. Imports neither torch nor Lightning.
+:func:`start` runs ``python -m lightning_asgd.reaper PARENT``, which reads lines ``add PID CREATED`` and
+``remove FOLDER`` from its standard input. When the input ends or the parent is another one, it gives the processes time
+to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders. Imports
+neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +56,7 @@ def main() -> int:
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     watched: dict[int, float] = {}
+    folders: list[str] = []
     buffer = b""
     while os.getppid() == parent:
         ready, _, _ = select.select([0], [], [], _POLL_S)
@@ -63,9 +66,15 @@ def main() -> int:
                 break
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                _, pid, created = line.split()
-                watched[int(pid)] = float(created)
+                what, _, about = line.decode().partition(" ")
+                if what == "add":
+                    pid, created = about.split()
+                    watched[int(pid)] = float(created)
+                else:
+                    folders.append(about)
     _end(_alive(watched))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KEY", "Resumed", "entry_of", "resumed"]
+__all__ = ["KEY", "Resumed", "Resumption", "entry_of", "resumed"]
 
 KEY = "lightning_asgd"
 """Where it stands in the checkpoint."""
+
+
+@dataclass
+class Resumption:
+    """What the next fit goes on from. Reading a checkpoint fills it, a fit that sets out takes things out of it.
+
+    Attributes:
+        versions: per server, the version to count on from; None to begin with 0.
+        servers: what the servers kept beside the weights.
+        data: what had been trained of the epoch.
+    """
+
+    versions: list[int] | None = None
+    servers: Sequence[Any] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def take_versions(self) -> list[int] | None:
+        """The versions, once."""
+        versions, self.versions = self.versions, None
+        return versions
+
+    def take_servers(self) -> Sequence[Any]:
+        """What the servers kept, once."""
+        servers, self.servers = self.servers, ()
+        return servers
+
+    def take_data(self) -> Mapping[str, Any]:
+        """What had been trained of the epoch, once."""
+        data, self.data = self.data, {}
+        return data
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -22,15 +23,17 @@ from typing import IO, Any
 import psutil
 
 from lightning_asgd import reaper
+from lightning_asgd.errors import ServerLostError
 from lightning_asgd.rendezvous import Rendezvous, successor_of
 from lightning_asgd.server.process import ServerArguments
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch"]
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_words"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _STOP_S = 5.0
+_WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
 _LOG_LINES = 20
 _SPARE_AFTER_S = 15.0  # without a server's end
 _UNBORN = 3  # servers in a row that end before they serve: no more are started
@@ -38,16 +41,14 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 
 
 class _Server:
-    def __init__(
-        self, index: int, rendezvous: Rendezvous, interface: str, transport: str, run: str, *, succeeds: bool
-    ) -> None:
+    def __init__(self, index: int, rendezvous: Rendezvous, interface: str, **about: Any) -> None:
         self.index = index
         self.rendezvous = rendezvous
         self.key = f"server/{uuid.uuid4().hex}"
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
-        about = (interface, os.getpid(), transport, run, succeeds)
-        arguments = ServerArguments(f"server{index}", self.key, host, port, *about)
+        name = f"server{index}"
+        arguments = ServerArguments(name, self.key, host, port, interface, os.getpid(), server=index, **about)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
             stdin=subprocess.PIPE,
@@ -89,13 +90,25 @@ class Supervisor:
         interface: network interface they listen on.
         transport: how messages reach them.
         run: name of the only run that they serve, if its workers come and go.
+        snapshots: folder that they write snapshots of it to, and go on from; empty for one that goes with this.
+        snapshot_every_s: seconds between two; 0 for none.
     """
 
-    def __init__(self, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc", run: str = "") -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous | None,
+        interface: str,
+        transport: str = "rpc",
+        run: str = "",
+        snapshots: str = "",
+        snapshot_every_s: float = 0.0,
+    ) -> None:
         self.rendezvous = rendezvous
         self.interface = interface
         self.transport = transport
         self.run = run
+        self.snapshots = snapshots, snapshot_every_s
+        self._private: str | None = None  # folder for those that are for a lost server's place only
         self._servers: list[_Server] = []
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
@@ -115,6 +128,10 @@ class Supervisor:
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
         self._reaper = reaper.start(_child_environment())
+        folder, every_s = self.snapshots
+        if every_s and not folder:
+            self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
+            self._tell_reaper(f"remove {self._private}")
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
         self._thread.start()
 
@@ -173,11 +190,13 @@ class Supervisor:
                 server.process.terminate()
         for server in servers:
             try:
-                server.process.wait(_STOP_S)
+                server.process.wait(_WRITE_S if self.snapshots[0] else _STOP_S)
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
             server.close()
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
         # Workers may still be finishing: the reaper stays for them and goes with this process.
         if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
             if self._reaper.stdin is not None:
@@ -187,14 +206,26 @@ class Supervisor:
 
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
-        if self._reaper is None or self._reaper.stdin is None:
-            return
-        with contextlib.suppress(psutil.Error, BrokenPipeError):
-            self._reaper.stdin.write(f"add {pid} {psutil.Process(pid).create_time()}\n".encode())
-            self._reaper.stdin.flush()
+        with contextlib.suppress(psutil.Error):
+            self._tell_reaper(f"add {pid} {psutil.Process(pid).create_time()}")
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.flush()
 
     def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> _Server:
-        return _Server(index, rendezvous, self.interface, self.transport, self.run, succeeds=succeeds)
+        return _Server(
+            index,
+            rendezvous,
+            self.interface,
+            transport=self.transport,
+            run=self.run,
+            succeeds=succeeds,
+            snapshots=self._private or self.snapshots[0],
+            snapshot_every_s=self.snapshots[1],
+        )
 
     def _succeed(self, server: _Server) -> None:
         """Start another server in the place of one that has ended."""
@@ -263,7 +294,13 @@ _current: Supervisor | None = None
 
 
 def ensure(
-    num_servers: int, rendezvous: Rendezvous | None, interface: str, transport: str = "rpc", run: str = ""
+    num_servers: int,
+    rendezvous: Rendezvous | None,
+    interface: str,
+    transport: str = "rpc",
+    run: str = "",
+    snapshots: str = "",
+    snapshot_every_s: float = 0.0,
 ) -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
@@ -271,12 +308,12 @@ def ensure(
     """
     global _current
     if _current is not None:
-        present = _current.interface, _current.rendezvous, _current.transport, _current.run
-        if _current.healthy and present == (interface, rendezvous, transport, run):
+        present = _current.interface, _current.rendezvous, _current.transport, _current.run, _current.snapshots
+        if _current.healthy and present == (interface, rendezvous, transport, run, (snapshots, snapshot_every_s)):
             _current.add_servers(num_servers)
             return _current
         _current.close()
-    _current = Supervisor(rendezvous, interface, transport, run)
+    _current = Supervisor(rendezvous, interface, transport, run, snapshots, snapshot_every_s)
     _current.start()
     _current.add_servers(num_servers)
     return _current
@@ -290,6 +327,18 @@ def current() -> Supervisor | None:
 def ensure_watch() -> Supervisor:
     """The process's supervisor, or a new one without servers: for a machine whose servers run elsewhere."""
     return _current or ensure(0, None, "")
+
+
+@contextlib.contextmanager
+def with_last_words() -> Iterator[None]:
+    """Add a dead server's last words to the error, where this process knows them."""
+    try:
+        yield
+    except ServerLostError as error:
+        words = _current.obituary() if _current is not None else None
+        if words is None or words in str(error):
+            raise
+        raise ServerLostError(f"{error}\n{words}") from error
 
 
 @atexit.register

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_asgd.errors import ConfigurationError
@@ -256,6 +257,12 @@ class Algorithm(Configurable):
             push: what else is known.
         """
         raise NotImplementedError
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a shard keeps more than its weights, which no worker holds."""
+        slots = any(t.slots for t in self.transforms) or self.start(torch.zeros(1))
+        return bool(slots or self.keep_at_most)
 
     def keeps(self, version: int) -> bool:
         """Whether a shard is to keep a copy of its weights as they are at a version."""

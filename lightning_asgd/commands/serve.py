@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Literal
 
 __all__ = ["serve"]
@@ -21,10 +22,12 @@ def serve(
     host: str = "127.0.0.1",
     num_servers: int = 1,
     transport: Literal["rpc", "zmq"] = "rpc",
+    snapshots: Path | None = None,
+    snapshot_every_s: float = 60.0,
 ) -> None:
     """Start the servers of a run, which Trainers attach themselves to and leave as they like.
 
-    Ends with Ctrl-C or SIGTERM, and the run with it.
+    Ends with Ctrl-C or SIGTERM, and the run with it, unless it has snapshots to go on from.
 
     Args:
         port: that workers find the run at; on several machines it must be open to them, as must those that the servers
@@ -34,12 +37,20 @@ def serve(
         num_servers: processes that share the weights equally.
         transport: "rpc" is fast and knows no authentication. "zmq" encrypts every connection and lets nobody in without
             the secret in the environment variable LIGHTNING_ASGD_SECRET.
+        snapshots: folder for what the servers know: weights, optimizer states, progress. If it holds that of this run
+            already, the run goes on from there. None means that the run ends with its servers.
+        snapshot_every_s: seconds between two snapshots. If all servers are lost at once, what was learnt since the
+            latest ones is lost.
     """
     # Here, since torch comes with them: help and other commands do without.
     from lightning_asgd import supervisor
+    from lightning_asgd.config import seconds
     from lightning_asgd.rendezvous import Rendezvous, interface_of
+    from lightning_asgd.server.snapshots import Snapshots
     from lightning_asgd.transport import choose
 
+    seconds("snapshot_every_s", snapshot_every_s)
+    before = Snapshots(snapshots).check(run_id, num_servers) if snapshots is not None else None
     choose.check_available(transport)
     if transport == "zmq":
         choose.provide_secret(one_machine=False)
@@ -48,8 +59,9 @@ def serve(
         signal.signal(number, lambda number, _: stopped.append(number))
     rendezvous = Rendezvous.host(host, port)
     interface = interface_of(socket.gethostbyname(host))
+    folder = "" if snapshots is None else str(snapshots.resolve())
     try:
-        overseer = supervisor.ensure(num_servers, rendezvous, interface, transport, run_id)
+        overseer = supervisor.ensure(num_servers, rendezvous, interface, transport, run_id, folder, snapshot_every_s)
         overseer.spare = True
         keys = overseer.keys(num_servers)
         for index, key in enumerate(keys):
@@ -60,6 +72,8 @@ def serve(
             f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"
             f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
         )
+        if before is not None:
+            sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {before.version}.\n")
         sys.stdout.flush()
         while not stopped:
             time.sleep(_POLL_S)

@@ -13,7 +13,7 @@ from lightning_asgd.commands.user_code import module_and_loader
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lightning_asgd.stalls import Stalls
+    from lightning_asgd.data_stalls.stalls import Stalls
 
 __all__ = ["stalls"]
 
@@ -29,7 +29,7 @@ def stalls(*, module: str, steps: int = 50, warm_up: int = 5, repeats: int = 3, 
         repeats: of everything; the fastest of each pass counts.
         files: a folder that the data are read from: the operating system is asked to forget it before each cold pass.
     """
-    from lightning_asgd.probe import stalls as measured
+    from lightning_asgd.data_stalls.probe import stalls as measured
 
     found = measured(*module_and_loader(module), steps=steps, warm_up=warm_up, repeats=repeats, files=files)
     output = console()

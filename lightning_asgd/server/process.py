@@ -17,6 +17,7 @@ import torch
 
 from lightning_asgd.rendezvous import Rendezvous
 from lightning_asgd.server.service import Service
+from lightning_asgd.server.snapshots import Snapshots, keep
 from lightning_asgd.transport import choose
 
 __all__ = ["ServerArguments", "main"]
@@ -40,6 +41,9 @@ class ServerArguments:
         transport: how messages come.
         run: see :class:`Service`.
         succeeds: see :class:`Service`.
+        server: the server's number, of one that does not succeed another.
+        snapshots: folder to write them to; empty for none.
+        snapshot_every_s: how often.
     """
 
     name: str
@@ -51,6 +55,9 @@ class ServerArguments:
     transport: str = "rpc"
     run: str = ""
     succeeds: bool = False
+    server: int = 0
+    snapshots: str = ""
+    snapshot_every_s: float = 0.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,11 +71,22 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers
-    service = Service(run=arguments.run, succeeds=arguments.succeeds)
+    snapshots = Snapshots(arguments.snapshots) if arguments.snapshots else None
+    remembered = None if snapshots is None else snapshots.read
+    service = Service(run=arguments.run, succeeds=arguments.succeeds, remembered=remembered)
+    if not arguments.succeeds:
+        service.revive(arguments.server)
     address, stop = choose.serve(arguments.transport, service.handle, arguments.name, arguments.interface)
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
+    end = threading.Event()
+    writers = []
+    if snapshots is not None:
+        about = service.snapshot, snapshots, arguments.snapshot_every_s, end, service.tell
+        writers.append(threading.Thread(target=keep, args=about, name="lightning_asgd.snapshots", daemon=True))
+    for writer in writers:
+        writer.start()
     while not stopped and os.getppid() == arguments.parent:
         time.sleep(_TICK_S)
         service.tick()
@@ -78,6 +96,9 @@ def main(argv: list[str] | None = None) -> int:
             "its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
         )
         time.sleep(_LAST_WORDS_S)
+    end.set()
+    for writer in writers:
+        writer.join()
     service.close()
     stop()
     return 0

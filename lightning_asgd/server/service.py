@@ -56,6 +56,7 @@ from lightning_asgd.server.gradients import Means
 from lightning_asgd.server.leases import Leases
 from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.shard import Due, Shard
+from lightning_asgd.server.snapshots import Snapshot
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
 __all__ = ["Service"]
@@ -75,12 +76,22 @@ class Service:
         run: name of the one session that is served, whose workers come and go; empty to serve one session after the
             other, each with as many workers as it began with.
         succeeds: whether this may take the place of a server that was lost, so that the run has weights already.
+        remembered: what the server with this number wrote down last, if it did.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, run: str = "", *, succeeds: bool = False) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        run: str = "",
+        *,
+        succeeds: bool = False,
+        remembered: Callable[[int], Snapshot | None] | None = None,
+    ) -> None:
         self._clock = clock
         self._run = run
         self._succeeds = succeeds
+        self._remembered = remembered
+        self._changed = False  # since the latest snapshot
         self._asked: float | None = None  # when somebody did who cannot be answered before it is restored
         self._notes: dict[str, Any] = {}
         self._have_weights: set[int] = set()  # workers that can tell of them if this server is lost
@@ -131,6 +142,7 @@ class Service:
             the answer, a :class:`Failure`, or a future of either. Never raises for what a message can cause.
         """
         with self._lock:
+            self._changed = self._changed or not isinstance(message, Look)
             return self._handle(message)
 
     def _handle(self, message: Any) -> Any:
@@ -191,6 +203,51 @@ class Service:
                 "counts": vars(shard.counts).copy() if shard else {},
             }
 
+    def snapshot(self) -> Snapshot | None:
+        """What is to be written down; None if there are no weights yet, or nothing has happened since the last time."""
+        with self._lock:
+            coordinator, shards = self._coordinator, self._shards
+            if coordinator is None or self._to_be_restored or not all(s.initialised for s in shards.values()):
+                return None
+            if not shards or (self._run and coordinator.index == 0 and FOUNDED not in self._notes):
+                return None
+            if not self._changed:
+                return None  # the one before is as good
+            self._changed = False
+            epochs = (replace(leases.epoch, done=leases.finished) for leases in self._leases.values())
+            about = coordinator.session, coordinator.index, coordinator.policy, coordinator.admitted, dict(self._notes)
+            return Snapshot(*about, tuple(epochs), {number: shard.snapshot() for number, shard in shards.items()})
+
+    def tell(self, what: str) -> None:
+        """Have the workers' people read something."""
+        with self._lock:
+            if self._coordinator is not None:
+                self._coordinator.news.append(what)
+
+    def revive(self, server: int) -> bool:
+        """Go on from what the server with this number wrote down last, without the workers that it had.
+
+        Returns:
+            whether it did.
+        """
+        with self._lock:
+            return self._revive(server)
+
+    def _revive(self, server: int) -> bool:
+        snapshot = None if self._remembered is None else self._remembered(server)
+        if snapshot is None:
+            return False
+        coordinator = self._coordinator = self._coordinator or Coordinator(snapshot.run, 0, snapshot.policy, server)
+        coordinator.restore(self._clock(), admitted=max(coordinator.admitted, snapshot.admitted))
+        coordinator.news.append(f"Server {server} goes on from its snapshot, version {snapshot.version}.")
+        self._succeeds = False
+        self._notes = {**snapshot.notes, **self._notes}
+        self._shards = {number: Shard.revive(kept) for number, kept in snapshot.shards.items()}
+        self._leases = {epoch.key: Leases(epoch, all_train=False) for epoch in snapshot.epochs}
+        self._meet(coordinator)
+        self._take_up_early()
+        return True
+
     def close(self) -> None:
         """Release shared memory; waiting workers get an error."""
         with self._lock:
@@ -233,12 +290,15 @@ class Service:
         if self._asked is None and (self._arriving or self._early):
             self._asked = self._clock()
         if self._restoration is None and self._asked is not None and self._clock() > self._asked + _TOLD_S:
+            if self._revive(self._coordinator.index if self._coordinator is not None else 0):
+                return
             waiting = [*self._arriving, *self._early]
             self._arriving, self._early = [], []
             for _, future in waiting:
                 text = (
                     f"The weights of run {self._run!r} were lost: a server ended while the run had no workers. Start "
-                    "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint."
+                    "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint. With "
+                    "--snapshots a run outlives its servers."
                 )
                 future.set_result(Failure("ServerLostError", text))
 
@@ -286,8 +346,10 @@ class Service:
             about = (message.session, message.world_size, message.policy, message.server)
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
-        if message.restore and self._restoration is None and (begins or self._succeeds):
+        untouched = self._run and not coordinator.joined  # a snapshot that nobody goes on from
+        if message.restore and self._restoration is None and (begins or self._succeeds or untouched):
             self._restoration = Restoration()
+            self._leases.clear()
             coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
@@ -590,6 +652,7 @@ class Service:
         restoration = self._restoration
         if restoration is not None and restoration.offered(coordinator.living):
             newest = restoration.take()
+            self._remember_state(coordinator)
             for held in newest:
                 self._shards[held.fragment].resume(held.weights, held.version, held.pushes)
             stale = restoration.stale
@@ -611,15 +674,30 @@ class Service:
             self._release(Offer, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale)
             self._release(Offer, None)
             self._meet(coordinator)
-            early, self._early = self._early, []
-            for message, future in early:
-                answer = self._handle(message)
-                if isinstance(answer, Future):
-                    answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
-                else:
-                    future.set_result(answer)
+            self._take_up_early()
         if restoration is not None and restoration.over(coordinator.living):
             self._release(Settled, None)
+
+    def _remember_state(self, coordinator: Coordinator) -> None:
+        """Have what the algorithm keeps beside the weights from the latest snapshot, since no worker holds it."""
+        server = coordinator.index
+        snapshot = None if self._remembered is None else self._remembered(server)
+        kept = snapshot.shards if snapshot is not None and snapshot.run == coordinator.session else {}
+        for fragment, shard in self._shards.items():
+            before = kept.get(fragment)
+            if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
+                self._shards[fragment] = Shard.revive(before)
+        if not kept and any(shard.algorithm.keeps_state for shard in self._shards.values()):
+            coordinator.news.append(f"Server {server} had no snapshot: what its algorithm keeps there begins anew.")
+
+    def _take_up_early(self) -> None:
+        early, self._early = self._early, []
+        for message, future in early:
+            answer = self._handle(message)
+            if isinstance(answer, Future):
+                answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
+            else:
+                future.set_result(answer)
 
     def _release(self, kind: type, answer: Any, workers: Collection[int] | None = None) -> None:
         """Answer messages of a kind that wait: those of some workers, or all."""

@@ -131,7 +131,7 @@ class Shard:
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
 
     def resume(self, weights: Sequence[Tensor], version: int, pushes: Mapping[int, int]) -> None:
-        """Take the state that a worker holds of a shard that was lost.
+        """Take the state that a worker holds of a shard that was lost, and keep what the algorithm keeps.
 
         Args:
             weights: see :meth:`initialise`.
@@ -141,8 +141,38 @@ class Shard:
         Raises:
             ProtocolError: the tensors do not fit the groups.
         """
-        self.initialise(weights, version)
+        if self.weights is None:
+            self.initialise(weights, version)
+        else:  # it was revived
+            self._check(weights)
+            for mine, theirs in zip(self.weights, weights, strict=True):
+                mine.copy_(theirs)
+            self.version = version
         self._last_seq = dict(pushes)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known here but for the workers', as plain values and copies, for :meth:`revive`."""
+        return {
+            "groups": self.groups,
+            "algorithm": self.algorithm,
+            "version": self.version,
+            "weights": tuple(w.clone() for w in self._weights),
+            "state": self.state(),
+            "pending": [None if p is None else p.clone() for p in self._pending],
+            "gathered": (self.table.count, self._lr, self._steps),
+            "samples": list(self.samples),  # never changed
+        }
+
+    @classmethod
+    def revive(cls, kept: Mapping[str, Any]) -> Shard:
+        """A shard that goes on from a snapshot, with other workers."""
+        shard = cls(kept["groups"], kept["algorithm"])
+        shard.initialise(kept["weights"], kept["version"])
+        shard.restore(kept["state"])
+        shard._pending = kept["pending"]
+        shard.table.count, shard._lr, shard._steps = kept["gathered"]
+        shard.samples.extend(kept["samples"])
+        return shard
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""

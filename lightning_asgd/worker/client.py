@@ -119,6 +119,8 @@ class Client:
         self._left: list[dict[int, str]] = [{} for _ in self._term]  # who each says is gone
         self._lost_servers: set[int] = set()  # that are to be restored
         self._being_restored: set[int] = set()
+        self.gone: set[int] = set()
+        """Servers that are lost, and that no other one has been joined in the place of."""
         self._interrupt: Future[None] | None = None  # ends the present wait
         self._holding: tuple[int, ...] = ()  # and the next two: in a run whose workers come and go, as far as is known
         self._admitted = 0
@@ -209,9 +211,11 @@ class Client:
         for server in self._servers():
             try:
                 sign = Beat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
-                future = self.transport.call(server, sign, self.timeout_s)
                 if server in self.transport.prepared:  # this worker may be busy for long before it joins there
                     self.transport.call_prepared(server, Beat(self.session, self.worker), self.timeout_s)
+                if server in self.gone:
+                    continue
+                future = self.transport.call(server, sign, self.timeout_s)
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
             except (RuntimeError, KeyError):  # replaced just now
                 continue

@@ -95,6 +95,7 @@ class Recovery:
             if server in self._awaited:
                 return self._awaited[server]
             awaited = self._awaited[server] = _Successor()
+            self._client.gone.add(server)
 
         def find() -> None:
             try:
@@ -141,6 +142,7 @@ class Recovery:
             for server in servers:
                 if not self._awaited[server].replaced:
                     client.transport.replace(server)
+                    client.gone.discard(server)
                     self._awaited[server].replaced = True
                 client.join_restored(server)
                 sharing.lay_out(server)

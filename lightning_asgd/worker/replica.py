@@ -63,6 +63,9 @@ class Replica:
             ``x = mix x + (1 - mix) r``.
     """
 
+    _derives = True
+    """Whether the weights that were fetched last are those on the wire apart from the worker's own."""
+
     def __init__(
         self,
         layout: Layout,
@@ -91,7 +94,8 @@ class Replica:
             )
             base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
             self._base.append(base)
-            self._spare.append(tuple(map(torch.empty_like, base)) if remembers and block is not None else None)
+            spare = remembers and (block is not None or not self._derives)
+            self._spare.append(tuple(map(torch.empty_like, base)) if spare else None)
         self._scratch: dict[torch.dtype, Tensor] = {}
         chunk = _CHUNK if self.device.type == "cpu" else None
         self._runs = [
@@ -171,6 +175,8 @@ class Replica:
                     wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
                     if r.role is Role.LARGEST:
                         wire.copy_(x)
+                    elif r.role is Role.PARAMETER:
+                        self._pack_again(r, wire)
                     else:
                         wire.copy_(r.base - r.spare)
 
@@ -232,6 +238,10 @@ class Replica:
 
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         self._pack_difference(r, x, wire)
+
+    def _pack_again(self, r: _Run, wire: Tensor) -> None:
+        if r.spare is not None:
+            wire.copy_(r.base - r.spare)
 
     def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
         if self.mix is None:
@@ -333,14 +343,17 @@ class Replica:
 class GradientReplica(Replica):
     """Pushes the sum of its gradients since the last push.
 
-    Takes one vector more on the worker.
+    Takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
 
     Args:
         layout: see :class:`Replica`.
         source: see :class:`Replica`.
         blocks: see :class:`Replica`.
         gradients: gives the gradients of the module's tensors in the layout's order, None where there is none.
+        remembers: see :class:`Replica`.
     """
+
+    _derives = False
 
     def __init__(
         self,
@@ -348,10 +361,17 @@ class GradientReplica(Replica):
         source: Callable[[], Sequence[Tensor]],
         blocks: Sequence[SharedBlock | None],
         gradients: Callable[[], Sequence[Tensor | None]],
+        *,
+        remembers: bool = False,
     ) -> None:
-        super().__init__(layout, source, blocks)
+        super().__init__(layout, source, blocks, remembers=remembers)
         self._gradients = gradients
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._runs) if r.role is Role.PARAMETER}
+        self._pushed = {
+            i: torch.zeros_like(accrued)
+            for i, accrued in self._accrued.items()
+            if remembers and self.blocks[self._runs[i].server] is not None
+        }
         self._index = {id(r): i for i, r in enumerate(self._runs)}
 
     def accrue(self) -> None:
@@ -365,10 +385,18 @@ class GradientReplica(Replica):
                     accrued.add_(gradient[r.start : r.stop])
 
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
-        accrued = self._accrued[self._index[id(r)]]
+        index = self._index[id(r)]
+        accrued = self._accrued[index]
         wire.copy_(accrued)
-        accrued.zero_()
+        if index in self._pushed:
+            self._accrued[index], self._pushed[index] = self._pushed[index], accrued
+        self._accrued[index].zero_()
+        if self._keeps and r.spare is not None:
+            r.base, r.spare = r.spare, r.base
         r.base.copy_(x)
+
+    def _pack_again(self, r: _Run, wire: Tensor) -> None:
+        wire.copy_(self._pushed[self._index[id(r)]])
 
     def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
         self._accrued[self._index[id(r)]].zero_()
@@ -428,7 +456,7 @@ def replica_for(
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:
-        return GradientReplica(layout, source, blocks, gradients)
+        return GradientReplica(layout, source, blocks, gradients, remembers=remembers)
     if payload is Payload.WEIGHTS:
         return ElasticReplica(layout, source, blocks, mix)
     return Replica(layout, source, blocks, mix, remembers=remembers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, Algorithm, Downpour
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.layout import build_layout
@@ -25,6 +25,7 @@ from lightning_asgd.messages import Beat, Epoch, Leave, Policy
 from lightning_asgd.server.service import Service
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.transport.base import Transport
+from lightning_asgd.transport.shared_memory import SharedBlock
 from lightning_asgd.worker import client as client_module
 from lightning_asgd.worker import exchange as exchange_module
 from lightning_asgd.worker import leases as leases_module
@@ -33,7 +34,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.leases import DataLeases, Plan
 from lightning_asgd.worker.recovery import Recovery
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica import Replica, replica_for
 from tests.helpers.turns import Turns
 
 PATIENCE_S = 3.0
@@ -120,6 +121,8 @@ class End(Transport):
 class World:
     """Servers and workers whose order of events is a seed's."""
 
+    algorithm: Algorithm = ASGD("sum")
+
     def __init__(
         self, seed: int, workers: int, *, sleeps: bool, dies: bool = False, kills: float = 0.0, servers: int = 2
     ) -> None:
@@ -135,7 +138,7 @@ class World:
         self.wire = Wire(self.services)
         self.turns = Turns(seed, self.asleep)
         self.config = ExchangeConfig.create(
-            nsync=self.turns.random.randint(1, 3), algorithm=ASGD("sum"), overlap=self.turns.random.random() < 0.5
+            nsync=self.turns.random.randint(1, 3), algorithm=self.algorithm, overlap=self.turns.random.random() < 0.5
         )
         self.weights = [torch.zeros(2 * UNITS) for _ in range(workers)]
         self.shares = self.turns.random.random() < 0.5 and shared_memory.create([]) is not None
@@ -226,6 +229,13 @@ class World:
                 service.handle(Leave("s", rank, str(error)))
             self.ended[rank] = True
 
+    def replica(self, weight: torch.Tensor, blocks: Sequence[SharedBlock | None]) -> Replica:
+        payload, gradient = self.algorithm.payload, torch.zeros_like(weight)
+        weight.grad = gradient
+        made = replica_for(payload, self.layout, lambda: [weight], blocks, lambda: [gradient], remembers=True)
+        self.replicas.append(made)
+        return made
+
     def live(self, rank: int) -> None:
         """What the strategy does with a worker."""
         workers = len(self.weights)
@@ -235,8 +245,7 @@ class World:
         collectives = Collectives(client)
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
-        replica = Replica(self.layout, lambda: [weight], blocks, remembers=True)
-        self.replicas.append(replica)
+        replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
         client.join()
@@ -262,8 +271,7 @@ class World:
                     self.turns.wait_until(lambda: True)
                     exchanger.advance()
                     leases.begin_batch()
-                    weight[batch] += 1
-                    weight[UNITS + batch[0]] += 1
+                    learn(weight, batch)
                     trained += 1
                     exchanger.count_step()
                     self.turns.wait_until(lambda: True)
@@ -296,6 +304,14 @@ class World:
         exchanger.come_back()
 
 
+def learn(weight: torch.Tensor, batch: list[int]) -> None:
+    """Count a unit that is trained, on either server."""
+    step = torch.zeros_like(weight)
+    step[[*batch, UNITS + batch[0]]] = 1.0
+    weight.add_(step)
+    weight.grad.copy_(-step)  # type: ignore[union-attr]
+
+
 def holds_weights(service: Service) -> bool:
     return 0 in service._shards and service._shards[0].initialised
 
@@ -313,8 +329,13 @@ def test_without_sleep_every_unit_is_applied_once(seed: int) -> None:
     assert world.came_back == 0
 
 
+class Gradients(World):
+    algorithm = Downpour("sgd", lr=1.0, scale="sum")
+
+
+@pytest.mark.parametrize("kind", [World, Gradients])
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_whatever_servers_are_lost_every_unit_is_applied_once(sleeps: bool) -> None:
+def test_whatever_servers_are_lost_every_unit_is_applied_once(sleeps: bool, kind: type[World]) -> None:
     """With two servers a worker that is away may have left half a push: one server is lost, the other is not.
 
     And if one sleeps just when a server is lost that it alone can tell of its latest push, others train those data
@@ -322,7 +343,7 @@ def test_whatever_servers_are_lost_every_unit_is_applied_once(sleeps: bool) -> N
     """
     killed = 0
     for seed in range(30):
-        world = World(seed, 3, sleeps=sleeps, kills=0.03, servers=1 if sleeps else 2)
+        world = kind(seed, 3, sleeps=sleeps, kills=0.03, servers=1 if sleeps else 2)
         world.run()
         assert torch.equal(world.weights_at_the_end, torch.ones(2 * UNITS)), seed
         for weights in world.fetched.values() if not sleeps else ():

@@ -42,8 +42,7 @@ from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.leases import DataLeases, Plan
 from lightning_asgd.worker.recovery import Recovery
-from lightning_asgd.worker.replica import Replica
-from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
+from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World, learn
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 EPOCHS = 3
@@ -330,8 +329,7 @@ class RunWorld(World):
         self.clients[rank] = client
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
-        replica = Replica(self.layout, lambda: [weight], blocks, remembers=True)
-        self.replicas.append(replica)
+        replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
         refs = [None if block is None else block.ref for block in blocks]
@@ -361,8 +359,7 @@ class RunWorld(World):
                             return
                         exchanger.advance()
                         leases.begin_batch()
-                        weight[batch] += 1
-                        weight[UNITS + batch[0]] += 1
+                        learn(weight, batch)
                         trained += 1
                         exchanger.count_step()
                         self.turns.wait_until(lambda: True)

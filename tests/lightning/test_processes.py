@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.algorithms import Downpour
 from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.transport import rpc
 from tests.lightning.models import Recorder, Regression, loader, trainer
@@ -56,6 +58,7 @@ def main_process(folder: Path, module: Regression, **settings: Any) -> None:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     os.environ.pop(RENDEZVOUS_ENV, None)
+    tempfile.tempdir = str(folder)
     strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork", **settings)
     callbacks = [Signpost(folder), Recorder(folder)]
     trainer(folder, strategy, max_epochs=1_000_000, callbacks=callbacks).fit(module, loader())
@@ -176,9 +179,16 @@ def servers_of(main: Any) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, transport: str) -> None:
-    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs={"transport": transport})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "rpc"},
+        {"transport": "zmq", "algorithm": Downpour("adam"), "snapshot_every_s": 0.1},
+    ],
+    ids=["rpc", "zmq, Adam on the servers"],
+)
+def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, settings: dict[str, Any]) -> None:
+    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
@@ -197,6 +207,8 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
         main.join()
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
+    assert "had no snapshot" not in output
+    wait_until(lambda: not list(tmp_path.glob("lightning_asgd.*")), 10, "the end of temporary folders")
     assert output.count("ended with exit code -9") == output.count("Another one takes its place.") == 2
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert len(zero) == len(one)

@@ -20,7 +20,6 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.main import main
 from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
-from lightning_asgd.rendezvous import LOOPBACK
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import mains, wait_until
 
@@ -97,9 +96,9 @@ def to_file(file: Path) -> None:
     os.environ[SECRET_ENV] = "correct horse battery staple"
 
 
-def serve(folder: Path, transport: str, host: str = LOOPBACK) -> None:
+def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
     to_file(folder / "serve.log")
-    raise SystemExit(main(["serve", f"--host={host}", "--port=0", "--run-id=counts", f"--transport={transport}"]))
+    raise SystemExit(main(["serve", f"--port={port}", "--run-id=counts", f"--transport={transport}", *more]))
 
 
 def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
@@ -197,6 +196,64 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         assert first["fixed"] == diaries["a"][0]["fixed"]
     checkpoint = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"]["seen"].tolist() == [float(EPOCHS)] * SAMPLES
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers(
+    tmp_path: Path, mains: Any, transport: str
+) -> None:
+    snapshots = tmp_path / "snapshots"
+    started: list[Any] = []
+
+    def start(target: Any, *args: Any, **about: Any) -> Any:
+        started.append(mains(target=target, args=args, kwargs=about))
+        started[-1].start()
+        return started[-1]
+
+    def begin(port: str) -> tuple[Any, str]:
+        (tmp_path / "serve.log").unlink(missing_ok=True)
+        about = f"--snapshots={snapshots}", "--snapshot_every_s=0.1"
+        served = start(serve, tmp_path, transport, *about, port=port)
+        return served, address_of_run(tmp_path)
+
+    def lose(served: Any) -> None:
+        """The machine, as it were: nobody says a last word."""
+        for process in [*psutil.Process(served.pid).children(recursive=True), psutil.Process(served.pid)]:
+            process.kill()
+        served.join(5)
+
+    def epochs(name: str) -> int:
+        return len(Diary.read(tmp_path / f"{name}.json"))
+
+    try:
+        served, address = begin("0")
+        first = start(attach, tmp_path, "a", address, transport, 0.01)
+        wait_until(lambda: epochs("a") >= 3, 30, "training")
+        lose(served)
+        served, address = begin(address.rpartition(":")[2])
+        before = epochs("a")
+        wait_until(lambda: epochs("a") >= before + 2, 30, "training with other servers")
+        lose(served)
+        first.kill()
+        served, address = begin("0")
+        assert "goes on from its snapshots" in (tmp_path / "serve.log").read_text()
+        second = start(attach, tmp_path, "b", address, transport, 0.0)
+        second.join(40)
+        assert second.exitcode == 0, (tmp_path / "b.log").read_text()
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(20)
+        assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    diary = Diary.read(tmp_path / "b.json")
+    assert diary[0]["epoch"] > 0
+    assert diary[-1]["what"] == "end"
+    assert diary[-1]["seen"] == [float(EPOCHS)] * SAMPLES
+    assert diary[-1]["step"] == EPOCHS * SAMPLES // 2
+    assert [path.name for path in snapshots.iterdir()] == ["server0.pt"]
 
 
 def test_a_trainer_that_does_not_fit_the_run_is_told_why(

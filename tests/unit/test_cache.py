@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_asgd.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
 from lightning_asgd.errors import ConfigurationError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.algorithms import ASGD, DropStale, SoftSync
+from lightning_asgd.algorithms import ASGD, DropStale, GapAware, SoftSync
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ConfigurationError
 
@@ -34,13 +34,15 @@ def test_nfetch_and_npush_go_before_nsync() -> None:
         ({"nfetch": 20}, False),
         ({"compression": "bf16"}, False),
         ({"algorithm": ASGD(transforms=(SoftSync(2),))}, False),
-        ({"algorithm": "downpour"}, False),
+        ({"algorithm": "downpour"}, True),
+        ({"algorithm": "delayed_nesterov"}, True),
+        ({"algorithm": ASGD(transforms=(GapAware(),))}, True),
         ({"algorithm": "easgd"}, False),
         ({"algorithm": "local_sgd"}, False),
         ({"algorithm": "diloco"}, False),
     ],
 )
-def test_servers_can_be_restored_where_workers_know_all(settings: dict[str, Any], expected: bool) -> None:
+def test_servers_can_be_restored_where_workers_hold_their_weights(settings: dict[str, Any], expected: bool) -> None:
     assert ExchangeConfig.create(**{"nsync": 10, **settings}).restorable is expected
 
 

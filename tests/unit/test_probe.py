@@ -12,11 +12,11 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_asgd.cache import CachedDataset
 from lightning_asgd.commands.main import main
+from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.data_stalls.probe import stalls
+from lightning_asgd.data_stalls.stalls import Stalls
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.probe import stalls
-from lightning_asgd.stalls import Stalls
 from lightning_asgd.stats import ExchangeStats
 
 BATCH = 2
@@ -207,7 +207,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = """
         import time
         from torch.utils.data import DataLoader
-        from lightning_asgd.cache import CachedDataset
+        from lightning_asgd.data_stalls.cache import CachedDataset
         from tests.unit.test_probe import Net, Storage
 
         def make():

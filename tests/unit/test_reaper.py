@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -165,6 +166,17 @@ def test_children_that_end_by_themselves_get_the_time_to() -> None:
     child.stdout.close()
     assert child.wait(5) == 0
     assert reaper.wait(5) == 0
+
+
+def test_folders_go_with_the_parent(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "server0.pt").touch()
+    reaper = start()
+    assert reaper.stdin is not None
+    reaper.stdin.write(f"remove {tmp_path / 'a folder'}\nremove {tmp_path / 'none'}\n".encode())
+    reaper.stdin.close()
+    assert reaper.wait(5) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reaper_whose_parent_is_gone_already_ends() -> None:

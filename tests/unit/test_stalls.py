@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.stalls import Stalls
+from lightning_asgd.data_stalls.stalls import Stalls
 
 SECONDS = st.floats(0.001, 1.0)
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asgd.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.stalls import Stalls
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.stalls import Stalls
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.timing import TrainingStep
 

@@ -17,8 +17,8 @@ class DataStallMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     Logged as ``stall/data`` and ``stall/sync``, shares of the time since the fit began, by any strategy; the latter is
     0 where there are no exchanges. Validations and what lies between epochs are not counted. On a GPU, which works
     through a queue, ``stall/data`` is an upper bound: while the next batch is waited for, the device may still be busy
-    with the one before. What part of it is fetching and what preparing, :func:`lightning_asgd.probe.stalls` tells.
-    Extends Lightning's ``Callback``.
+    with the one before. What part of it is fetching and what preparing,
+    :func:`lightning_asgd.data_stalls.probe.stalls` tells. Extends Lightning's ``Callback``.
 
     Attributes:
         steps: batches trained.

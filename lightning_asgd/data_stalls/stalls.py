@@ -2,7 +2,7 @@
 
 A *prep stall* is time that the device waits for samples to be prepared (decoded, augmented, collated, copied to it), a
 *fetch stall* time that it waits for them to come from storage, a *sync stall* time that it waits for an exchange.
-:mod:`lightning_asgd.probe` measures them; the arithmetic stands here.
+:mod:`lightning_asgd.data_stalls.probe` measures them; the arithmetic stands here.
 
 References:
     Mohan, Phanishayee, Raniwala, Chidambaram, "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 14(5), 2021,

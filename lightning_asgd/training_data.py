@@ -1,0 +1,156 @@
+"""Whether the workers of a fit share its training data or each have a part of their own, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_asgd._lightning import begin_epochs_anew, tree_of
+from lightning_asgd._loop import LeasedLoop, why_split
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.membership import Membership
+from lightning_asgd.messages import Part
+from lightning_asgd.resume import Resumption
+from lightning_asgd.worker.sharing import Sharing
+
+__all__ = ["TrainingData"]
+
+
+class TrainingData:
+    """The training data of one fit of one worker.
+
+    Args:
+        trainer: the Trainer.
+        membership: the worker's place among the others.
+        config: says whose workers wait for each other.
+        resume: says what has been trained of the epoch that training begins in.
+        split: every worker is to have a part of its own.
+        come_back: called when the others have gone on without this worker.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        membership: Membership,
+        config: ExchangeConfig,
+        resume: Resumption,
+        *,
+        split: bool,
+        come_back: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._membership = membership
+        self._timeout_s = config.timeouts.collective_s
+        self._resume = resume
+        together = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
+        self._never = split or together or membership.alone
+        self._come_back = come_back
+        self._loop: LeasedLoop | None = None  # None while every worker has its own part
+        self._told = False  # that the data are split
+
+    # ------------------------------------------------------------------ when training and epochs begin
+
+    def share(self) -> None:
+        """Let the training dataloader yield what this worker is granted, if the data can be shared."""
+        if self._never or (self._loop is not None and self._loop.installed):
+            return
+        if self._loop is None and self._membership.between_epochs:
+            begin_epochs_anew(self._trainer)
+        reason = why_split(self._trainer)
+        if reason is not None:
+            self._split(reason)
+            return
+        if self._loop is None:
+            resumed, session = self._resume.take_data(), self._membership.session
+            self._loop = LeasedLoop(
+                self._trainer, lambda: self._membership.client, session, self._timeout_s, resumed, self._come_back
+            )
+        self._loop.install()
+
+    def _split(self, reason: str) -> None:
+        self._membership.check_data_may_be_split(reason)
+        self.restore()
+        if not self._told and self._trainer.is_global_zero:
+            self._told = True
+            tree_of(self._trainer).info(
+                f"Every worker trains a fixed part of the data, since {reason}: a slow worker holds the others up "
+                "at the end of an epoch. ASGDStrategy(data='split') says that this is meant."
+            )
+
+    # ------------------------------------------------------------------ every batch
+
+    def before_batch(self) -> None:
+        """A batch has been fetched."""
+        if self._loop is not None:
+            self._loop.before_batch()
+
+    def after_batch(self, sharing: Sharing, discard: Callable[[], None]) -> None:
+        """A batch has been trained: find out whether there is another one before all workers meet.
+
+        Args:
+            sharing: what the worker shares through.
+            discard: forgets what was trained since the latest push.
+        """
+        if self._loop is not None:
+            steps = sharing.stats.steps
+            if self._loop.after_batch(steps, lambda: steps - sharing.unacknowledged, sharing.flush, discard):
+                sharing.begin()
+
+    def before_next(self) -> None:
+        """The last thing that is done with a batch."""
+        if self._loop is not None:
+            self._loop.before_next()
+
+    # ------------------------------------------------------------------ where all meet, and at the end
+
+    def leave(self, acknowledged: int) -> None:
+        """Train no more of this epoch, if there is something left of it.
+
+        Args:
+            acknowledged: optimizer steps of this worker that the servers have.
+        """
+        if self._loop is not None:
+            self._loop.leave(acknowledged)
+
+    def restore(self) -> None:
+        """Give Lightning its own dataloader and numbers back."""
+        if self._loop is not None:
+            self._loop.restore()
+            self._loop = None
+
+    # ------------------------------------------------------------------ for checkpoints
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """What has been trained of the present epoch; None while every worker has its own part."""
+        return None if self._loop is None else self._loop.state()
+
+    def as_if_equal(self, loops: dict[str, Any]) -> None:
+        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast.
+
+        Args:
+            loops: the state of the fit loop, changed in place.
+        """
+        if self._loop is not None:
+            self._loop.as_if_equal(loops)
+
+    # ------------------------------------------------------------------ for exchanges, restorations and figures
+
+    def lose(self) -> None:
+        """The others have this worker's batches."""
+        if self._loop is not None:
+            self._loop.leases.lose()
+
+    def trained(self) -> tuple[str, int]:
+        """The epoch, and how many of its units this worker has trained."""
+        return ("", 0) if self._loop is None else self._loop.leases.trained
+
+    def part(self) -> Part | None:
+        """What this worker has of the present epoch."""
+        return None if self._loop is None else self._loop.leases.part
+
+    @property
+    def waited_s(self) -> tuple[float, float]:
+        """Seconds waited for data to be granted, and for others to train theirs."""
+        return (0.0, 0.0) if self._loop is None else (self._loop.leases.granted_wait_s, self._loop.leases.others_wait_s)

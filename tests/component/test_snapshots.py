@@ -1,0 +1,388 @@
+"""Servers that write down what they know, and others that go on from it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.futures import Future
+
+from lightning_asgd.algorithms import (
+    ASGD,
+    EASGD,
+    SGMCMC,
+    Algorithm,
+    DelayedNesterov,
+    Downpour,
+    GapAware,
+    Rennala,
+    ScaleByStaleness,
+)
+from lightning_asgd.errors import SnapshotError
+from lightning_asgd.messages import (
+    Attach,
+    Attached,
+    Claim,
+    Epoch,
+    Exchange,
+    Failure,
+    Held,
+    Initialise,
+    Join,
+    Leave,
+    Look,
+    Note,
+    Offer,
+    OpenEpoch,
+    Policy,
+    Role,
+    Verdict,
+)
+from lightning_asgd.server.service import Service
+from lightning_asgd.server.snapshots import Snapshot, Snapshots, keep
+
+GROUPS = ((Role.PARAMETER, "float32", 3),)
+UNITS = 12
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def come(service: Service) -> Attached:
+    answer = service.handle(Attach("s", "here", Policy(10.0)))
+    assert isinstance(answer, Attached)
+    return answer
+
+
+def founded(algorithm: Algorithm | None = None) -> Service:
+    """A run with one worker, number 1."""
+    service = Service(Clock(), run="s")
+    come(service)
+    service.handle(Note("s", 1, "layout", "x"))
+    service.handle(Initialise("s", 1, GROUPS, algorithm or ASGD("sum"), (torch.zeros(3),)))
+    service.handle(Note("s", 1, "founded", True))
+    return service
+
+
+def push(service: Service, worker: int, seq: int, value: float, **about: Any) -> Any:
+    update = (torch.tensor([value, -value, 1.0]),)
+    return service.handle(Exchange("s", worker, seq, 0, True, True, update, lr=0.1, **about))
+
+
+def fetch(service: Service, worker: int) -> torch.Tensor:
+    answer = service.handle(Exchange("s", worker, 0, 0, False, True))
+    assert not isinstance(answer, Failure), answer
+    weights: torch.Tensor = answer.weights[0]
+    return weights
+
+
+def written(service: Service, folder: Path) -> Snapshots:
+    snapshots = Snapshots(folder)
+    snapshot = service.snapshot()
+    assert snapshot is not None
+    snapshots.write(snapshot)
+    return snapshots
+
+
+def revived(snapshots: Snapshots, server: int = 0, clock: Callable[[], float] | None = None) -> Service:
+    service = Service(clock or Clock(), run="s", remembered=snapshots.read)
+    assert service.revive(server)
+    return service
+
+
+def test_a_run_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -> None:
+    before = founded()
+    come(before)
+    push(before, 1, 1, 2.0)
+    snapshots = written(before, tmp_path)
+    push(before, 2, 1, 32.0)  # is lost
+    after = revived(snapshots)
+    attached = come(after)
+    assert attached.worker > 2  # those who had numbers might think that they are still in
+    assert not attached.founder
+    assert attached.chief == attached.worker
+    assert attached.notes == {"layout": "x", "founded": True}
+    after.handle(Initialise("s", attached.worker, GROUPS, ASGD("sum")))
+    assert fetch(after, attached.worker).tolist() == [2.0, -2.0, 1.0]
+    view = after.handle(Look())
+    assert (view.session, view.version) == ("s", 1)
+    assert "Server 0 goes on from its snapshot, version 1." in view.news
+    push(after, attached.worker, 1, 1.0)
+    assert fetch(after, attached.worker).tolist() == [3.0, -3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ASGD("mean", transforms=(ScaleByStaleness(), GapAware())),
+        ASGD("sum", transforms=(Rennala(3),)),
+        DelayedNesterov(),
+        Downpour("adam"),
+        Downpour("adagrad", lr=0.5),
+        EASGD(),
+        SGMCMC(burn_in=0, thin=2, max_samples=3),
+    ],
+    ids=repr,
+)
+def test_what_an_algorithm_keeps_on_the_servers_is_in_it(tmp_path: Path, algorithm: Algorithm) -> None:
+    before = founded(algorithm)
+    for seq in range(1, 6):
+        push(before, 1, seq, 1.0 / seq)
+    before.handle(Leave("s", 1))
+    after = revived(written(before, tmp_path))
+    ends = []
+    for service in (before, after):
+        worker = come(service).worker
+        service.handle(Initialise("s", worker, GROUPS, algorithm))
+        torch.manual_seed(0)
+        for seq in range(1, 6):
+            push(service, worker, seq, 1.0 / (5 + seq))
+        ends.append((fetch(service, worker), service.status()["version"], service._shards[0].samples))
+    (weights, version, samples), (same, again, kept) = ends
+    assert torch.equal(weights, same)
+    assert version == again
+    assert [v for v, _ in samples] == [v for v, _ in kept]
+
+
+def train(service: Service, worker: int, units: int) -> int:
+    """Train so many units of an epoch with updates that count them, or as many as are left."""
+    service.handle(OpenEpoch("s", worker, Epoch("s/0", UNITS, (UNITS,))))
+    done = 0
+    while done < units:
+        answer = service.handle(Claim("s", worker, "s/0", 0, done, done, 0.1, wait=False))
+        while isinstance(answer, Future):
+            answer = answer.value()
+        if answer.over or answer.first == answer.last:
+            break
+        for unit in range(answer.first, min(answer.last, answer.first + units - done)):
+            done += 1
+            update = torch.zeros(UNITS)
+            update[unit] = 1.0
+            service.handle(Exchange("s", worker, done, 0, True, True, (update,), epoch="s/0", units=done))
+    return done
+
+
+@given(first=st.integers(0, UNITS - 1), lost=st.integers(0, UNITS))
+@settings(max_examples=40, deadline=None)
+def test_the_units_of_an_epoch_are_done_if_their_updates_are_in_the_weights(first: int, lost: int) -> None:
+    groups = ((Role.PARAMETER, "float32", UNITS),)
+    service = Service(Clock(), run="s")
+    come(service)
+    service.handle(Initialise("s", 1, groups, ASGD("sum"), (torch.zeros(UNITS),)))
+    service.handle(Note("s", 1, "founded", True))
+    assert train(service, 1, first) == first
+    snapshot = service.snapshot()
+    worker = come(service).worker
+    train(service, worker, lost)
+    after = Service(Clock(), run="s", remembered=lambda server: snapshot)
+    after.revive(0)
+    worker = come(after).worker
+    after.handle(Initialise("s", worker, groups, ASGD("sum")))
+    train(after, worker, UNITS)
+    assert fetch(after, worker).tolist() == [1.0] * UNITS
+
+
+def test_a_job_that_is_no_run_is_written_down_too() -> None:
+    service = Service(Clock())
+    service.handle(Join("1.1", 0, 1))
+    service.handle(Initialise("1.1", 0, GROUPS, Downpour("adam"), (torch.zeros(3),)))
+    snapshot = service.snapshot()
+    assert snapshot is not None
+    assert snapshot.run == "1.1"
+
+
+def test_nothing_is_written_before_the_run_has_weights_or_if_nothing_has_happened() -> None:
+    service = Service(Clock(), run="s")
+    assert service.snapshot() is None
+    come(service)
+    service.handle(Initialise("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    assert service.snapshot() is None
+    service.handle(Note("s", 1, "founded", True))
+    assert service.snapshot() is not None
+    service.handle(Look())
+    assert service.snapshot() is None
+    push(service, 1, 1, 1.0)
+    assert service.snapshot() is not None
+
+
+def test_a_server_in_a_lost_ones_place_takes_the_snapshot_if_nobody_tells_it_more(tmp_path: Path) -> None:
+    before = founded()
+    push(before, 1, 1, 2.0)
+    snapshots = written(before, tmp_path)
+    clock = Clock()
+    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    waiting = after.handle(Attach("s", "here", Policy(100.0)))
+    after.tick()
+    assert not waiting.done()
+    clock.now = 30.0
+    after.tick()
+    worker = waiting.value().worker
+    after.handle(Initialise("s", worker, GROUPS, ASGD("sum")))
+    assert fetch(after, worker).tolist() == [2.0, -2.0, 1.0]
+
+
+def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_optimizer_from_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    algorithm = Downpour("adam")
+    before = founded(algorithm)
+    push(before, 1, 1, 2.0)
+    snapshots = written(before, tmp_path)
+    seen = push(before, 1, 2, 3.0)
+    after = Service(Clock(), run="s", succeeds=True, remembered=snapshots.read)
+    after.handle(Join("s", 1, 0, restore=True))
+    after.handle(Initialise("s", 1, GROUPS, algorithm))
+    held = Held(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(Offer("s", 1, (held,), notes={"founded": True})) is None
+    assert torch.equal(fetch(after, 1), seen.weights[0])
+    assert after.status()["version"] == 2
+    shard = after._shards[0]
+    (state,) = [group["slots"]["optimizer"]["state"][0] for group in shard.state()]
+    assert state["step"] == 1.0  # that of the snapshot
+    assert push(after, 1, 2, 3.0).verdict is Verdict.REPEATED
+    push(after, 1, 3, 1.0)
+    assert shard.state()[0]["slots"]["optimizer"]["state"][0]["step"] == 2.0
+
+
+def test_without_a_snapshot_people_are_told_that_an_optimizer_begins_anew() -> None:
+    seen = push(founded(), 1, 1, 2.0)
+    for algorithm, told in ((Downpour("adam"), True), (ASGD("sum"), False)):
+        after = Service(Clock(), run="s", succeeds=True)
+        after.handle(Join("s", 1, 0, restore=True))
+        after.handle(Initialise("s", 1, GROUPS, algorithm))
+        after.handle(Offer("s", 1, (Held(0, seen.version, seen.weights, seen.pushes),), notes={"founded": True}))
+        assert any("had no snapshot" in news for news in after.handle(Look()).news) is told
+
+
+def test_servers_that_are_started_again_take_the_newer_weights_of_workers_that_have_waited(tmp_path: Path) -> None:
+    before = founded()
+    push(before, 1, 1, 2.0)
+    snapshots = written(before, tmp_path)
+    seen = push(before, 1, 2, 3.0)
+    after = revived(snapshots)
+    after.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
+    after.handle(Initialise("s", 1, GROUPS, ASGD("sum")))
+    held = Held(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(Offer("s", 1, (held,), notes={"founded": True})) is None
+    assert fetch(after, 1).tolist() == [5.0, -5.0, 2.0]
+    late = revived(snapshots)
+    come(late)  # who comes first takes what is there
+    late.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
+    assert late.handle(Offer("s", 1, (held,))).error == "WorkerAwayError"
+
+
+def test_the_second_server_too(tmp_path: Path) -> None:
+    written(founded(), tmp_path)
+    second = Service(Clock(), run="s")
+    second.handle(Join("s", 1, 0, server=1))
+    second.handle(Initialise("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    push(second, 1, 1, 4.0)
+    snapshots = written(second, tmp_path)
+    clock = Clock()
+    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    after.handle(Join("s", 2, 0, server=1))
+    after.handle(Initialise("s", 2, GROUPS, ASGD("sum")))
+    waiting = after.handle(Exchange("s", 2, 0, 0, False, True))
+    after.tick()
+    assert isinstance(waiting, Future)
+    assert not waiting.done()
+    clock.now = 30.0
+    after.handle(Join("s", 2, 0, server=1))
+    after.tick()
+    assert waiting.value().weights[0].tolist() == [4.0, -4.0, 1.0]
+
+
+# ---------------------------------------------------------------------- files
+
+
+def snapshot(server: int = 0, run: str = "s") -> Snapshot:
+    shard = {"version": 3, "weights": (torch.ones(2), torch.empty(0))}
+    return Snapshot(run, server, Policy(), 5, {"a": b"x", "b": {1: (2.5, None)}}, (Epoch("s/1", 4, (4,)),), {0: shard})
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "new" / "folder")
+    assert snapshots.read(0) is None
+    snapshots.write(snapshot())
+    read = snapshots.read(0)
+    assert read is not None
+    assert read.shards[0]["weights"][0].tolist() == [1.0, 1.0]
+    assert read.shards[0]["weights"][1].shape == (0,)
+    assert (read.notes, read.epochs, read.admitted) == (snapshot().notes, snapshot().epochs, 5)
+    assert [path.name for path in snapshots.folder.iterdir()] == ["server0.pt"]
+
+
+def test_a_second_servers_snapshot_counts_if_the_first_has_one(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot(1))
+    assert snapshots.read(1) is None
+    assert snapshots.check("s", 2) is None
+    snapshots.write(snapshot(0))
+    assert snapshots.read(1) is not None
+
+
+def test_servers_go_on_with_their_own_run_only(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot())
+    first = snapshots.check("s", 1)
+    assert first is not None
+    assert first.version == 3
+    with pytest.raises(SnapshotError, match=r"snapshots of run 's'\. Expected those of run 'other'"):
+        snapshots.check("other", 1)
+    with pytest.raises(SnapshotError, match=r"holds server0\.pt\. Expected one snapshot of each of 2 servers"):
+        snapshots.check("s", 2)
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return print, ("harm",)
+
+
+@pytest.mark.parametrize("harm", ["cut", "garbage", "pickle", "protocol"])
+def test_a_file_that_is_no_snapshot_is_refused_by_name(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot())
+    path = snapshots.path(0)
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif harm == "garbage":
+        path.write_bytes(b"garbage")
+    elif harm == "pickle":
+        path.write_bytes(pickle.dumps(Harm()))
+    else:
+        torch.save({"protocol": 1, "header": "", "buffers": []}, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wonders about the pickle's protocol
+        with pytest.raises(SnapshotError, match=r"server0\.pt .*(cannot be read|protocol 1).*[Mm]ove"):
+            snapshots.read(0)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_last_snapshot_is_written_at_the_end(tmp_path: Path) -> None:
+    snapshots, stop = Snapshots(tmp_path), threading.Event()
+    stop.set()
+    keep(snapshot, snapshots, 1000.0, stop, pytest.fail)
+    assert snapshots.read(0) is not None
+
+
+def test_a_folder_that_cannot_be_written_to_is_complained_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    stop, complaints = threading.Event(), list[str]()
+    stop.set()
+    keep(snapshot, Snapshots(tmp_path / "file"), 1000.0, stop, complaints.append)
+    assert len(complaints) == 1
+    assert "server 0 was not written" in complaints[0]
