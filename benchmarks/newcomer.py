@@ -271,7 +271,7 @@ class Walk:
         machine = self.machine("one")
         self.write(machine, self.program)
         output = machine.run(block(ONE_MACHINE, "bash", "python train.py"))
-        missing = [key for key in _keys(ONE_MACHINE) if f"'{key}'" not in output]
+        missing = [key for key in keys(ONE_MACHINE) if f"'{key}'" not in output]
         if missing:
             raise WrongError(f"The summary has no {missing}:\n{output[-2000:]}")
         return self.reached(output)
@@ -301,13 +301,8 @@ class Walk:
 
     def runs(self, *, encrypted: bool) -> str:
         """Servers and a worker here, a worker there; the first worker is killed, the other one ends the run."""
-        which = ("--transport zmq", 'transport="zmq"') if encrypted else ("serve --host", "import ASGDStrategy")
-        code = block(RUNS, "python", *([which[1]] if encrypted else [which[1], "run_id"]))
-        serve = next(
-            each.text
-            for each in pages.blocks(RUNS, "bash")
-            if "lightning-asgd serve" in each.text and ("--transport zmq" in each.text) == encrypted
-        )
+        words = ("--transport zmq", 'transport="zmq"') if encrypted else ("--run-id my-model\n", "import ASGDStrategy")
+        serve, code = block(RUNS, "bash", words[0]), block(RUNS, "python", words[1])
         secret = {"LIGHTNING_ASGD_SECRET": self.secret()} if encrypted else {}
         here, there = (self.machine("zmq" if encrypted else "rpc", node, **secret) for node in (0, 1))
         for machine in (here, there):
@@ -340,7 +335,7 @@ class Walk:
         self.write(machine, changed(self.program, block(MONITORING, "python", "offline=True")))
         self.reached(machine.run("python train.py"))
         shown = machine.run(block(MONITORING, "bash", "wandb leet"))
-        names = [f"asgd/{of}{name}" for name in _keys(MONITORING) for of in ("", "worker0/", "worker1/")]
+        names = [f"asgd/{of}{name}" for name in keys(MONITORING) for of in ("", "worker0/", "worker1/")]
         missing = [name for name in names if name not in shown and not name.endswith("/workers/alive")]
         if missing:
             raise WrongError(f"The run has no {missing}:\n{shown}")
@@ -362,7 +357,7 @@ class Walk:
         }
 
 
-def _keys(page: Path) -> list[str]:
+def keys(page: Path) -> list[str]:
     """The names that the first column of a page's tables explains: a row may hold several."""
     rows = re.findall(r"^\| (`[a-z_/]+`(?:, `[a-z_/]+`)*) \|", page.read_text(), re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
