@@ -434,12 +434,18 @@ def walk(*, venv: bool, only: str) -> bool:
     return good and in_time
 
 
+def _end(*_: object) -> None:
+    """As after Ctrl-C, so that nothing is left behind, also where the signal comes twice, as from `timeout`."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--venv", action="store_true", help="install into a fresh environment first")
     parser.add_argument("--only", default="", help="a word in the names of the steps to do")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C, so that nothing is left behind
+    signal.signal(signal.SIGTERM, _end)
     reason = available()
     if reason is not None:
         CONSOLE.print(f"[red]{escape(reason)}[/]")
