@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos elastic interrupt strangers soak clean
+.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos elastic interrupt strangers soak newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -79,6 +79,13 @@ strangers: $(VENV)/.installed-examples ## thousands of connections and messages 
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py
+
+newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
+	@$(RUN) -m benchmarks.newcomer
+
+screenshots: $(VENV)/.installed-screenshots docs ## pictures of site, report and terminal view, and what is wrong with them; BROWSER=, BROWSER_OPTIONS=
+	@$(RUN) examples/monitor.py
+	@$(RUN) -m docs.screenshots $(if $(BROWSER),--browser $(BROWSER)) -- $(BROWSER_OPTIONS)
 
 clean: ## remove .venv, caches and results
 	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,11 +35,15 @@ class Network:
 
     names: tuple[str, str]
     interfaces: tuple[str, str]
-    addresses: tuple[str, str] = ("10.213.77.1", "10.213.77.2")
+    addresses: tuple[str, str]
 
     def prefix(self, index: int) -> list[str]:
         """What to put before a command so that it runs in a namespace."""
         return ["ip", "netns", "exec", self.names[index]]
+
+    def processes(self, index: int) -> list[int]:
+        """Numbers of the processes that run in a namespace."""
+        return [int(pid) for pid in _ip("netns", "pids", self.names[index]).split()]
 
     def enter(self, index: int) -> None:
         """Move this thread, and all threads and processes it starts, into a namespace. For a forked child."""
@@ -63,7 +67,9 @@ def available() -> str | None:
 
 
 @contextlib.contextmanager
-def two_machines(mbit: float | None = None, queue_s: float = 0.1) -> Iterator[Network]:
+def two_machines(
+    mbit: float | None = None, queue_s: float = 0.1, addresses: tuple[str, str] = ("10.213.77.1", "10.213.77.2")
+) -> Iterator[Network]:
     """Make the two namespaces, and remove them and every process left in them at the end.
 
     Args:
@@ -71,13 +77,14 @@ def two_machines(mbit: float | None = None, queue_s: float = 0.1) -> Iterator[Ne
         queue_s: seconds that a packet waits for the cable at most; what would wait longer is dropped. TensorPipe sends
             a tensor over many connections at once: where it is larger than the queue they lose packets and wait for
             TCP's timers, 0.1 to 0.2 s.
+        addresses: of the two; nobody but them sees these.
 
     Raises:
         RuntimeError: a command failed; the text holds its output.
     """
     _remove_stale()
     number = f"{os.getpid()}-{next(_counter)}"
-    network = Network((f"{_PREFIX}-{number}-a", f"{_PREFIX}-{number}-b"), ("veth-a", "veth-b"))
+    network = Network((f"{_PREFIX}-{number}-a", f"{_PREFIX}-{number}-b"), ("veth-a", "veth-b"), addresses)
     try:
         for name in network.names:
             _ip("netns", "add", name)

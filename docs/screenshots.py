@@ -1,44 +1,280 @@
-"""Take pictures of the site's start page, as a desktop and a phone show it, in both themes, to look at.
+"""Take pictures of what people look at, to be looked at, and check what a program can: ``make screenshots``.
 
     make docs
-    pip install playwright
-    python docs/screenshots.py --browser "$(command -v chromium)"     # or chrome, or microsoft-edge
-    python docs/screenshots.py --browser ... --page concepts.html
+    python examples/monitor.py                        # the run whose report is shown
+    pip install playwright && playwright install chromium
+    python -m docs.screenshots                        # --browser "$(command -v chromium)" for a browser that is there
 
-They lie in build/screenshots. Options of the browser come last: ``-- --no-sandbox`` where root starts it.
+Pictures lie in build/screenshots: the site's start page, a search, and the report, as a desktop and a phone show them;
+and the terminal view, `lightning-asgd status --watch`, of a real run. Options of the browser come last:
+``-- --no-sandbox`` where root starts it.
+
+Exits with 1 if a page is wider than a phone, if a text's contrast is below 4.5 (WCAG 2.2, 1.4.3, level AA), or if the
+search does not find what it should.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import itertools
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from rich.console import Console
+from rich.text import Text
 
-BUILD = Path(__file__).resolve().parent.parent / "build"
-SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
+from benchmarks import newcomer
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "docs"
+REPORT = ROOT / "results" / "monitor" / "report"
+PICTURES = ROOT / "build" / "screenshots"
+DEVICES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
+THEMES = ("light", "dark")
+CONTRAST = 4.5
+SEARCHED, FOUND = "staleness", "Concepts"
+TERMINAL = (16, 110)  # rows, columns
+FRAMES, WATCH_S = 3, 60.0
+
+# Texts whose colour is too near to what lies behind them, each with its contrast. Transparent colours are laid over
+# what is behind. Left out is what is not shown: texts for screen readers, links that only a pointer brings up.
+CONTRASTS = """(least) => {
+  const parse = (text) => {
+    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+    canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const luminance = (colour) => colour.slice(0, 3)
+    .map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (element) => {
+    if (!element) return parse(getComputedStyle(document.documentElement).colorScheme === 'dark' ? 'black' : 'white');
+    const own = parse(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own : over(own, behind(element.parentElement));
+  };
+  const found = new Map();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode.textContent.trim(), element = walker.currentNode.parentElement;
+    if (!text || element.closest('script, style, noscript, .headerlink, .visually-hidden, svg')) continue;
+    if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    const box = element.getBoundingClientRect();
+    if (box.width < 2 || box.height < 2) continue;
+    const back = behind(element), front = over(parse(getComputedStyle(element).color), back);
+    const [dark, bright] = [luminance(front), luminance(back)].sort((a, b) => a - b);
+    const contrast = (bright + 0.05) / (dark + 0.05);
+    const name = `${element.tagName}.${element.className}`;
+    if (contrast < least) found.set(`${contrast.toFixed(2)} ${name}`, text.slice(0, 40));
+  }
+  return [...found].map(([what, text]) => `${what}: ${text}`);
+}"""
 
 
-def main() -> None:
+# ---------------------------------------------------------------------- the browser
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A folder's address. The search fetches pages, which browsers forbid to files."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Camera:
+    """Opens pages, keeps pictures of them, and notes what is wrong with them.
+
+    Args:
+        playwright: what drives the browser.
+        browser: its program; None for the one that `playwright install` has brought.
+        options: of the browser.
+    """
+
+    def __init__(self, playwright: Playwright, browser: str | None, options: list[str]) -> None:
+        self._launch = partial(playwright.chromium.launch, executable_path=browser, args=options)
+        self.wrong: list[str] = []
+
+    @contextlib.contextmanager
+    def page(self, device: str, theme: str = "light") -> Iterator[Page]:
+        """A page, in a browser of its own: some builds show one only."""
+        browser: Browser = self._launch()
+        try:
+            yield browser.new_page(viewport=DEVICES[device], color_scheme=theme)
+        finally:
+            browser.close()
+
+    def note(self, what: str) -> None:
+        """Say what is wrong, and remember it."""
+        self.wrong.append(what)
+        print(f"WRONG: {what}")
+
+    def keep(self, page: Page, name: str, *, whole: bool = True) -> None:
+        """Keep a picture of a page, or of what the screen shows of it."""
+        file = PICTURES / f"{name}.png"
+        page.screenshot(path=file, full_page=whole)
+        print(file.relative_to(ROOT))
+
+    def check(self, page: Page, name: str) -> None:
+        """Whether a page is as wide as the screen, and can be read."""
+        width, screen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        if width > screen:
+            self.note(f"{name} is {width} pixels wide, on a screen of {screen}")
+        for text in page.evaluate(CONTRASTS, CONTRAST):
+            self.note(f"{name}: contrast {text}")
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def try_checks(camera: Camera) -> None:
+    """See that the checks notice a page that is wrong."""
+    with camera.page("phone") as page:
+        page.set_content('<p style="color: #999; width: 500px">grey</p>')
+        camera.check(page, "A page that is wrong on purpose")
+    if len(camera.wrong) != 2:
+        raise AssertionError(f"The checks found {camera.wrong}. Expected a page too wide, and a contrast too low.")
+    camera.wrong.clear()
+
+
+def site(camera: Camera, address: str) -> None:
+    """Every page is checked as a phone shows it; the first one is kept."""
+    names = sorted(str(file.relative_to(SITE)) for file in SITE.rglob("*.html"))
+    for theme in THEMES:
+        with camera.page("phone", theme) as page:
+            for name in names:
+                page.goto(f"{address}/{name}")
+                camera.check(page, f"{name}, {theme}")
+        for device in DEVICES:
+            with camera.page(device, theme) as page:
+                page.goto(f"{address}/index.html")
+                camera.keep(page, f"index-{device}-{theme}")
+
+
+def search(camera: Camera, address: str) -> None:
+    for device, theme in itertools.product(DEVICES, THEMES):
+        with camera.page(device, theme) as page:
+            page.goto(f"{address}/search.html?q={SEARCHED}")
+            page.wait_for_selector("#search-results .search-summary:has-text('found')", timeout=20_000)
+            titles = page.locator("#search-results li > a").all_inner_texts()
+            if FOUND not in titles:
+                camera.note(f"A search for {SEARCHED!r} found {titles}, and not {FOUND!r}")
+            camera.check(page, f"search, {device}, {theme}")
+            camera.keep(page, f"search-{device}-{theme}", whole=False)
+
+
+def report(camera: Camera, address: str) -> None:
+    for device in DEVICES:
+        with camera.page(device) as page:
+            page.goto(f"{address}/report.html")
+            camera.check(page, f"report, {device}")
+            camera.keep(page, f"report-{device}")
+
+
+def terminal(camera: Camera) -> None:
+    """What `lightning-asgd status --watch` shows while two workers train."""
+    with tempfile.TemporaryDirectory() as name, run(Path(name)) as address:
+        frame = watched(address)
+    screen = Console(record=True, file=open(os.devnull, "w"), width=TERMINAL[1])  # noqa: SIM115
+    screen.print(Text.from_ansi(frame))
+    text = screen.export_text(clear=False)
+    if not re.search(r"1 chief .*\d ms .*%", text):
+        camera.note(f"The terminal shows no chief that trains:\n{text}")
+    picture = PICTURES / "status.svg"
+    screen.save_svg(str(picture), title="lightning-asgd status --watch")
+    with camera.page("desktop") as page:
+        page.set_content(f'<body style="margin: 0">{picture.read_text()}</body>')
+        page.locator("svg").first.screenshot(path=picture.with_suffix(".png"))
+        print(picture.relative_to(ROOT), picture.with_suffix(".png").relative_to(ROOT))
+
+
+@contextlib.contextmanager
+def run(folder: Path) -> Iterator[str]:
+    """Servers and two workers on this machine, by the pages' commands; where they serve."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    machine = newcomer.Machine(folder, environment)
+    logs = [folder / name for name in ("serve.log", "1.log", "2.log")]
+    servers = machine.start("lightning-asgd serve --port 0 --run-id digits", logs[0])
+    with newcomer.ended(servers):
+        newcomer.until(lambda: "server=" in logs[0].read_text(), "the servers' start", *logs[:1])
+        address = logs[0].read_text().partition('server="')[2].partition('"')[0]
+        watched = f"""
+from lightning_asgd import ASGDMonitor, ASGDStrategy
+Trainer(devices=1, max_epochs=-1, callbacks=[ASGDMonitor()], strategy=ASGDStrategy(server="{address}", run_id="digits"))
+"""
+        program = newcomer.block(newcomer.ONE_MACHINE, "python", "class Digits")
+        (folder / "train.py").write_text(newcomer.changed(program, watched))
+        with newcomer.ended(*(machine.start("python train.py", log) for log in logs[1:])):
+            newcomer.until(lambda: newcomer.both_came(logs[1:]), "the coming of both workers", *logs)
+            yield address
+
+
+def watched(address: str) -> str:
+    """The last frame of the view, with its colours."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *TERMINAL, 0, 0))
+    command = [str(Path(sys.executable).parent / "lightning-asgd"), "status", address, "--watch"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen, deadline = b"", time.monotonic() + WATCH_S
+    try:
+        while seen.count(b"\x1b[H") <= FRAMES and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                seen += os.read(ours, 1 << 16)
+    finally:
+        process.send_signal(signal.SIGINT)
+        os.close(ours)
+        process.wait(20)
+    whole = seen.split(b"\x1b[H")[-2]  # the last one may have been cut
+    return re.sub(r"\x1b\[\?\d+[hl]", "", whole.decode()).replace("\r", "").rstrip()
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--browser", required=True, help="a browser of the Chromium family")
-    parser.add_argument("--page", default="index.html", help="below build/docs")
+    parser.add_argument("--browser", help="one of the Chromium family")
     parser.add_argument("options", nargs="*", help="of the browser")
     args = parser.parse_args()
-    folder = BUILD / "screenshots"
-    folder.mkdir(parents=True, exist_ok=True)
+    for needed, made in ((SITE / "index.html", "make docs"), (REPORT / "report.html", "python examples/monitor.py")):
+        if not needed.is_file():
+            sys.exit(f"There is no {needed.relative_to(ROOT)}. Run `{made}` first.")
+    PICTURES.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
-        for device, size in SIZES.items():
-            for theme in ("light", "dark"):
-                browser = playwright.chromium.launch(executable_path=args.browser, args=args.options)
-                page = browser.new_page(viewport=size, color_scheme=theme)
-                page.goto((BUILD / "docs" / args.page).as_uri())
-                wide = page.evaluate("document.documentElement.scrollWidth")
-                name = f"{Path(args.page).with_suffix('').as_posix().replace('/', '-')}-{device}-{theme}.png"
-                page.screenshot(path=folder / name, full_page=True)
-                print(folder / name, "" if wide <= size["width"] else f"too wide: {wide} of {size['width']} pixels")
-                browser.close()
+        camera = Camera(playwright, args.browser, args.options)
+        try_checks(camera)
+        with served(SITE) as address:
+            site(camera, address)
+            search(camera, address)
+        with served(REPORT) as address:
+            report(camera, address)
+        terminal(camera)
+    print(f"{len(camera.wrong)} things are wrong" if camera.wrong else "Nothing is wrong that a program can see.")
+    return 1 if camera.wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

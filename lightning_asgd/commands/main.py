@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from inspect import signature
+from itertools import chain, zip_longest
 from typing import Any
 
 from lightning_asgd.commands.plan import plan
@@ -17,6 +19,9 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, Any] = {"serve": serve, "status": status, "report": report, "plan": plan, "stalls": stalls}
 """Functions by name. A command returns the process's exit code, or None for success."""
+
+_PARAMETERS = chain.from_iterable(signature(command).parameters.values() for command in COMMANDS.values())
+_SWITCHES = {f"--{parameter.name}" for parameter in _PARAMETERS if isinstance(parameter.default, bool)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("lightning-asgd needs jsonargparse and rich: pip install 'lightning-asgd[cli]'")
         return 1
     words = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [_valued(word, after) for word, after in zip_longest(words, words[1:], fillvalue="--")]
     try:
         return auto_cli(COMMANDS, args=words, prog="lightning-asgd", description=__doc__) or 0
     except ASGDError as error:
@@ -49,6 +55,11 @@ def _underscored(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}"
+
+
+def _valued(word: str, after: str) -> str:
+    """``--watch`` is ``--watch=true`` where no value comes after it."""
+    return f"{word}=true" if word in _SWITCHES and after.startswith("--") else word
 
 
 def _say(text: str) -> None:

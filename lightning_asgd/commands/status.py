@@ -105,7 +105,7 @@ def tables(run: str, view: View, before: View | None = None) -> RenderableType:
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     if not view.workers:
         made.add_row("", "nobody takes part now", *[""] * len(headings))
-    return Group(made, *(f"[dim]{escape(line)}[/]" for line in view.news))
+    return Group(made, *map(escape, view.news))
 
 
 def _figures(worker: WorkerView, before: WorkerView | None) -> list[str]:

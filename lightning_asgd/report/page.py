@@ -72,6 +72,8 @@ dt { color: var(--soft); font-size: .82rem; } dd { margin: 0; font-size: 1.25rem
 figure { margin: 0; } figcaption { margin-bottom: .6rem; }
 img { width: 100%; height: auto; display: block; background: #fff; border-radius: .4rem;
 border: 1px solid var(--line); } .wide { overflow-x: auto; }
+.wide:has(> .workers) { width: max-content; min-width: 100%; max-width: calc(100vw - 2rem);
+margin-left: 50%; transform: translateX(-50%); }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }

@@ -145,6 +145,11 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     (folder / f"{name}.best").write_text(youngest.best_model_path)
 
 
+def epochs_of(folder: Path, name: str) -> int:
+    """How many epochs a worker has seen the end of."""
+    return max([0, *(entry["epoch"] for entry in Diary.read(folder / f"{name}.json"))])
+
+
 def address_of_run(folder: Path) -> str:
     """Where `serve` says that it serves."""
     log = folder / "serve.log"
@@ -164,10 +169,7 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         started[name].start()
 
     def epochs(name: str) -> int:
-        return max([0, *(entry["epoch"] for entry in Diary.read(tmp_path / f"{name}.json"))])
-
-    def beyond(name: str, others: str) -> bool:
-        return epochs(name) > epochs(others)
+        return epochs_of(tmp_path, name)
 
     served.start()
     try:

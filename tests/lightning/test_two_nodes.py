@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import network
-from tests.lightning.test_processes import check_finished, start, training, wait_until
+from lightning_asgd.commands.main import main
+from lightning_asgd.config import SECRET_ENV
+from tests.lightning import test_runs as runs
+from tests.lightning.test_processes import check_finished, mains, start, training, wait_until
+
+__all__ = ["mains"]
 
 PORTS = ("29555", "29559", "29557", "29558", "29556")  # in a namespace of its own every port is free
 
@@ -107,3 +114,65 @@ def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines
             job.wait()
     said = (tmp_path / "output1").read_text()
     assert re.search("WorkerLostError: The main process .* has ended without a word", said), said
+
+
+# ---------------------------------------------------------------------- a run that workers attach themselves to
+
+
+def inside(machines: network.Network, node: int, program: Callable[..., None], *arguments: Any) -> None:
+    machines.enter(node)
+    program(*arguments)
+
+
+def status(folder: Path, address: str, transport: str) -> None:
+    runs.to_file(folder / "status.log")
+    if transport == "rpc":
+        del os.environ[SECRET_ENV]
+    raise SystemExit(main(["status", address]))
+
+
+@pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_when_the_chief_on_one_machine_is_killed_the_worker_on_the_other_ends_the_run(
+    tmp_path: Path, mains: Any, machines: network.Network, transport: str
+) -> None:
+    started: dict[str, Any] = {}
+
+    def on(node: int, name: str, program: Callable[..., None], *arguments: Any) -> Any:
+        started[name] = mains(target=inside, args=(machines, node, program, tmp_path, *arguments))
+        started[name].start()
+        return started[name]
+
+    def said(name: str) -> str:
+        return (tmp_path / f"{name}.log").read_text()
+
+    try:
+        served = on(0, "serve", runs.serve, transport, f"--host={machines.addresses[0]}")
+        address = runs.address_of_run(tmp_path)
+        first = on(0, "a", runs.attach, "a", address, transport, 0.005)
+        wait_until(lambda: runs.epochs_of(tmp_path, "a") >= 1, 30, "training")
+        second = on(1, "b", runs.attach, "b", address, transport, 0.005)
+        wait_until(lambda: runs.Diary.read(tmp_path / "b.json") != [], 30, "training on the other machine")
+        assert listening(served.pid) == {machines.addresses[0]}  # one interface, never all
+        assert listening(second.pid) <= {machines.addresses[1]}
+        first.kill()
+        before = runs.epochs_of(tmp_path, "b")
+        wait_until(lambda: runs.epochs_of(tmp_path, "b") > before + 1, 20, "an epoch of the other machine alone")
+        look = on(1, "status", status, address, transport)
+        look.join(20)
+        assert look.exitcode == 0, said("status")
+        assert re.search(r"\b2 chief", said("status")), said("status")
+        assert "Worker 1 gave no sign of life for 1 s" in said("status")
+        second.join(40)
+        assert second.exitcode == 0, said("b")
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        assert served.exitcode == 0, said("serve")
+        wait_until(lambda: not any(machines.processes(node) for node in (0, 1)), 10, "the end of all processes")
+    finally:
+        for process in started.values():
+            process.kill()
+            process.join()
+    end = runs.Diary.read(tmp_path / "b.json")[-1]
+    assert (end["what"], end["rank"], end["chief"]) == ("end", 0, True)
+    assert end["seen"] == [float(runs.EPOCHS)] * runs.SAMPLES  # what the dead one held was trained by the other
+    assert (tmp_path / "b" / "last.ckpt").is_file()
