@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos elastic interrupt strangers soak newcomer screenshots clean
+.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -67,6 +67,9 @@ memory: $(VENV)/.installed-examples ## memory of workers and servers
 
 chaos: $(VENV)/.installed-examples ## workers are stopped and killed while they train: what is lost
 	@$(RUN) benchmarks/chaos.py
+
+storm: $(VENV)/.installed-examples ## eight workers and two servers on nine machines are killed, stopped and cut off
+	@$(RUN) benchmarks/storm.py
 
 elastic: $(VENV)/.installed-examples ## from one worker to six and back within an epoch: seconds to join and to take over
 	@$(RUN) benchmarks/elastic.py

@@ -46,9 +46,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import psutil
 import pytorch_lightning as pl
 import torch
+from counts import Counts
 from ranks import clean_environment, told_of_errors
 from rich.console import Console
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -65,22 +65,6 @@ SAMPLES = {"counts": 1000, "speed": 8000}  # of one epoch
 CALM_S = 22.0  # between the faults while the speed is measured
 LEAST = 0.9  # of the speed without faults
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-
-
-class Counts(pl.LightningModule):
-    """Learns how often each sample was trained."""
-
-    def __init__(self, samples: int, step_s: float) -> None:
-        super().__init__()
-        self.seen = torch.nn.Parameter(torch.zeros(samples))
-        self.step_s = step_s
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(self.step_s)
-        return -self.seen[batch[0]].sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 class Report(pl.Callback):

@@ -33,7 +33,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: nothing that fo
 import psutil
 import pytorch_lightning as pl
 import torch
-from chaos import Counts
+from counts import Counts
 from ranks import clean_environment, told_of_errors
 from rich.console import Console
 from rich.table import Table

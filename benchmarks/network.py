@@ -1,4 +1,6 @@
-"""Two network namespaces joined by a slow cable: two machines on one, for benchmarks and tests. Needs Linux and root.
+"""Network namespaces joined by cables: several machines on one, for benchmarks and tests. Needs Linux and root.
+
+Two are joined by one cable, which may be slow; more of them by a switch, which is a namespace too.
 
 Each namespace has its own loopback and one end of a veth pair whose both directions are limited by ``tc ... tbf``::
 
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Network", "available", "pull", "two_machines"]
+__all__ = ["Network", "available", "machines", "pull", "two_machines"]
 
 _PREFIX = "asgd"
 _NAMESPACES = Path("/run/netns")
@@ -31,11 +33,11 @@ _counter = itertools.count()
 
 @dataclass(frozen=True)
 class Network:
-    """Two joined namespaces; every field holds one entry per namespace."""
+    """Joined namespaces; every field holds one entry per namespace."""
 
-    names: tuple[str, str]
-    interfaces: tuple[str, str]
-    addresses: tuple[str, str]
+    names: tuple[str, ...]
+    interfaces: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     def prefix(self, index: int) -> list[str]:
         """What to put before a command so that it runs in a namespace."""
@@ -90,19 +92,55 @@ def two_machines(
             _ip("netns", "add", name)
         (a, b), (left, right) = network.names, network.interfaces
         _ip("link", "add", left, "netns", a, "type", "veth", "peer", "name", right, "netns", b)
-        for name, interface, address in zip(network.names, network.interfaces, network.addresses, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", interface, "up")
+        for name, interface in zip(network.names, network.interfaces, strict=True):
             if mbit is not None:
                 burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes of 10 ms
                 shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", f"{queue_s * 1000:g}ms")
                 _command("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
+        _set_up(network)
         yield network
     finally:
         with _uninterrupted():
             for name in network.names:
                 _remove(name)
+
+
+@contextlib.contextmanager
+def machines(number: int) -> Iterator[Network]:
+    """Make so many namespaces, each with a cable to a switch, and remove them and their processes at the end.
+
+    Raises:
+        RuntimeError: a command failed; the text holds its output.
+    """
+    _remove_stale()
+    owner = f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
+    letters = "abcdefghijklmnopqrstuvwxyz"[:number]
+    addresses = tuple(f"10.213.78.{index + 1}" for index in range(number))
+    network = Network(tuple(f"{owner}-{letter}" for letter in letters), ("eth0",) * number, addresses)
+    switch = f"{owner}-0"
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for index, (name, interface) in enumerate(zip(network.names, network.interfaces, strict=True)):
+            port = f"port{index}"
+            _ip("netns", "add", name)
+            _ip("link", "add", interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+        _set_up(network)
+        yield network
+    finally:
+        with _uninterrupted():
+            for name in (*network.names, switch):
+                _remove(name)
+
+
+def _set_up(network: Network) -> None:
+    """Give every machine its address, and put the cables in."""
+    for name, interface, address in zip(network.names, network.interfaces, network.addresses, strict=True):
+        _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", name, "link", "set", interface, "up")
 
 
 def pull(network: Network, index: int, seconds: float) -> None:
