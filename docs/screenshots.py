@@ -2,12 +2,12 @@
 
     make docs
     python examples/monitor.py                        # the run whose report is shown
-    pip install playwright && playwright install chromium
+    pip install playwright pyte && playwright install chromium
     python -m docs.screenshots                        # --browser "$(command -v chromium)" for a browser that is there
 
 Pictures lie in build/screenshots: the site's start page, a search, and the report, as a desktop and a phone show them;
-and the terminal view, `lightning-asgd status --watch`, of a real run. Options of the browser come last:
-``-- --no-sandbox`` where root starts it.
+the terminal view, `lightning-asgd status --watch`, of a real run; and what `wandb leet` draws of an offline run, made
+by the program of docs/monitoring.md. Options of the browser come last: ``-- --no-sandbox`` where root starts it.
 
 Exits with 1 if a page is wider than a phone, if a text's contrast is below 4.5 (WCAG 2.2, 1.4.3, level AA), or if the
 search does not find what it should.
@@ -36,8 +36,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyte
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 
 from benchmarks import newcomer
@@ -52,6 +54,8 @@ CONTRAST = 4.5
 SEARCHED, FOUND = "staleness", "Concepts"
 TERMINAL = (16, 110)  # rows, columns
 FRAMES, WATCH_S = 3, 60.0
+CHARTS = (41, 150)  # rows, columns, of wandb's
+BACKGROUND = b"\x1b]11;rgb:2828/2828/2828\x1b\\"  # a terminal's answer to the question for it
 
 # Texts whose colour is too near to what lies behind them, each with its contrast. Transparent colours are laid over
 # what is behind. Left out is what is not shown: texts for screen readers, links that only a pointer brings up.
@@ -204,19 +208,68 @@ def terminal(camera: Camera) -> None:
     text = screen.export_text(clear=False)
     if not re.search(r"1 chief .*\d ms .*%", text):
         camera.note(f"The terminal shows no chief that trains:\n{text}")
-    picture = PICTURES / "status.svg"
-    screen.save_svg(str(picture), title="lightning-asgd status --watch")
+    keep_screen(camera, screen, "status", "lightning-asgd status --watch")
+
+
+def keep_screen(camera: Camera, screen: Console, name: str, title: str) -> None:
+    """Write what a terminal shows as SVG and PNG."""
+    picture = PICTURES / f"{name}.svg"
+    screen.save_svg(str(picture), title=title)
     with camera.page("desktop") as page:
         page.set_content(f'<body style="margin: 0">{picture.read_text()}</body>')
         page.locator("svg").first.screenshot(path=picture.with_suffix(".png"))
         print(picture.relative_to(ROOT), picture.with_suffix(".png").relative_to(ROOT))
 
 
+def charts(camera: Camera) -> None:
+    """What Weights & Biases' own terminal program draws of an offline run with two workers."""
+    with tempfile.TemporaryDirectory() as name:
+        machine = newcomer.Machine(Path(name), _environment())
+        code = newcomer.block(newcomer.MONITORING, "python", "offline=True")
+        program = newcomer.changed(newcomer.block(newcomer.ONE_MACHINE, "python", "class Digits"), code)
+        (machine.folder / "train.py").write_text(program)
+        machine.run("python train.py")
+        shown = drawn(machine.folder)
+    text = "\n".join(shown.display)
+    if "asgd/staleness" not in text or "asgd/samples_per_s" not in text:
+        camera.note(f"The charts are not those of asynchronous training:\n{text}")
+    screen = Console(record=True, file=open(os.devnull, "w"), width=CHARTS[1])  # noqa: SIM115
+    for row in range(CHARTS[0]):
+        line = Text()
+        for column in range(CHARTS[1]):
+            cell = shown.buffer[row][column]
+            line.append(cell.data, Style(color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold))
+        screen.print(line, no_wrap=True)
+    keep_screen(camera, screen, "wandb", "wandb leet")
+
+
+def _colour(name: str) -> str | None:
+    """A colour of a terminal's cell, as rich calls it."""
+    if name == "default":
+        return None
+    return f"#{name}" if re.fullmatch("[0-9a-f]{6}", name) else name.replace("brown", "yellow")
+
+
+def drawn(folder: Path) -> pyte.Screen:
+    """The screen of `wandb leet` once it has read the latest run of a folder."""
+    screen = pyte.Screen(CHARTS[1], CHARTS[0])
+    stream, deadline = pyte.ByteStream(screen), time.monotonic() + WATCH_S
+    settled = time.monotonic()
+    with on_terminal([str(Path(sys.executable).parent / "wandb"), "leet"], CHARTS, folder) as terminal:
+        while time.monotonic() < min(deadline, settled + 5.0):
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen = os.read(terminal, 1 << 16)
+                stream.feed(seen)
+                settled = time.monotonic() if b"asgd/" not in "".join(screen.display).encode() else settled
+                if b"\x1b]11;?" in seen:
+                    os.write(terminal, BACKGROUND)
+    return screen
+
+
 @contextlib.contextmanager
 def run(folder: Path) -> Iterator[str]:
     """Servers and two workers on this machine, by the pages' commands; where they serve."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    machine = newcomer.Machine(folder, environment)
+    machine = newcomer.Machine(folder, _environment())
     logs = [folder / name for name in ("serve.log", "1.log", "2.log")]
     servers = machine.start("lightning-asgd serve --port 0 --run-id digits", logs[0])
     with newcomer.ended(servers):
@@ -233,23 +286,34 @@ Trainer(devices=1, max_epochs=-1, callbacks=[ASGDMonitor()], strategy=ASGDStrate
             yield address
 
 
-def watched(address: str) -> str:
-    """The last frame of the view, with its colours."""
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def on_terminal(command: list[str], size: tuple[int, int], folder: Path | None = None) -> Iterator[int]:
+    """Run a command on a terminal of so many rows and columns, whose other end this is."""
     ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *TERMINAL, 0, 0))
-    command = [str(Path(sys.executable).parent / "lightning-asgd"), "status", address, "--watch"]
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder)
     os.close(theirs)
-    seen, deadline = b"", time.monotonic() + WATCH_S
     try:
-        while seen.count(b"\x1b[H") <= FRAMES and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.1)[0]:
-                seen += os.read(ours, 1 << 16)
+        yield ours
     finally:
         process.send_signal(signal.SIGINT)
         os.close(ours)
         process.wait(20)
+
+
+def watched(address: str) -> str:
+    """The last frame of the view, with its colours."""
+    command = [str(Path(sys.executable).parent / "lightning-asgd"), "status", address, "--watch"]
+    seen, deadline = b"", time.monotonic() + WATCH_S
+    with on_terminal(command, TERMINAL) as terminal:
+        while seen.count(b"\x1b[H") <= FRAMES and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 1 << 16)
     whole = seen.split(b"\x1b[H")[-2]  # the last one may have been cut
     return re.sub(r"\x1b\[\?\d+[hl]", "", whole.decode()).replace("\r", "").rstrip()
 
@@ -272,6 +336,7 @@ def main() -> int:
         with served(REPORT) as address:
             report(camera, address)
         terminal(camera)
+        charts(camera)
     print(f"{len(camera.wrong)} things are wrong" if camera.wrong else "Nothing is wrong that a program can see.")
     return 1 if camera.wrong else 0
 

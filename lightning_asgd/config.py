@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, find
-from lightning_asgd.algorithms.base import Answer, Payload
 from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
@@ -76,10 +75,8 @@ class ExchangeConfig:
         Gathered pushes are in nobody's weights yet; those that are pushed to more often than they are fetched are in
         nobody's answer; and compressed ones are not what the servers have.
         """
-        rule = self.algorithm
-        plain = rule.payload in (Payload.DELTA, Payload.GRADIENT) and rule.answer is Answer.WEIGHTS and not rule.waits
         exact = self.nfetch == self.npush and self.compression is None
-        return plain and exact and not any(t.gathers for t in rule.transforms)
+        return exact and self.algorithm.leaves_weights
 
     @classmethod
     def create(

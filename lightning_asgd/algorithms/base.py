@@ -263,6 +263,12 @@ class Algorithm(Configurable):
         raise NotImplementedError
 
     @property
+    def leaves_weights(self) -> bool:
+        """Whether an answer is the shard as it is, so that workers hold its weights between them."""
+        plain = self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
+        return plain and not self.waits and not any(t.gathers for t in self.transforms)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether a shard keeps more than its weights, which no worker holds."""
         slots = any(t.slots for t in self.transforms) or self.start(torch.zeros(1))

@@ -24,7 +24,14 @@ __all__ = ["ServerArguments", "main"]
 
 _TICK_S = 0.25
 _START_S = 60.0
+_LOOK_S = 2.0  # between two looks at the door
 _LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+
+
+_SHUT = (
+    "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
+    "RPC closes the door. Perhaps somebody scanned its port. ASGDStrategy(transport='zmq') keeps it open.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class ServerArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or until the parent is gone.
+    """Serve until SIGTERM or until the parent is gone. Ends the process where nobody can connect any more.
 
     Returns:
         the process's exit code.
@@ -87,10 +94,14 @@ def main(argv: list[str] | None = None) -> int:
         writers.append(threading.Thread(target=keep, args=about, name="lightning_asgd.snapshots", daemon=True))
     for writer in writers:
         writer.start()
-    while not stopped and os.getppid() == arguments.parent:
+    looked, shut = time.monotonic(), False
+    while not stopped and not shut and os.getppid() == arguments.parent:
         time.sleep(_TICK_S)
         service.tick()
-    if not stopped:
+        if time.monotonic() > looked + _LOOK_S:
+            looked = time.monotonic()
+            shut = not choose.accepts(arguments.transport) and service.replaceable
+    if not stopped and not shut:
         service.abort(
             f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look at "
             "its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
@@ -99,6 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     end.set()
     for writer in writers:
         writer.join()
+    if shut:  # as if it was killed: who waits for an answer is to get it from another one
+        sys.stderr.write(_SHUT)
+        sys.stderr.flush()
+        os._exit(1)
     service.close()
     stop()
     return 0

@@ -218,6 +218,14 @@ class Service:
             about = coordinator.session, coordinator.index, coordinator.policy, coordinator.admitted, dict(self._notes)
             return Snapshot(*about, tuple(epochs), {number: shard.snapshot() for number, shard in shards.items()})
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether another server could go on from what the living workers hold, or from a snapshot."""
+        with self._lock:
+            holding = self._have_weights & (self._coordinator.living if self._coordinator is not None else set())
+            held = bool(self._shards) and all(shard.algorithm.leaves_weights for shard in self._shards.values())
+            return bool(holding and held and not self._codes) or (self._remembered is not None and bool(self._run))
+
     def tell(self, what: str) -> None:
         """Have the workers' people read something."""
         with self._lock:

@@ -88,6 +88,15 @@ def serve(transport: str, handler: Callable[[Any], Any], name: str, interface: s
     return rpc.serve(handler, name, interface), rpc.stop
 
 
+def accepts(transport: str) -> bool:
+    """Whether others can connect to this process, which serves.
+
+    Args:
+        transport: how it does.
+    """
+    return transport != "rpc" or rpc.accepts()
+
+
 def _check(secret: str | None) -> str:
     if secret is None or len(secret) < _LEAST:
         given = "is not set" if secret is None else f"has {len(secret)} characters"

@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch.distributed
 from torch.futures import Future
 
@@ -39,7 +40,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transport.base import TIMED_OUT, Transport
 from lightning_asgd.transport.once import Arrivals, Once
 
-__all__ = ["RpcTransport", "check_available", "is_available", "serve", "stop"]
+__all__ = ["RpcTransport", "accepts", "check_available", "is_available", "serve", "stop"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ _once = Once()
 _owner: object | None = None  # whoever uses this process's agent now
 _addresses: Any = None  # store that this process's agent looks its peers' addresses up in
 _peers = 0  # number of them
+_doors = 0  # sockets that this process listened on at first
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
 _INFINITE = 0.0
@@ -303,10 +305,25 @@ def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> st
     Returns:
         the address for :class:`RpcTransport`.
     """
-    global _handler
+    global _handler, _doors
     with _lock:
         _handler = handler
-        return _start_agent(name, interface, handler)
+        address = _start_agent(name, interface, handler)
+        _doors = _listening()
+        return address
+
+
+def accepts() -> bool:
+    """Whether others can connect to this process, which serves.
+
+    TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
+    scanner, or of a worker that was killed as it came.
+    """
+    return _listening() >= _doors
+
+
+def _listening() -> int:
+    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
 
 
 def stop() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -177,6 +179,31 @@ def servers_of(main: Any) -> list[psutil.Process]:
             if "lightning_asgd.server.process" in process.cmdline():
                 found.append(process)
     return found
+
+
+def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path, mains: Any) -> None:
+    """As after a port scan, or when a worker is killed as it comes: TensorPipe closes its listening socket."""
+    main = mains(target=main_process, args=(tmp_path, Regression()))
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 40, "training")
+        known = servers_of(main)
+        (door,) = [c.laddr for c in known[0].net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        with socket.create_connection(door) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        wait_until(lambda: len({*servers_of(main)} - {*known}) == 1, 30, "another server")
+        before = epochs(tmp_path)
+        wait_until(lambda: epochs(tmp_path) > before + 3, 30, "training with it")
+        news = "A server was lost, and restored from what the workers hold."
+        wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
+        (tmp_path / "stop").touch()
+        main.join(20)
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    assert main.exitcode == 0, output
+    assert "Nobody can connect to this server any more" in output
 
 
 @pytest.mark.parametrize(
