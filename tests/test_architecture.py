@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
     },
     "compression": {"algorithms.base", "algorithms.settings", "errors", "finite", "messages"},
-    "config": {"algorithms", "algorithms.base", "compression", "errors"},
+    "config": {"algorithms", "compression", "errors"},
     # pipes
     "rendezvous": {"errors"},
     "transport": set(),
