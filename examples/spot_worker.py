@@ -4,8 +4,8 @@
     python examples/spot_worker.py                        # on every machine that comes; with --server HOST:29400
 
 Start the second command several times, and stop any of them with Ctrl-C or with `kill`, whose SIGTERM is what spot
-machines, Kubernetes and SLURM send. The others take its data and go on; it ends with exit code 0. If all are gone the
-next one goes on where they were. `lightning-asgd status 127.0.0.1:29400` shows who takes part.
+machines, Kubernetes and SLURM send: then it ends with exit code 0. The others take its data and go on. If all are gone
+the next one goes on where they were. `lightning-asgd status 127.0.0.1:29400` shows who takes part.
 
     python examples/spot_worker.py --fast                 # 2 epochs
 
@@ -43,7 +43,8 @@ def main() -> None:
         logger=False,
     )
     trainer.fit(DigitsCNN(), *loaders())
-    print(f"{trainer.current_epoch} epochs, accuracy {trainer.callback_metrics['val_acc']:.3f}")
+    accuracy = trainer.callback_metrics.get("val_acc")  # None for who comes after the last epoch
+    print(f"{trainer.current_epoch} epochs" + ("" if accuracy is None else f", accuracy {accuracy:.3f}"))
 
 
 if __name__ == "__main__":

@@ -332,6 +332,8 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
 def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
     """Have something called whenever Lightning has set up training data, and counted their batches.
 
+    At once if it has already: a ``setup`` hook may have asked for numbers that depend on them.
+
     Returns:
         a function that takes it back.
     """
@@ -345,6 +347,8 @@ def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[],
             call()
 
     loop.setup_data = set_up_and_call
+    if loop._combined_loader is not None:
+        call()
     return lambda: vars(loop).pop("setup_data", None)
 
 

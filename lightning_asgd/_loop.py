@@ -48,17 +48,22 @@ def batch_size_of(trainer: Any) -> int:
 def count_in(trainer: Any, batch: int) -> None:
     """Have Lightning count an epoch, and the batches between two validations, in batches of the common size.
 
+    Not where every worker trains a part of its own: there its own batches count.
+
     Args:
         trainer: its training data have been set up, and :func:`batch_size_of` is not 0.
         batch: samples of such a batch.
     """
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    before = loop.max_batches, trainer.val_check_batch
     (loader,) = loop._combined_loader.flattened
     batches = len(loader.batch_sampler.sampler) / batch
     length = math.floor(batches) if loader.drop_last else math.ceil(batches)
     loop.max_batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
     if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    if why_split(trainer, batch) is not None:
+        loop.max_batches, trainer.val_check_batch = before
 
 
 def why_split(trainer: Any, batch: int = 0) -> str | None:
@@ -105,7 +110,6 @@ class LeasedLoop:
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
         come_back: see :class:`DataLeases`.
-        batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
     """
 
     def __init__(
@@ -116,14 +120,13 @@ class LeasedLoop:
         timeout_s: float,
         resumed: Mapping[str, Any],
         come_back: Callable[[], None],
-        batch: int = 0,
     ) -> None:
         self.trainer = trainer
         self._client = client
         self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
         self.workers: int = trainer.world_size
         self.run = run
-        self._batch = batch or 1  # units
+        self._batch = 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
@@ -154,8 +157,13 @@ class LeasedLoop:
         """Whether the training dataloader is still the same."""
         return self._loader is not None and self.trainer.fit_loop._combined_loader.flattened == [self._loader]
 
-    def install(self) -> None:
-        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins."""
+    def install(self, batch: int) -> None:
+        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins.
+
+        Args:
+            batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
+        """
+        self._batch = batch or 1
         loop = self.trainer.fit_loop
         (loader,) = loop._combined_loader.flattened
         self._uninstall()

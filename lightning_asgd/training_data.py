@@ -75,9 +75,9 @@ class TrainingData:
             return
         if self._loop is None:
             resumed, session = self._resume.take_data(), self._membership.session
-            about = (session, self._timeout_s, resumed, self._come_back, self._common_batch)
+            about = (session, self._timeout_s, resumed, self._come_back)
             self._loop = LeasedLoop(self._trainer, lambda: self._membership.client, *about)
-        self._loop.install()
+        self._loop.install(self._common_batch)
 
     def _split(self, reason: str) -> None:
         self._membership.check_data_may_be_split(reason)

@@ -59,7 +59,7 @@ def _underscored(word: str) -> str:
 
 def _valued(word: str, after: str) -> str:
     """``--watch`` is ``--watch=true`` where no value comes after it."""
-    return f"{word}=true" if word in _SWITCHES and after.startswith("--") else word
+    return f"{word}=true" if word in _SWITCHES and after.lower() not in ("true", "false") else word
 
 
 def _say(text: str) -> None:

@@ -50,7 +50,7 @@ def serve(
     from lightning_asgd.transport import choose
 
     seconds("snapshot_every_s", snapshot_every_s)
-    before = Snapshots(snapshots).check(run_id, num_servers) if snapshots is not None else None
+    version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
     choose.check_available(transport)
     if transport == "zmq":
         choose.provide_secret(one_machine=False)
@@ -72,8 +72,8 @@ def serve(
             f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"
             f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
         )
-        if before is not None:
-            sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {before.version}.\n")
+        if version is not None:
+            sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
         sys.stdout.flush()
         while not stopped:
             time.sleep(_POLL_S)

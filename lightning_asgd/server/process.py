@@ -91,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     writers = []
     if snapshots is not None:
         about = service.snapshot, snapshots, arguments.snapshot_every_s, end, service.tell
-        writers.append(threading.Thread(target=keep, args=about, name="lightning_asgd.snapshots", daemon=True))
+        last = {"at_end": bool(arguments.run)}  # those of a job are for its servers only
+        writers.append(
+            threading.Thread(target=keep, args=about, kwargs=last, name="lightning_asgd.snapshots", daemon=True)
+        )
     for writer in writers:
         writer.start()
     looked, shut = time.monotonic(), False
@@ -101,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         if time.monotonic() > looked + _LOOK_S:
             looked = time.monotonic()
             shut = not choose.accepts(arguments.transport) and service.replaceable
-    if not stopped and not shut:
+    if not stopped and not shut and not arguments.run:  # the workers of a run wait for `serve` to be started again
         service.abort(
             f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look at "
             "its machine, and start the job again with trainer.fit(..., ckpt_path='last')."

@@ -89,6 +89,7 @@ class Service:
     ) -> None:
         self._clock = clock
         self._run = run
+        self._succeeds = succeeds
         self._to_be_restored = succeeds  # the workers have not told yet what a lost server knew
         self._remembered = remembered
         self._changed = False  # since the latest snapshot
@@ -105,6 +106,7 @@ class Service:
         # workers that have fallen behind.
         self._leases: dict[str, Leases] = {}
         self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
+        self._done: dict[str, tuple[tuple[int, int], ...]] = {}  # of epochs that restored weights hold units of
         self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
@@ -229,6 +231,7 @@ class Service:
     def tell(self, what: str) -> None:
         """Have the workers' people read something."""
         with self._lock:
+            self._changed = True
             if self._coordinator is not None:
                 self._coordinator.news.append(what)
 
@@ -242,15 +245,15 @@ class Service:
             return self._revive(server)
 
     def _revive(self, server: int) -> bool:
-        snapshot = None if self._remembered is None else self._remembered(server)
-        if snapshot is None:
+        snapshot = None if self._remembered is None or not self._run else self._remembered(server)
+        if snapshot is None or (snapshot.run, snapshot.server) != (self._run, server):
             return False
         coordinator = self._coordinator = self._coordinator or Coordinator(snapshot.run, 0, snapshot.policy, server)
         coordinator.restore(self._clock(), admitted=snapshot.admitted)
         coordinator.news.append(f"Server {server} goes on from its snapshot, version {snapshot.version}.")
         self._to_be_restored, self._restoration = False, None
         self._notes = {**snapshot.notes, **self._notes}
-        self._shards = {number: Shard.revive(kept) for number, kept in snapshot.shards.items()}
+        self._shards = {n: Shard.revive(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
         self._leases = {epoch.key: Leases(epoch, all_train=False) for epoch in snapshot.epochs}
         self._meet(coordinator)
         self._take_up_early()
@@ -294,13 +297,20 @@ class Service:
             future.set_result(Attached(worker, founder, dict(self._notes), news, chief))
 
     def _turn_away(self) -> None:
-        """Nobody is left to tell what the lost server knew: say so to those who come."""
-        if self._asked is None and (self._arriving or self._early):
+        """Nobody is left to tell what the lost server knew: go on from a snapshot, or say so to those who come."""
+        if not self._run or not (self._arriving or self._early):
+            return
+        if self._asked is None:
             self._asked = self._clock()
         coordinator, restoration = self._coordinator, self._restoration
         told = coordinator is not None and restoration is not None and bool(restoration.awaited(coordinator.living))
-        if not told and self._asked is not None and self._clock() > self._asked + _TOLD_S:
-            if self._revive(coordinator.index if coordinator is not None else 0):
+        policy = self._arriving[0][0].policy if coordinator is None else coordinator.policy
+        if not told and self._clock() > self._asked + _TOLD_S + policy.silence_s:  # in which workers give signs of life
+            if self._revive(0 if coordinator is None else coordinator.index):
+                return
+            if not self._succeeds:  # it has only heard of workers that were there before, and are no more
+                self._to_be_restored, self._restoration = False, None
+                self._let_in()
                 return
             waiting = [*self._arriving, *self._early]
             self._arriving, self._early = [], []
@@ -317,7 +327,7 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         known = message.first and message.name in self._notes
         founds = message.worker == self._founder and FOUNDED not in self._notes  # even if it was silent meanwhile
-        speaks = founds or message.worker in coordinator.trusted  # else others speak for it
+        speaks = founds or message.first or message.worker in coordinator.trusted  # else others speak for it
         if message.value is not None and not known and speaks:
             self._notes[message.name] = message.value
             self._let_in()
@@ -361,6 +371,11 @@ class Service:
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
         untouched = bool(self._run) and not coordinator.joined  # nobody goes on from its snapshot: workers know more
+        if self._run and message.restore and message.worker in coordinator.joined and not self._restoration:
+            raise WorkerLostError(
+                f"Worker {message.worker} waited for servers that were started again, but others came first and began "
+                f"run {self._run!r} anew. Start it again to take part."
+            )
         if self._restoration is None and (self._to_be_restored or (message.restore and (begins or untouched))):
             self._restoration = Restoration()
             self._to_be_restored = True
@@ -385,6 +400,8 @@ class Service:
         return {worker: why for worker, why in gone.items() if worker < message.world_size}
 
     def _beat(self, message: Beat) -> Beaten:
+        if self._run and self._restoration is None and not (self._coordinator and self._coordinator.joined):
+            self._to_be_restored = True  # it has waited for `serve` to be started again, and knows more than is here
         if self._to_be_restored and not (self._restoration and message.worker in self._restoration.excused):
             self._asked = self._clock()  # there is somebody who will tell
         coordinator = self._session(message.session)
@@ -406,6 +423,11 @@ class Service:
         coordinator = self._session(message.session)
         shard = self._shards.get(message.fragment)
         if self._run and message.weights is not None:
+            if coordinator.index == 0 and (FOUNDED in self._notes or message.worker != self._founder):
+                raise WorkerLostError(
+                    f"Worker {message.worker} was silent before it had brought the run's first weights, and another "
+                    "one has brought them. Start it again: it will take these."
+                )
             shard = None  # one that founded the run before and died may have had others
         if shard is None:
             shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm, bool(self._run))
@@ -503,6 +525,7 @@ class Service:
                 epoch = self._in_its_turn(epoch)
             elif not (coordinator.away or coordinator.behind):
                 self._leases.clear()
+            epoch = replace(epoch, done=self._done.pop(key, epoch.done))
             self._leases[key] = Leases(epoch, all_train=not self._run)
             self._meet(coordinator)
         self._leases[key].check(message.epoch, message.worker)
@@ -617,7 +640,7 @@ class Service:
             shard.counts.refused if shard is not None else 0,
             coordinator.chief if workers else None,
             None if latest is None else latest.epoch.number,
-            0 if latest is None else sum(last - first for first, last in latest.finished) // latest.epoch.step,
+            0 if latest is None else -(-sum(last - first for first, last in latest.finished) // latest.epoch.step),
             0 if latest is None else -(-latest.epoch.units // latest.epoch.step),
             tuple(workers),
             tuple(coordinator.news[-_NEWS:]),
@@ -675,7 +698,7 @@ class Service:
             coordinator.resume(restoration.answered, restoration.terms, stale)
             if coordinator.index == 0:
                 self._notes = restoration.notes
-                done = {held.epoch: held.done for held in newest}
+                done = self._done = {held.epoch: held.done for held in newest}
                 parts = {w: o.part for w, o in restoration.offers.items() if o.part is not None and w not in stale}
                 for worker, part in sorted(parts.items(), key=lambda item: -item[1].epoch.number):
                     epoch = part.epoch
@@ -702,7 +725,7 @@ class Service:
         for fragment, shard in self._shards.items():
             before = kept.get(fragment)
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
-                self._shards[fragment] = Shard.revive(before)
+                self._shards[fragment] = Shard.revive(before, comes_and_goes=bool(self._run))
         if not kept and any(shard.algorithm.keeps_state for shard in self._shards.values()):
             coordinator.news.append(f"Server {server} had no snapshot: what its algorithm keeps there begins anew.")
 

@@ -166,9 +166,9 @@ class Shard:
         }
 
     @classmethod
-    def revive(cls, kept: Mapping[str, Any]) -> Shard:
+    def revive(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
         """A shard that goes on from a snapshot, with other workers."""
-        shard = cls(kept["groups"], kept["algorithm"])
+        shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
         shard._pending = kept["pending"]

@@ -81,12 +81,15 @@ class Snapshots:
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(snapshot.server)
-        beside = path.with_suffix(".part")
-        with beside.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
+        try:
+            with beside.open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def read(self, server: int) -> Snapshot | None:
         """A server's snapshot; None if there is none, or the first server has none: then the run had not begun.
@@ -112,11 +115,11 @@ class Snapshots:
             "version that wrote it, or move the folder away to begin the run anew."
         )
 
-    def check(self, run: str, servers: int) -> Snapshot | None:
+    def check(self, run: str, servers: int) -> int | None:
         """Look whether so many servers can go on with a run.
 
         Returns:
-            the first server's snapshot; None if the run is to begin.
+            the first server's version; None if the run is to begin.
 
         Raises:
             SnapshotError: they are those of another run or of another number of servers, or some are missing.
@@ -135,7 +138,7 @@ class Snapshots:
                 f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
                 "Give as many servers as wrote them, or move the folder away to begin the run anew."
             )
-        return first
+        return first.version
 
 
 def keep(
@@ -144,8 +147,10 @@ def keep(
     every_s: float,
     stop: threading.Event,
     complain: Callable[[str], None],
+    *,
+    at_end: bool = True,
 ) -> None:
-    """Write snapshots until told to stop, and then the last one.
+    """Write snapshots until told to stop.
 
     Args:
         take: returns what is to be written; None if that is nothing.
@@ -153,17 +158,19 @@ def keep(
         every_s: seconds between two, on the clock that all servers of a machine share: theirs are of the same time.
         stop: when to end.
         complain: told what is wrong with the folder. Training goes on meanwhile, and the next one may be written.
+        at_end: whether the last one is wanted.
     """
     last = False
     while not last:
         last = stop.wait(every_s - time.time() % every_s)
-        snapshot = take()
-        if snapshot is None:
-            continue
+        if last and not at_end:
+            return
         try:
-            snapshots.write(snapshot)
-        except (OSError, RuntimeError) as error:  # torch has its own for a full disk
-            complain(f"The snapshot of server {snapshot.server} was not written to {snapshots.folder}: {error}.")
+            snapshot = take()
+            if snapshot is not None:
+                snapshots.write(snapshot)
+        except (OSError, RuntimeError) as error:  # torch has its own for a full disk and for too little memory
+            complain(f"No snapshot of a server was written to {snapshots.folder}: {error}.")
 
 
 def _tensor(buffer: Any) -> Tensor:

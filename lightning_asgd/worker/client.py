@@ -256,24 +256,24 @@ class Client:
         Returns:
             per server, whether it can see the shared block.
         """
-        futures = [
-            self._send(
-                s,
-                Initialise(
-                    self.session,
-                    self.worker,
-                    layout.shard(s),
-                    algorithm,
-                    None if weights is None else weights[s],
-                    0 if versions is None else versions[s],
-                    shared[s],
-                    fragment,
-                    compression,
-                ),
+        messages = [
+            Initialise(
+                self.session,
+                self.worker,
+                layout.shard(s),
+                algorithm,
+                None if weights is None else weights[s],
+                0 if versions is None else versions[s],
+                shared[s],
+                fragment,
+                compression,
             )
             for s in self._servers()
         ]
-        return [bool(answer) for answer in self._wait_all(futures)]
+        # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
+        first = bool(self.answer(COORDINATOR, self._send(COORDINATOR, messages[COORDINATOR])))
+        futures = [self._send(s, messages[s]) for s in self._servers() if s != COORDINATOR]
+        return [first, *(bool(self.answer(s, future)) for s, future in enumerate(futures, COORDINATOR + 1))]
 
     def exchange(
         self,

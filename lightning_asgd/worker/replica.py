@@ -121,10 +121,11 @@ class Replica:
         block = self.blocks[server]
         if block is not None:
             self.wire[server] = tuple(torch.empty_like(t) for t in block.tensors)
-            self._spare[server] = None
-            for run in self._runs:
-                if run.server == server:
-                    run.spare = None
+            if self._derives:
+                self._spare[server] = None
+                for run in self._runs:
+                    if run.server == server:
+                        run.spare = None
             block.close()
             self.blocks[server] = None
 
@@ -394,6 +395,13 @@ class GradientReplica(Replica):
         if self._keeps and r.spare is not None:
             r.base, r.spare = r.spare, r.base
         r.base.copy_(x)
+
+    def drop_block(self, server: int) -> None:
+        """See :class:`Replica`."""
+        super().drop_block(server)
+        if self.blocks[server] is None:
+            for i in [i for i in self._pushed if self._runs[i].server == server]:
+                del self._pushed[i]
 
     def _pack_again(self, r: _Run, wire: Tensor) -> None:
         wire.copy_(self._pushed[self._index[id(r)]])

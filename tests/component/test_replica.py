@@ -12,7 +12,7 @@ from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.messages import Role
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker import replica as replica_module
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica import GradientReplica, Replica
 from tests.helpers.script import bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -241,3 +241,19 @@ def test_updates_lie_in_the_block_where_there_is_one() -> None:
     replica.close()
     replica.close()
     assert replica.wire == []
+
+
+def test_a_replica_of_gradients_remembers_what_it_fetched_where_memory_is_not_shared() -> None:
+    weight = torch.zeros(3)
+    gradient = torch.ones(3)
+    layout = build_layout([("w", weight)], [], 1)
+    blocks = [shared_memory.create(layout.shard(0))]
+    replica = GradientReplica(layout, lambda: [weight], blocks, lambda: [gradient], remembers=True)
+    replica.drop_block(0)  # the server is on another machine
+    replica.adopt([(torch.tensor([1.0, 2.0, 3.0]),)])
+    weight -= 5.0
+    replica.accrue()
+    replica.pack()
+    assert replica.fetched(0)[0].tolist() == [1.0, 2.0, 3.0]
+    replica.pack_again(0)
+    assert replica.wire[0][0].tolist() == [1.0, 1.0, 1.0]

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.status import tables
-from lightning_asgd.errors import ServerLostError
+from lightning_asgd.errors import ServerLostError, WorkerLostError
 from lightning_asgd.messages import (
     Attach,
     Attached,
@@ -241,7 +241,7 @@ def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
     clock.now += 15.0
     service.tick()
     assert not waiting.done()
-    clock.now += 15.0
+    clock.now += 16.0
     service.tick()
     assert "were lost" in waiting.value().message
 
@@ -403,7 +403,10 @@ class RunWorld(World):
         while True:
             try:
                 return self.take_part(rank)
-            except ServerLostError:  # while it came: its user starts it again
+            except (ServerLostError, WorkerLostError) as error:  # while it came: its user starts it again
+                if isinstance(error, WorkerLostError) and "had brought the run's first weights" not in str(error):
+                    raise
+                self.clients.pop(rank, None)
                 self.turns.wait_until(lambda: True)
 
     def take_part(self, rank: int) -> None:

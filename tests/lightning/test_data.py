@@ -198,8 +198,41 @@ def test_workers_may_have_batches_of_different_sizes(tmp_path: Path, accumulate:
         assert [step for step, _, _ in rank["validated"]] == [*halves, *(halves[1] + half for half in halves)]
 
 
-def test_with_a_fixed_split_batches_of_different_sizes_do_no_harm(tmp_path: Path) -> None:
-    trainer(tmp_path, strategy(data="split")).fit(Unequal(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
+def test_data_that_a_hook_has_set_up_before_the_strategy_are_trained_in_full(tmp_path: Path) -> None:
+    class Asks(Unequal):
+        def setup(self, stage: str) -> None:
+            assert self.trainer.estimated_stepping_batches > 0  # sets the data up
+
+    trainer(tmp_path, strategy()).fit(Asks(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_data_that_are_loaded_anew_may_have_another_batch_size(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    class Grows(Watching):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return numbered(batch_size=sizes[self.trainer.current_epoch])
+
+    run = trainer(tmp_path, strategy(), reload_dataloaders_every_n_epochs=1)
+    run.fit(Grows(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    assert [rank["step"] for rank in seen.by_rank] == [sum(SAMPLES // size // 2 for size in sizes)] * 2
+
+
+@pytest.mark.parametrize("why", ["data", "sampler"])
+def test_with_a_fixed_split_batches_of_different_sizes_do_no_harm(tmp_path: Path, why: str) -> None:
+    class Sampled(Unequal):
+        def train_dataloader(self) -> DataLoader[Any]:
+            sampler = DistributedSampler(Numbered(), num_replicas=2, rank=self.global_rank)
+            return DataLoader(Numbered(), batch_size=BATCH if self.global_rank == 0 else 10, sampler=sampler)
+
+    if why == "data":
+        trainer(tmp_path, strategy(data="split")).fit(Unequal(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
+    else:
+        split = trainer(tmp_path, strategy(), use_distributed_sampler=False)
+        split.fit(Sampled(tmp_path, slow_s=0.001), val_dataloaders=loader(16))
     seen = Seen(tmp_path)
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
     assert [rank["step"] for rank in seen.by_rank] == [2 * 16, 2 * 7]

@@ -295,10 +295,11 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
         served = start(serve, tmp_path, transport, *about, port=port)
         return served, address_of_run(tmp_path)
 
-    def lose(served: Any) -> None:
-        """The machine, as it were: nobody says a last word."""
-        for process in [*psutil.Process(served.pid).children(recursive=True), psutil.Process(served.pid)]:
+    def lose(served: Any, *, machine: bool) -> None:
+        """Nobody says a last word: the command alone, or its machine, as it were."""
+        for process in psutil.Process(served.pid).children(recursive=True) if machine else ():
             process.kill()
+        served.kill()
         served.join(5)
 
     def epochs(name: str) -> int:
@@ -308,11 +309,11 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
         served, address = begin("0")
         first = start(attach, tmp_path, "a", address, transport, 0.01)
         wait_until(lambda: epochs("a") >= 3, 30, "training")
-        lose(served)
+        lose(served, machine=False)
         served, address = begin(address.rpartition(":")[2])
         before = epochs("a")
         wait_until(lambda: epochs("a") >= before + 2, 30, "training with other servers")
-        lose(served)
+        lose(served, machine=True)
         first.kill()
         served, address = begin("0")
         assert "goes on from its snapshots" in (tmp_path / "serve.log").read_text()
