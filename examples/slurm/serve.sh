@@ -3,4 +3,5 @@
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=2
 
-exec lightning-asgd serve --host "$(hostname -I | cut -d' ' -f1)" --port 29400 --run-id digits
+# The name must stand for an address that the other nodes reach: give that instead where it stands for the loopback.
+exec lightning-asgd serve --host "$(hostname)" --port 29400 --run-id digits
