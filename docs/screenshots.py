@@ -54,7 +54,7 @@ CONTRAST = 4.5
 SEARCHED, FOUND = "staleness", "Concepts"
 TERMINAL = (16, 110)  # rows, columns
 FRAMES, WATCH_S = 3, 60.0
-CHARTS = (41, 150)  # rows, columns, of wandb's
+CHARTS = (41, 170)  # rows, columns, of wandb's
 BACKGROUND = b"\x1b]11;rgb:2828/2828/2828\x1b\\"  # a terminal's answer to the question for it
 
 # Texts whose colour is too near to what lies behind them, each with its contrast. Transparent colours are laid over
@@ -233,10 +233,12 @@ def charts(camera: Camera) -> None:
     text = "\n".join(shown.display)
     if "asgd/staleness" not in text or "asgd/samples_per_s" not in text:
         camera.note(f"The charts are not those of asynchronous training:\n{text}")
-    screen = Console(record=True, file=open(os.devnull, "w"), width=CHARTS[1])  # noqa: SIM115
-    for row in range(CHARTS[0]):
+    left = shown.display[0].index("Metrics") - 1  # beside it stands what machine this is
+    right = shown.display[0].index("│", left)
+    screen = Console(record=True, file=open(os.devnull, "w"), width=right - left)  # noqa: SIM115
+    for row in range(CHARTS[0] - 1):
         line = Text()
-        for column in range(CHARTS[1]):
+        for column in range(left, right):
             cell = shown.buffer[row][column]
             line.append(cell.data, Style(color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold))
         screen.print(line, no_wrap=True)
