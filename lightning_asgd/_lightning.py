@@ -280,7 +280,13 @@ def looks_at_gradients(module: Any) -> bool:
     tree = tree_of(trainer)
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
     bases = [(module, tree.LightningModule), *((callback, tree.Callback) for callback in trainer.callbacks)]
-    return any(getattr(type(one), hook, None) is not getattr(base, hook, None) for one, base in bases for hook in hooks)
+    return any(_is_overridden(one, base, hook) for one, base in bases for hook in hooks)
+
+
+def _is_overridden(one: Any, base: Any, hook: str) -> bool:
+    mine = getattr(type(one), hook, None)
+    # Our callbacks are those of both trees, where both are loaded: their hooks may be the other tree's empty ones.
+    return mine is not getattr(base, hook, None) and not getattr(mine, "__module__", "").endswith(".callbacks.callback")
 
 
 # Attributes of ModelCheckpoint that tell what files there are.
