@@ -26,6 +26,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or 
 _POLL_S = 0.25
 _PATIENCE_S = 2.5  # for processes to end by themselves
 _GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_KILLED_S = 1.0
 
 
 def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -41,7 +42,8 @@ def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         command = [sys.executable, "-m", "lightning_asgd.reaper", str(os.getpid())]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+        # In a session of its own: what kills the job's whole process group leaves it to tidy up.
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -58,11 +60,13 @@ def main() -> int:
     watched: dict[int, float] = {}
     folders: list[str] = []
     buffer = b""
-    while os.getppid() == parent:
-        ready, _, _ = select.select([0], [], [], _POLL_S)
-        if ready:
+    orphan = False
+    while not orphan:
+        orphan = os.getppid() != parent  # before a last look at what it wrote, which may be all, if this one was slow
+        while select.select([0], [], [], 0 if orphan else _POLL_S)[0]:
             data = os.read(0, 65536)
             if not data:
+                orphan = True
                 break
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
@@ -98,6 +102,7 @@ def _end(processes: Iterable[psutil.Process]) -> None:
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs(alive, timeout=_KILLED_S)  # one that still writes would make its folder again
 
 
 if __name__ == "__main__":

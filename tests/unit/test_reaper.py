@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -185,3 +186,25 @@ def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
     assert reaper.wait(5) == 0
     assert reaper.stdin is not None
     reaper.stdin.close()
+
+
+def test_what_kills_the_parent_s_whole_group_does_not_keep_it_from_tidying_up(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    code = """
+import os, sys, time
+from lightning_asgd.reaper import start
+reaper = start()
+reaper.stdin.write(f"remove {sys.argv[1]}\\n".encode())
+reaper.stdin.flush()
+print(reaper.pid, flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "a folder")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert parent.stdout is not None
+    reaper = psutil.Process(int(parent.stdout.readline()))
+    parent.stdout.close()
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.wait(5)
+    assert seconds_until_gone(reaper, 5.0) < 5.0
+    assert not (tmp_path / "a folder").exists()
