@@ -44,6 +44,7 @@ from lightning_asgd import supervisor
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import build_layout
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.server.process import ServerSettings
 from lightning_asgd.transport import choose, shared_memory
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.worker.client import Client
@@ -243,10 +244,10 @@ def main() -> int:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     alone = TorchAlone(n, port)
-    overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK), "lo")
+    overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK))
     rendezvous: Any = overseer.rendezvous
     choose.provide_secret(one_machine=True)
-    encrypted = supervisor.Supervisor(rendezvous, "lo", "zmq")
+    encrypted = supervisor.Supervisor(rendezvous, ServerSettings(transport="zmq"))
     encrypted.start()
     encrypted.add_servers(1)
     keys, pids = [*overseer.keys(2), *encrypted.keys(1)], [*overseer.server_pids, *encrypted.server_pids]

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import build_layout
 from lightning_asgd.messages import Beat, Exchange, Join
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
-from lightning_asgd.server.process import ServerArguments
+from lightning_asgd.server.process import ServerArguments, ServerSettings
 from lightning_asgd.transport import wire
 from lightning_asgd.transport.zeromq.ends import keys_of
 from lightning_asgd.transport.zeromq.worker import ZmqTransport
@@ -155,9 +154,9 @@ def main() -> int:
     chance = random.Random(args.seed)
     secret = os.environ[SECRET_ENV] = secrets.token_hex(32)
     rendezvous = Rendezvous.host(LOOPBACK)
-    arguments = ServerArguments("server0", "key", *rendezvous.address, "lo", os.getpid(), "zmq")
+    arguments = ServerArguments(ServerSettings(transport="zmq"), "server0", "key", *rendezvous.address, os.getpid())
     with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))]
+        command = [sys.executable, "-m", "lightning_asgd.server.process", arguments.to_json()]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             address = str(rendezvous.get("key", "The server", 60.0)["address"])

@@ -25,7 +25,7 @@ from lightning_asgd.algorithms.base import Configurable
 from lightning_asgd.algorithms.settings import between, whole
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.finite import is_finite
-from lightning_asgd.messages import Role
+from lightning_asgd.messages import Groups, Role
 
 __all__ = ["Cast", "Coded", "Compression", "Int8", "Streams", "TopK", "Updates", "Weights", "find", "nbytes", "streams"]
 
@@ -210,9 +210,6 @@ def find(compression: Any) -> Compression | None:
         f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
         f"{', '.join(sorted(_NAMED))}."
     )
-
-
-Groups = Sequence[tuple[Role, str, int]]
 
 
 class Updates:

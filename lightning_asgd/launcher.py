@@ -29,6 +29,7 @@ from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.server.process import ServerSettings
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transport import choose
 from lightning_asgd.transport.base import Transport
@@ -108,8 +109,9 @@ class Job:
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
             several = environment.world_size() > 1
-            about: dict[str, Any] = {"snapshot_every_s": self.snapshot_every_s if several else 0.0}
-            overseer = supervisor.ensure(self.num_servers, rendezvous, self.interface, self.transport, **about)
+            every_s = self.snapshot_every_s if several else 0.0
+            settings = ServerSettings(self.interface, self.transport, snapshot_every_s=every_s)
+            overseer = supervisor.ensure(self.num_servers, rendezvous, settings)
             overseer.spare = self.spare and several
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 

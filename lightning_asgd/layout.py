@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.messages import Role
+from lightning_asgd.messages import Groups, Role
 
 __all__ = ["Group", "Layout", "Piece", "TensorSpec", "build_layout", "dtype_from_name", "dtype_name"]
 
@@ -74,7 +74,7 @@ class Layout:
         n = self.groups[group].numel
         return server * n // self.num_servers, (server + 1) * n // self.num_servers
 
-    def shard(self, server: int) -> tuple[tuple[Role, str, int], ...]:
+    def shard(self, server: int) -> Groups:
         """``(role, dtype name, number of scalars)`` per group of the shard on ``server``."""
         sizes = (self.bounds(server, g) for g in range(len(self.groups)))
         return tuple((g.role, g.dtype, stop - start) for g, (start, stop) in zip(self.groups, sizes, strict=True))

@@ -26,6 +26,7 @@ __all__ = [
     "Failure",
     "Figures",
     "Grant",
+    "Groups",
     "Held",
     "Initialise",
     "Join",
@@ -68,6 +69,10 @@ class Role(str, Enum):
     """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
     LARGEST = "largest"
     """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``)."""
+
+
+Groups = tuple[tuple[Role, str, int], ...]
+"""What a vector consists of: per group of tensors its role, dtype name and number of scalars."""
 
 
 class Verdict(str, Enum):
@@ -333,7 +338,7 @@ class Initialise:
 
     session: str
     worker: int
-    groups: tuple[tuple[Role, str, int], ...]
+    groups: Groups
     algorithm: Any
     weights: tuple[Tensor, ...] | None = None
     version: int = 0

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +25,7 @@ import psutil
 from lightning_asgd import reaper
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.rendezvous import Rendezvous, successor_of
-from lightning_asgd.server.process import ServerArguments
+from lightning_asgd.server.process import ServerArguments, ServerSettings
 
 __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_words"]
 
@@ -41,16 +41,17 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 
 
 class _Server:
-    def __init__(self, index: int, rendezvous: Rendezvous, interface: str, **about: Any) -> None:
+    def __init__(self, index: int, rendezvous: Rendezvous, settings: ServerSettings, *, succeeds: bool) -> None:
         self.index = index
         self.rendezvous = rendezvous
         self.key = f"server/{uuid.uuid4().hex}"
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
-        name = f"server{index}"
-        arguments = ServerArguments(name, self.key, host, port, interface, os.getpid(), server=index, **about)
+        arguments = ServerArguments(
+            settings, f"server{index}", self.key, host, port, os.getpid(), succeeds=succeeds, server=index
+        )
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
+            [sys.executable, "-m", "lightning_asgd.server.process", arguments.to_json()],
             stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,
@@ -87,28 +88,14 @@ class Supervisor:
 
     Args:
         rendezvous: where they publish their addresses; None if there are none.
-        interface: network interface they listen on.
-        transport: how messages reach them.
-        run: name of the only run that they serve, if its workers come and go.
-        snapshots: folder that they write snapshots of it to, and go on from; empty for one that goes with this.
-        snapshot_every_s: seconds between two; 0 for none.
+        settings: what they have in common. Where they are to write snapshots and no folder is named, they get one that
+            goes with this.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous | None,
-        interface: str,
-        transport: str = "rpc",
-        run: str = "",
-        snapshots: str = "",
-        snapshot_every_s: float = 0.0,
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> None:
         self.rendezvous = rendezvous
-        self.interface = interface
-        self.transport = transport
-        self.run = run
-        self.snapshots = snapshots, snapshot_every_s
-        self._private: str | None = None  # folder for those that are for a lost server's place only
+        self.settings = settings or ServerSettings()
+        self._private: str | None = None  # folder for snapshots that are for a lost server's place only
         self._servers: list[_Server] = []
         self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
@@ -128,8 +115,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
         self._reaper = reaper.start(_child_environment())
-        folder, every_s = self.snapshots
-        if every_s and not folder:
+        if self.settings.snapshot_every_s and not self.settings.snapshots:
             self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
             self._tell_reaper(f"remove {self._private}")
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
@@ -194,7 +180,7 @@ class Supervisor:
                 server.process.terminate()
         for server in servers:
             try:
-                server.process.wait(_WRITE_S if self.snapshots[0] else _STOP_S)
+                server.process.wait(_WRITE_S if self.settings.snapshots else _STOP_S)
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
@@ -220,16 +206,8 @@ class Supervisor:
                 self._reaper.stdin.flush()
 
     def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> _Server:
-        return _Server(
-            index,
-            rendezvous,
-            self.interface,
-            transport=self.transport,
-            run=self.run,
-            succeeds=succeeds,
-            snapshots=self._private or self.snapshots[0],
-            snapshot_every_s=self.snapshots[1],
-        )
+        settings = self.settings if self._private is None else replace(self.settings, snapshots=self._private)
+        return _Server(index, rendezvous, settings, succeeds=succeeds)
 
     def _succeed(self, server: _Server) -> None:
         """Start another server in the place of one that has ended."""
@@ -297,27 +275,19 @@ class Supervisor:
 _current: Supervisor | None = None
 
 
-def ensure(
-    num_servers: int,
-    rendezvous: Rendezvous | None,
-    interface: str,
-    transport: str = "rpc",
-    run: str = "",
-    snapshots: str = "",
-    snapshot_every_s: float = 0.0,
-) -> Supervisor:
+def ensure(num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
     Servers are kept and reused, because starting one takes as long as importing torch.
     """
     global _current
     if _current is not None:
-        present = _current.interface, _current.rendezvous, _current.transport, _current.run, _current.snapshots
-        if _current.healthy and present == (interface, rendezvous, transport, run, (snapshots, snapshot_every_s)):
+        same = (_current.rendezvous, _current.settings) == (rendezvous, settings or ServerSettings())
+        if _current.healthy and same:
             _current.add_servers(num_servers)
             return _current
         _current.close()
-    _current = Supervisor(rendezvous, interface, transport, run, snapshots, snapshot_every_s)
+    _current = Supervisor(rendezvous, settings)
     _current.start()
     _current.add_servers(num_servers)
     return _current
@@ -330,7 +300,7 @@ def current() -> Supervisor | None:
 
 def ensure_watch() -> Supervisor:
     """The process's supervisor, or a new one without servers: for a machine whose servers run elsewhere."""
-    return _current or ensure(0, None, "")
+    return _current or ensure(0, None)
 
 
 @contextlib.contextmanager

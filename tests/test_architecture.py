@@ -93,18 +93,19 @@ ALLOWED: dict[str, set[str]] = {
     "server.restoration": {"messages"},
     "server.snapshots": {"errors", "messages", "transport.wire"},
     "server.shard": {"algorithms.base", "errors", "finite", "messages"},
+    "server.buffers": {"compression", "layout", "messages", "transport.shared_memory"},
+    "server.view": {"messages", "server.coordinator", "server.leases", "server.shard"},
     "server.service": {
-        "compression",
         "errors",
-        "layout",
         "messages",
+        "server.buffers",
         "server.coordinator",
         "server.gradients",
         "server.leases",
         "server.restoration",
         "server.shard",
         "server.snapshots",
-        "transport.shared_memory",
+        "server.view",
     },
     "server.process": {"rendezvous", "server.service", "server.snapshots", "transport.choose"},
     # worker
@@ -231,7 +232,7 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.monitor": {"_lightning"},
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_loop": {"messages", "worker.leases"},
-    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "stats", "supervisor"}
+    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
     "membership": {
@@ -317,7 +318,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands.tables": {"errors"},
     "commands.plan": {"commands.tables", "commands.user_code", "errors", "simulation.forecast", "sizing", "timing"},
     "commands.report": {"errors", "journal", "report.page"},
-    "commands.serve": {"config", "rendezvous", "server.snapshots", "supervisor", "transport.choose"},
+    "commands.serve": {"config", "rendezvous", "server.process", "server.snapshots", "supervisor", "transport.choose"},
     "commands.stalls": {"commands.tables", "commands.user_code", "data_stalls.probe", "data_stalls.stalls"},
     "commands.status": {"commands.tables", "config", "errors", "figures", "messages", "rendezvous"}
     | {"transport.base", "transport.choose"},

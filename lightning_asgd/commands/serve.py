@@ -46,6 +46,7 @@ def serve(
     from lightning_asgd import supervisor
     from lightning_asgd.config import seconds
     from lightning_asgd.rendezvous import Rendezvous, interface_of
+    from lightning_asgd.server.process import ServerSettings
     from lightning_asgd.server.snapshots import Snapshots
     from lightning_asgd.transport import choose
 
@@ -58,10 +59,15 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: stopped.append(number))
     rendezvous = Rendezvous.host(host, port)
-    interface = interface_of(socket.gethostbyname(host))
-    folder = "" if snapshots is None else str(snapshots.resolve())
+    settings = ServerSettings(
+        interface=interface_of(socket.gethostbyname(host)),
+        transport=transport,
+        run=run_id,
+        snapshots="" if snapshots is None else str(snapshots.resolve()),
+        snapshot_every_s=snapshot_every_s,
+    )
     try:
-        overseer = supervisor.ensure(num_servers, rendezvous, interface, transport, run_id, folder, snapshot_every_s)
+        overseer = supervisor.ensure(num_servers, rendezvous, settings)
         overseer.spare = True
         keys = overseer.keys(num_servers)
         for index, key in enumerate(keys):

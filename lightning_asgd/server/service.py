@@ -13,13 +13,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.compression import Updates, Weights
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import (
     FOUNDED,
     PROTOCOL,
@@ -46,25 +43,23 @@ from lightning_asgd.messages import (
     Samples,
     Settled,
     ShardState,
-    Verdict,
     View,
     Watch,
-    WorkerView,
 )
+from lightning_asgd.server.buffers import Buffers
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.gradients import Means
 from lightning_asgd.server.leases import Leases
 from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.server.snapshots import Snapshot
-from lightning_asgd.transport.shared_memory import SharedBlock, attach
+from lightning_asgd.server.view import view
 
 __all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
 _TOLD_S = 20.0  # in which workers notice that a server was lost, and begin to tell the one in its place
-_NEWS = 8  # that are told to who looks
 _EPOCHS = 4  # of a run, of which the data are known: a worker may be so many behind
 
 
@@ -105,11 +100,8 @@ class Service:
         # By epoch, the present one last; a new layout in the midst of it changes nothing. Those before are kept for
         # workers that have fallen behind.
         self._leases: dict[str, Leases] = {}
-        self._blocks: dict[tuple[int, int], SharedBlock] = {}  # by worker and fragment
+        self._buffers = Buffers()
         self._done: dict[str, tuple[tuple[int, int], ...]] = {}  # of epochs that restored weights hold units of
-        self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
-        self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}  # the same, where bytes are saved
-        self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
         # Messages that have no answer yet, by identity.
@@ -225,8 +217,9 @@ class Service:
         """Whether another server could go on from what the living workers hold, or from a snapshot."""
         with self._lock:
             holding = self._have_weights & (self._coordinator.living if self._coordinator is not None else set())
-            held = bool(self._shards) and all(shard.algorithm.leaves_weights for shard in self._shards.values())
-            return bool(holding and held and not self._codes) or (self._remembered is not None and bool(self._run))
+            whole = all(shard.algorithm.leaves_weights for shard in self._shards.values())
+            held = bool(holding and self._shards) and whole and not self._buffers.compressed
+            return held or (self._remembered is not None and bool(self._run))
 
     def tell(self, what: str) -> None:
         """Have the workers' people read something."""
@@ -443,21 +436,7 @@ class Service:
             )
         if message.weights is not None:
             shard.initialise(message.weights, message.version)
-        key = message.worker, message.fragment
-        self._codes.pop(key, None)
-        if message.compression is not None:
-            groups = message.groups
-            self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
-        if message.shared is None:
-            return False
-        before = self._blocks.pop(key, None)
-        if before is not None:
-            before.close()
-        block = attach(message.shared, message.groups)
-        if block is None:
-            return False
-        self._blocks[key] = block
-        return True
+        return self._buffers.open(message)
 
     def _exchange(self, message: Exchange) -> Any:
         coordinator = self._session(message.session)
@@ -471,15 +450,12 @@ class Service:
         shard = self._shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
-        block = self._blocks.get((message.worker, message.fragment)) if message.shared else None
         begun = self._clock()
-        if block is not None:
-            self._keep_mapped(message.worker, message.fragment)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         try:
-            buffer = block.tensors if block is not None else self._plain(message, shard)
-            due = shard.exchange(message, buffer)
+            update = self._buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
+            due = shard.exchange(message, update)
         except Exception:
             del self._held[id(message)]
             raise
@@ -487,17 +463,6 @@ class Service:
             self._leases[message.epoch].applied(message.worker, message.units)
         self._answer(due, begun)
         return future.value() if future.done() else future
-
-    def _plain(self, message: Exchange, shard: Shard) -> tuple[Tensor, ...] | None:
-        """The update of a message that holds one."""
-        codes = self._codes.get((message.worker, message.fragment))
-        if message.update is None or codes is None:
-            return message.update
-        memory = self._scratch.get(message.fragment)
-        if memory is None or shard.keeps_buffers:
-            memory = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard.groups)
-            self._scratch[message.fragment] = memory
-        return codes[0].decode(message.update, memory)
 
     def _average(self, message: LayerGradient) -> Any:
         self._member(message)
@@ -601,10 +566,7 @@ class Service:
             self._have_weights.discard(message.worker)
             for shard in self._shards.values():
                 shard.forget(message.worker)
-        for key in [key for key in self._blocks if key[0] == message.worker]:
-            self._blocks.pop(key).close()
-        for key in [key for key in self._codes if key[0] == message.worker]:
-            del self._codes[key]
+        self._buffers.forget(message.worker)
         return True
 
     def _state(self, message: ShardState) -> Any:
@@ -619,32 +581,11 @@ class Service:
         return list(self._shards[0].samples) if 0 in self._shards else []
 
     def _look(self, message: Look) -> View:
-        coordinator, shard, now = self._coordinator, self._shards.get(0), self._clock()
+        coordinator = self._coordinator
         if coordinator is None:
             return View(self._run)
         latest = self._leases[max(self._leases, key=self._number)] if self._leases else None
-        workers = [
-            WorkerView(
-                worker,
-                coordinator.about.get(worker, ""),
-                coordinator.away.get(worker, ""),
-                coordinator.silent_s(worker, now),
-                *(latest.worker(worker) if latest is not None else (0.0, 0)),
-                coordinator.figures.get(worker),
-            )
-            for worker in sorted(coordinator.living | coordinator.expected_back | coordinator.behind)
-        ]
-        return View(
-            coordinator.session,
-            shard.version if shard is not None else 0,
-            shard.counts.refused if shard is not None else 0,
-            coordinator.chief if workers else None,
-            None if latest is None else latest.epoch.number,
-            0 if latest is None else -(-sum(last - first for first, last in latest.finished) // latest.epoch.step),
-            0 if latest is None else -(-latest.epoch.units // latest.epoch.step),
-            tuple(workers),
-            tuple(coordinator.news[-_NEWS:]),
-        )
+        return view(coordinator, self._shards.get(0), latest, self._clock())
 
     # ------------------------------------------------------------------ helpers
 
@@ -754,17 +695,6 @@ class Service:
                 self._held.pop(key)[1].set_result(Failure(type(due[0].error).__name__, str(due[0].error)))
             self._deliver(due)
 
-    def _keep_mapped(self, worker: int, fragment: int) -> None:
-        """Leave one worker's block mapped, the one in use, and no other.
-
-        If all stayed so, a server would seem to need as much memory as all its workers. Mapping anew takes a quarter of
-        an exchange, which a server with one worker on its machine is spared.
-        """
-        before = self._mapped.get(fragment)
-        if before is not None and before != worker and (before, fragment) in self._blocks:
-            self._blocks[before, fragment].unmap()
-        self._mapped[fragment] = worker
-
     def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
         for message, mean in due:
             if id(message) in self._held:
@@ -782,15 +712,7 @@ class Service:
             _, future = self._held.pop(id(each.message), (None, None))
             if future is None:  # the session was ended
                 continue
-            key = each.message.worker, each.message.fragment
-            if key in self._blocks and self._mapped.get(key[1]) != key[0]:
-                self._blocks[key].unmap()  # its answer had to wait
-            reply = each.reply
-            if reply.weights is not None and key in self._codes:
-                # A repeated message gets all: nobody knows whether its first answer has arrived.
-                full = each.message.full or reply.verdict is Verdict.REPEATED
-                weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
-                reply = replace(reply, weights=self._codes[key][1].encode(weights, full=full))
+            reply = replace(each.reply, weights=self._buffers.encode(each.message, each.reply))
             if each.message.fetch:
                 epoch = max(self._leases, key=self._number, default="") if self._run else each.message.epoch
                 done = self._leases[epoch].finished if epoch in self._leases else ()
@@ -809,12 +731,7 @@ class Service:
             future.set_result(None)
         self._watching.clear()
         self._restoration = None
-        for block in self._blocks.values():
-            block.close()
-        self._blocks.clear()
-        self._mapped.clear()
-        self._codes.clear()
-        self._scratch.clear()
+        self._buffers.clear()
         self._shards.clear()
         self._means = Means()
         self._coordinator = None

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.finite import is_finite, largest
-from lightning_asgd.messages import Exchange, Reply, Role, Verdict
+from lightning_asgd.messages import Exchange, Groups, Reply, Role, Verdict
 
 __all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
 
@@ -75,7 +75,7 @@ class Shard:
         comes_and_goes: whether workers do: then one counts from its first push on, not while it still sets up.
     """
 
-    groups: tuple[tuple[Role, str, int], ...]
+    groups: Groups
     algorithm: Algorithm
     comes_and_goes: bool = False
     version: int = 0

@@ -12,22 +12,19 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_asgd.layout import dtype_from_name
-from lightning_asgd.messages import Role, SharedRef
+from lightning_asgd.messages import Groups, SharedRef
 
 __all__ = ["SharedBlock", "attach", "create", "host_identity"]
 
 _NONCE = 16  # bytes
 _HEADER = 64  # bytes: the nonce, and then up to the next cache line
 _ALIGN = 64
-
-Groups = Sequence[tuple[Role, str, int]]
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", lambda *_: -1)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ import psutil
 import lightning_asgd
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
-from lightning_asgd.server.process import ServerArguments
+from lightning_asgd.server.process import ServerArguments, ServerSettings
 
 START_S = 50.0
 SECRET = "known to the tests alone"
@@ -33,9 +31,10 @@ class ServerProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         host, port = rendezvous.address
         interface = interface_of(LOOPBACK)
-        arguments = ServerArguments(name, self._key, host, port, interface, os.getpid(), transport)
+        settings = ServerSettings(interface, transport)
+        arguments = ServerArguments(settings, name, self._key, host, port, os.getpid())
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.server.process", json.dumps(asdict(arguments))],
+            [sys.executable, "-m", "lightning_asgd.server.process", arguments.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -42,7 +42,7 @@ def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     """With one server, and another one kept ready at once."""
     monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor, "_POLL_S", 0.02)
-    made = Supervisor(Rendezvous.host(), "lo")
+    made = Supervisor(Rendezvous.host())
     made.start()
     made.spare = True
     made.add_servers(1)
