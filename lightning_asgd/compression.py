@@ -3,8 +3,8 @@
 What a worker pushes is ``code(update + residual)``, and ``residual`` becomes what the code has lost of that. So all
 that is learnt arrives in the end, only later. Weights come back rounded (:class:`Cast`), while the servers and
 optimizers keep theirs in full, or as coded differences to what the worker has been sent so far (:class:`Int8`,
-:class:`TopK`), for which servers keep one vector per worker. At sync points weights are sent in full: all workers hold
-the same bits there.
+:class:`TopK`), for which servers keep one vector per worker. At sync points all workers take the same bits: the
+servers' weights but for what 16 bits lose of the change since the last one (:class:`Common`).
 
 References:
     Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback
@@ -14,9 +14,10 @@ References:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,20 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.finite import is_finite
 from lightning_asgd.messages import Groups, Role
 
-__all__ = ["Cast", "Coded", "Compression", "Int8", "Streams", "TopK", "Updates", "Weights", "find", "nbytes", "streams"]
+__all__ = [
+    "Cast",
+    "Coded",
+    "Common",
+    "Compression",
+    "Int8",
+    "Streams",
+    "TopK",
+    "Updates",
+    "Weights",
+    "find",
+    "nbytes",
+    "streams",
+]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -111,6 +125,9 @@ class Int8(Compression):
 
     block: int = 256
 
+    _type: ClassVar[torch.dtype] = torch.int8
+    _limit: ClassVar[int] = 127
+
     def __post_init__(self) -> None:
         whole("Int8(block)", self.block, 1)
 
@@ -122,12 +139,13 @@ class Int8(Compression):
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""
         parts = [b for b in self._blocks(values) if b.numel()]
-        scales = torch.cat([b.abs().amax(1, keepdim=True).float() / 127 for b in parts])
-        rounded = torch.empty(values.numel(), dtype=torch.int8)
+        scales = torch.cat([b.abs().amax(1, keepdim=True).float() / self._limit for b in parts])
+        rounded = torch.empty(values.numel(), dtype=self._type)
         outs = [b for b in self._blocks(rounded) if b.numel()]
         for b, out, scale in zip(parts, outs, self._of(parts, scales), strict=True):
             # Where all are zero so is the scale.
-            out.copy_((b / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127))
+            whole_numbers = (b / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+            out.copy_(whole_numbers.clamp_(-self._limit, self._limit))
         return rounded, scales.flatten()
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
@@ -146,6 +164,14 @@ class Int8(Compression):
     @staticmethod
     def _of(parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
         return list(torch.split(scales, [len(b) for b in parts]))
+
+
+@dataclass(frozen=True)
+class _Int16(Int8):
+    """As :class:`Int8`, with 16 bits: what is lost is below that of bfloat16 for all but a block's smallest values."""
+
+    _type: ClassVar[torch.dtype] = torch.int16
+    _limit: ClassVar[int] = 32767
 
 
 @dataclass(frozen=True)
@@ -292,6 +318,11 @@ class Weights:
         values = [_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True)]
         return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
 
+    def hold(self, weights: Sequence[Tensor]) -> None:
+        """Go on from weights that both ends have got in another way."""
+        if self.compression.differences:
+            self._known = {i: w.clone() for i, (w, coded) in enumerate(zip(weights, self._coded, strict=True)) if coded}
+
     def _encode(self, group: int, weights: Tensor, full: bool) -> Coded:
         if not self.compression.differences:
             return weights if full else self.compression.encode(weights)
@@ -315,11 +346,113 @@ class Weights:
         return self._known[group]
 
 
-Streams = tuple[Updates, Weights]
+class Common:
+    """The weights that all workers take at sync points, at one end: what has changed since the last ones is sent.
+
+    Both ends hold the last ones, and name them by a digest. They move on to the same bits at both: the last ones and
+    the difference with 16 bits, an error of 1 / 65,534 of the largest change in a block, which does not add up. Whoever
+    holds others is sent the new ones whole.
+
+    Args:
+        groups: see :class:`Updates`.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.code = _Int16()
+        self.coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        """Per group, whether it is."""
+        self.values: tuple[Tensor, ...] | None = None
+        """The last ones, per group; of those that are not coded what they were."""
+        self.digest = ""
+        """Name of them; empty where there are none."""
+        self._before = ""  # the name of those before
+        self._served = ""  # of the weights that these stand for
+        self._difference: tuple[Coded, ...] = ()
+
+    def hold(self, weights: Sequence[Tensor]) -> None:
+        """Begin with some weights, which this end has of itself."""
+        self.values = tuple(w.clone() for w in weights)
+        self.digest = self._name(weights)
+
+    def encode(self, weights: Sequence[Tensor], held: str) -> tuple[Coded, ...]:
+        """Code the servers' weights for one who holds those of a name; per group nothing, a difference, or all.
+
+        Args:
+            weights: one tensor per group; not changed. As long as they stay the same, so does what they become.
+            held: the name.
+        """
+        values = self.take(weights)
+        rest = self._difference if held == self._before else values
+        return tuple(
+            w if not coded else () if held == self.digest else part
+            for part, w, coded in zip(rest, weights, self.coded, strict=True)
+        )
+
+    def take(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What all take for the servers' weights; not to be changed."""
+        name = self._name(weights)
+        if self.values is None or name != self._served:
+            self._before, self._served = self.digest, name
+            self._difference, self.values = self._moved(weights)
+            self.digest = self._name(self.values)
+        return self.values
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The weights to take, at the other end; not to be changed.
+
+        Args:
+            parts: what :meth:`encode` returned.
+            out: per group, memory to work in.
+        """
+        held = self.values or tuple(out)
+        values = tuple(self._plain(*each) for each in zip(parts, held, out, strict=True))
+        self.values = tuple(v.clone() if isinstance(p, Tensor) else v for v, p in zip(values, parts, strict=True))
+        self.digest = self._name(self.values)
+        return self.values
+
+    def _moved(self, weights: Sequence[Tensor]) -> tuple[tuple[Coded, ...], tuple[Tensor, ...]]:
+        """The difference, coded, from what is held to some weights, and what it leads to."""
+        if self.values is None:
+            values = tuple(w.clone() for w in weights)
+            return values, values
+        difference = tuple(
+            self.code.encode(w - held) if coded else w.clone()
+            for w, held, coded in zip(weights, self.values, self.coded, strict=True)
+        )
+        out = [torch.empty_like(w) for w in weights]
+        return difference, tuple(self._plain(*each) for each in zip(difference, self.values, out, strict=True))
+
+    def _plain(self, part: Coded, held: Tensor, out: Tensor) -> Tensor:
+        if isinstance(part, Tensor):
+            return part
+        if not part:
+            return held
+        self.code.decode(part, out)
+        return held + out
+
+    def _name(self, values: Sequence[Tensor]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for value, coded in zip(values, self.coded, strict=True):
+            if coded:
+                digest.update(value.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+class Streams(NamedTuple):
+    """A worker's ends of what passes between it and a server."""
+
+    updates: Updates
+    weights: Weights
+    common: Common
+
+    @classmethod
+    def of(cls, compression: Compression, groups: Groups) -> Streams:
+        """New ones."""
+        return cls(Updates(compression, groups), Weights(compression, groups), Common(groups))
 
 
 def streams(compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]) -> list[Streams | None]:
-    """Per server, a worker's ends of the two streams; None where nothing is compressed.
+    """Per server, a worker's ends of the streams; None where nothing is compressed.
 
     Args:
         compression: the code, if any.
@@ -327,7 +460,7 @@ def streams(compression: Compression | None, shards: Sequence[Groups], shared: S
         shared: per server, whether what is exchanged with it lies in memory that both see.
     """
     return [
-        None if compression is None or here else (Updates(compression, groups), Weights(compression, groups))
+        None if compression is None or here else Streams.of(compression, groups)
         for groups, here in zip(shards, shared, strict=True)
     ]
 

@@ -56,7 +56,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -369,6 +369,8 @@ class Exchange:
         shared: whether update and answer go through the shared block.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
+        common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
+            those are wanted that all take; None elsewhere. See :class:`~lightning_asgd.compression.Common`.
         epoch: the epoch that the worker claims units of; empty if it does not.
         units: units of it that the worker has trained since it began or came back, those of this push included.
         batch: samples of one of the worker's batches; 0 if it does not know.
@@ -390,6 +392,7 @@ class Exchange:
     shared: bool = False
     fragment: int = 0
     full: bool = False
+    common: str | None = None
     epoch: str = ""
     units: int = 0
     batch: int = 0

@@ -70,7 +70,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
             other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
-            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. Weights at sync points are sent in full.
+            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. 16 bits of each at sync points.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         min_workers: training is ended when fewer than these are left.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression import Updates, Weights
+from lightning_asgd.compression import Common, Updates, Weights
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import Exchange, Groups, Initialise, Reply, Verdict
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
@@ -22,6 +22,7 @@ class Buffers:
         self._blocks: dict[tuple[int, int], SharedBlock] = {}
         self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}
+        self._common: dict[int, Common] = {}  # by fragment
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
 
     @property
@@ -35,20 +36,21 @@ class Buffers:
         Returns:
             whether they can pass through its shared memory.
         """
-        key = message.worker, message.fragment
+        key, groups = (message.worker, message.fragment), message.groups
         self._codes.pop(key, None)
         if message.compression is not None:
-            groups = message.groups
             self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
-        if message.shared is None:
-            return False
-        before = self._blocks.pop(key, None)
-        if before is not None:
-            before.close()
-        block = attach(message.shared, message.groups)
-        if block is not None:
-            self._blocks[key] = block
-        return block is not None
+        if message.shared is not None:
+            before = self._blocks.pop(key, None)
+            if before is not None:
+                before.close()
+            block = attach(message.shared, groups)
+            if block is not None:
+                self._blocks[key] = block
+                return True
+        if message.compression is not None:
+            self._common.setdefault(message.fragment, Common(groups))
+        return False
 
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
         """The update that a message brings, in memory that the answer may be written to; None if it brings none.
@@ -75,14 +77,25 @@ class Buffers:
     def encode(self, message: Exchange, reply: Reply) -> tuple[Any, ...] | None:
         """The weights of a reply, as its worker wants them."""
         key = message.worker, message.fragment
-        if key in self._blocks and self._mapped.get(message.fragment) != message.worker:
-            self._blocks[key].unmap()  # its answer had to wait
-        if reply.weights is None or key not in self._codes:
+        held, codes = message.common, self._codes.get(key)
+        common = None if held is None else self._common.get(message.fragment)
+        if key in self._blocks:
+            if common is not None and message.shared:
+                self._write(common, self._blocks[key])
+            if self._mapped.get(message.fragment) != message.worker:
+                self._blocks[key].unmap()  # its answer had to wait
+        if reply.weights is None:
+            return None
+        if common is not None and held is not None:
+            if codes is not None:
+                codes[1].hold(common.take(reply.weights))
+            return common.encode(reply.weights, held)
+        if codes is None:
             return reply.weights
         # A repeated message gets all: nobody knows whether its first answer has arrived.
         full = message.full or reply.verdict is Verdict.REPEATED
         weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
-        return self._codes[key][1].encode(weights, full=full)
+        return codes[1].encode(weights, full=full)
 
     def forget(self, worker: int) -> None:
         """Let go of what is kept for a worker."""
@@ -98,7 +111,14 @@ class Buffers:
         self._blocks.clear()
         self._mapped.clear()
         self._codes.clear()
+        self._common.clear()
         self._scratch.clear()
+
+    def _write(self, common: Common, block: SharedBlock) -> None:
+        """Give a worker on this machine what those get whose weights are compressed."""
+        for tensor, value, coded in zip(block.tensors, common.take(block.tensors), common.coded, strict=True):
+            if coded:
+                tensor.copy_(value)
 
     def _keep_mapped(self, worker: int, fragment: int) -> None:
         """Leave one worker's block mapped, the one in use, and no other.

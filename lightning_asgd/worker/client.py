@@ -283,6 +283,7 @@ class Client:
         push: bool,
         fetch: bool,
         updates: Sequence[tuple[Coded, ...] | None],
+        common: Sequence[str] | None = None,
         **about: Any,
     ) -> list[Future[Any]]:
         """Start an exchange with every server: one message each.
@@ -293,6 +294,7 @@ class Client:
             push: send an update.
             fetch: ask for the weights.
             updates: per server, the update by value, or None if it lies in the shared block.
+            common: at a sync point, per server the name of the weights that this worker holds of the last one.
             **about: the other fields of :class:`Exchange`.
 
         Returns:
@@ -308,6 +310,7 @@ class Client:
                 fetch,
                 updates[s] if push else None,
                 shared=updates[s] is None,
+                common=None if common is None else common[s],
                 **about,
             )
             for s in self._servers()

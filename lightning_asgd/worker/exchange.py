@@ -51,6 +51,7 @@ class _Pending:
     step: int
     local_steps: int
     nbytes: int  # of the update
+    common: bool  # whether the weights are those that all take
     cost_s: float = 0.0  # in which the training thread was busy with it
     step_s: float = 0.0  # seconds per step before it; 0 if unknown
     answered: list[float] = field(default_factory=list)  # when each server has
@@ -223,12 +224,17 @@ class Exchanger(Sharing):
         Args:
             park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
         """
-        _go_through(self.fetching(park=park))
+        _go_through(self.fetching(park=park, common=self.client.world_size > 0))
 
-    def fetching(self, *, park: bool = False) -> Waits:
-        """:meth:`fetch`, stopping where it has to wait."""
+    def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
+        """:meth:`fetch`, stopping where it has to wait.
+
+        Args:
+            park: see there.
+            common: whether all workers fetch, while nobody pushes.
+        """
         yield from self._finish(sync=True)
-        self._start(push=False, fetch=True, may_wait=False, full=True)
+        self._start(push=False, fetch=True, may_wait=False, full=True, common=common)
         yield from self._finish(adopt=True, park=park, sync=True)
         self._since_push = 0
         self.moved = False
@@ -318,7 +324,16 @@ class Exchanger(Sharing):
 
     # ------------------------------------------------------------------ one exchange
 
-    def _start(self, *, push: bool, fetch: bool, may_wait: bool = True, rest: bool = False, full: bool = False) -> None:
+    def _start(
+        self,
+        *,
+        push: bool,
+        fetch: bool,
+        may_wait: bool = True,
+        rest: bool = False,
+        full: bool = False,
+        common: bool = False,
+    ) -> None:
         fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
         local_steps = self._since_push if push else 0
         begun = self._clock()
@@ -341,7 +356,7 @@ class Exchanger(Sharing):
         epoch, units = self._trained()
         if push:
             updates = [
-                update if code is None or update is None else code[0].encode(update)
+                update if code is None or update is None else code.updates.encode(update)
                 for code, update in zip(self._codes, updates, strict=True)
             ]
         futures = self.client.exchange(
@@ -358,6 +373,7 @@ class Exchanger(Sharing):
             rest=rest,
             fragment=self._fragment,
             full=full,
+            common=self._common() if common else None,
             epoch=epoch,
             units=units,
             batch=self._batch(),
@@ -366,7 +382,7 @@ class Exchanger(Sharing):
         cost_s = self._clock() - begun
         self._busy_s += cost_s
         taken = self.stats.steps
-        self._pending = _Pending(futures, push, fetch, epoch, begun, taken, local_steps, sent, cost_s, step_s)
+        self._pending = _Pending(futures, push, fetch, epoch, begun, taken, local_steps, sent, common, cost_s, step_s)
         if self._auto is not None:
             answered = self._pending.answered
             for future in futures:
@@ -397,7 +413,7 @@ class Exchanger(Sharing):
             self._pushes = [r.pushes for r in replies]
             self._done, self._epoch = replies[0].done, replies[0].epoch
             self._pushed = []
-            answers = self._answers(replies)
+            answers = self._answers(replies, common=pending.common)
             if adopt:
                 self.replica.adopt(answers, park=park)
             else:
@@ -435,11 +451,20 @@ class Exchanger(Sharing):
     def _forget_residuals(self) -> None:
         for code in self._codes:
             if code is not None:
-                code[0].forget()
+                code.updates.forget()
 
-    def _answers(self, replies: list[Reply]) -> list[tuple[Tensor, ...]]:
+    def _common(self) -> list[str]:
+        """Per server, the name of the weights of the last sync point; before the first one those that are here."""
+        codes = [code.common for code in self._codes if code is not None]
+        if any(not common.digest for common in codes):
+            for code, weights in zip(self._codes, self.replica.weights(), strict=True):
+                if code is not None:
+                    code.common.hold(weights)
+        return ["" if code is None else code.common.digest for code in self._codes]
+
+    def _answers(self, replies: list[Reply], *, common: bool = False) -> list[tuple[Tensor, ...]]:
         return [
-            wire if reply.weights is None else reply.weights if code is None else code[1].decode(reply.weights, wire)
+            wire if reply.weights is None else _decoded(reply.weights, code, wire, common)
             for reply, wire, code in zip(replies, self.replica.wire, self._codes, strict=True)
         ]
 
@@ -463,6 +488,17 @@ class Exchanger(Sharing):
         )
         self.stats.sync_wait_s += wait_s if sync else 0.0
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+
+
+def _decoded(parts: Any, code: Streams | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+    if code is None:
+        weights: tuple[Tensor, ...] = parts
+    elif common:
+        weights = code.common.decode(parts, wire)
+        code.weights.hold(weights)
+    else:
+        weights = code.weights.decode(parts, wire)
+    return weights
 
 
 def _go_through(waits: Waits) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
-from lightning_asgd.compression import Cast, Compression, Int8, TopK, Updates, Weights, find, nbytes
+from lightning_asgd.compression import Cast, Common, Compression, Int8, TopK, Updates, Weights, find, nbytes
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.messages import Role
 
@@ -109,6 +109,44 @@ def test_both_ends_know_the_same_weights(code: Compression) -> None:
     assert torch.allclose(received, weights, rtol=2**-8, atol=1e-3)
     (last,) = there.decode(here.encode([weights], full=True), out)
     assert torch.equal(last, weights)
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=st.lists(st.tuples(st.sampled_from(["train", "fetch"]), st.integers(0, 2)), max_size=12))
+def test_all_take_the_same_bits_at_sync_points(events: list[tuple[str, int]]) -> None:
+    """Workers may miss some; whatever they hold, they end with what the others do, near the servers' weights."""
+    server, workers = Common(GROUPS), [Common(GROUPS) for _ in range(3)]
+    weights = [vector().clamp(-100, 100), torch.ones(3), torch.tensor([3, 4])]
+    for seed, (event, who) in enumerate([*events, ("train", 0), ("fetch", 0), ("fetch", 1), ("fetch", 2)]):
+        if event == "train":
+            weights = [weights[0] + 0.1 * vector(seed=seed).clamp(-1, 1), weights[1] * 0.5, weights[2] + 1]
+            continue
+        parts = server.encode(weights, workers[who].digest)
+        taken = workers[who].decode(parts, [torch.empty_like(w) for w in weights])
+        assert all(map(torch.equal, taken, server.take(weights)))
+        assert torch.equal(taken[1], weights[1])
+        assert torch.equal(taken[2], weights[2])
+        # What 16 bits lose of the change since the last sync point, at most 13 times 0.1; it does not add up.
+        assert torch.allclose(taken[0], weights[0], atol=1.3 * 2**-15, rtol=2**-20)
+
+
+def test_only_what_has_changed_since_the_last_sync_point_is_sent() -> None:
+    group = [(Role.PARAMETER, "float32", 100_000)]
+    server, same, other = (Common(group) for _ in range(3))
+    weights, out = torch.randn(100_000), [torch.empty(100_000)]
+    server.hold([weights])
+    same.hold([weights])
+    other.hold([torch.randn(100_000)])
+    assert nbytes(server.encode([weights], same.digest)) == 0
+    assert nbytes(server.encode([weights], other.digest)) == 400_000
+    for worker in (same, other):
+        worker.decode(server.encode([weights], worker.digest), out)
+    weights = weights + 0.01 * torch.randn(100_000)
+    for worker in (same, other):
+        parts = server.encode([weights], worker.digest)
+        assert 400_000 / nbytes(parts) == pytest.approx(2, rel=0.05)
+        worker.decode(parts, out)
+        assert nbytes(server.encode([weights], worker.digest)) == 0
 
 
 def test_names_and_misuse() -> None:
