@@ -65,6 +65,7 @@ class Recovery:
         self._find = find
         self._background = background
         self._awaited: dict[int, _Successor] = {}
+        self._replaced = [0] * client.num_servers  # how often each server was
         self._lock = threading.Lock()
         self._closed = False
         client.restorer = self
@@ -78,14 +79,15 @@ class Recovery:
 
     def watch(self, server: int) -> None:
         """Look for another server as soon as this one is lost, and have the training thread interrupted then."""
-        me = weakref.ref(self)  # the future outlives the session
+        me, replaced = weakref.ref(self), self._replaced[server]  # the future outlives the session
 
         def ended(future: Future[None]) -> None:
             recovery = me()
             try:
                 future.value()
             except RuntimeError:
-                if recovery is not None and not recovery._closed:
+                # It may be late: what was watched has been replaced then, and no other one will come for what lives.
+                if recovery is not None and not recovery._closed and recovery._replaced[server] == replaced:
                     recovery._await(server)
 
         self._client.watch(server).add_done_callback(ended)
@@ -144,6 +146,7 @@ class Recovery:
                     client.transport.replace(server)
                     client.gone.discard(server)
                     self._awaited[server].replaced = True
+                    self._replaced[server] += 1
                 client.join_restored(server)
                 sharing.lay_out(server)
             # All servers must be restored by the same workers, or one could hold a push that another lacks.

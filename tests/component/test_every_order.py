@@ -8,6 +8,7 @@ every answer is an event of its own. tests/helpers/orders.py enumerates the orde
 * ``arrive``: the oldest message of a worker's connection reaches its server,
 * ``answer``: an answer reaches its worker, answers of one server in any order,
 * ``repeat``: a message that was thought to be lost, and was sent again, arrives all the same,
+* ``notice``: a worker's watch tells it that a server was lost, which its other calls did at once,
 
 or a fault: ``kill`` a server, and another takes its place; ``cut`` a worker's connections to a server, and all calls
 that were not answered are sent again; ``silence``: a server hears nothing of a worker for too long, and goes on without
@@ -35,7 +36,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Offer, Policy, Verdict
+from lightning_asgd.messages import Beat, Offer, Policy, Verdict, Watch
 from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.service import Service
@@ -72,6 +73,7 @@ class Plan:
         comes: whether it is a run, to which the second worker attaches itself while the first one trains.
         meets: whether workers meet at the end and fetch, as at a sync point.
         workers: number of them.
+        late: whether workers notice at any time after that a server was lost, where they only watch it.
     """
 
     servers: int = 1
@@ -81,6 +83,7 @@ class Plan:
     comes: bool = False
     meets: bool = False
     workers: int = 2
+    late: bool = False
 
 
 @dataclass
@@ -126,6 +129,11 @@ class End(Transport):
     def prepare(self, server: int, address: str) -> None:
         pass
 
+    def successor(self, server: int) -> str:
+        """Where another one is found; real workers would wait for it until the time-out."""
+        assert self._connected[server] is not self._world.servers[server], "a server that lives was given up"
+        return ""
+
     def replace(self, server: int) -> None:
         self._connected[server], self.arrivals[server] = self._world.servers[server], Arrivals()
 
@@ -154,6 +162,7 @@ class World:
         self.open: list[Call] = []  # sent and not answered
         self.answers: list[tuple[Call, Any]] = []  # on their way
         self.late: list[Call] = []
+        self.lost: list[Call] = []  # watches of lost servers, which their workers have not noticed
         self.faults = 0
         self.killed = False
         self.silent: set[int] = set()
@@ -188,7 +197,8 @@ class World:
     def live(self, rank: int) -> None:
         plan, weights = self.plan, self.weights[rank]
         who = (0, 0) if plan.comes else (rank, plan.workers)
-        client = self.clients[rank] = Client(End(self, rank), "s", *who, policy=Policy(silence_s=PATIENCE_S))
+        end = End(self, rank)
+        client = self.clients[rank] = Client(end, "s", *who, policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
         exchanger = Exchanger(client, replica, self.config, on_away=partial(self.note_back, rank), clock=lambda: 0.0)
         try:
@@ -198,7 +208,7 @@ class World:
             assert plan.comes
             self.end(rank)
             return
-        Recovery(client, exchanger, lambda: None, lambda server: "", lambda run: run())
+        Recovery(client, exchanger, lambda: None, end.successor, lambda run: run())
         self.ready.add(rank)
         self.held = plan.comes or len(self.ready) == plan.workers
         self.actors.wait_until(lambda: self.held)
@@ -268,6 +278,7 @@ class World:
         """What happens some time, if nothing else does."""
         events: list[Event] = [("answer", call.worker, call.number) for call, _ in self.answers]
         events += [("arrive", *line) for line, calls in self.lines.items() if calls]
+        events += [("notice", call.worker, call.number) for call in self.lost]
         living = [coordinator and coordinator.living for coordinator in self.coordinators()]
         dead = [(rank, server) for rank in sorted(self.dead) for server in range(self.plan.servers)]
         return sorted(events) + [("bury", r, s) for r, s in dead if self.clients[r].worker in (living[s] or ())]
@@ -334,9 +345,20 @@ class World:
         self.late = [call for call in self.late if call.server != server]
         lost = [call for call in self.open if call.server == server]
         self.open = [call for call in self.open if call.server != server]
+        self.lost += [call for call in lost if self.plan.late and isinstance(call.message, Watch)]
         for call in lost:
-            self.heard[call.worker] = hash((self.heard[call.worker], call.number))
-            call.future.set_exception(RuntimeError("eof"))
+            if call not in self.lost:
+                self.fail(call)
+
+    def notice(self, worker: int, number: int) -> None:
+        """A worker is told by its watch that a server is lost: it may know that already, from another connection."""
+        (call,) = [call for call in self.lost if (call.worker, call.number) == (worker, number)]
+        self.lost.remove(call)
+        self.fail(call)
+
+    def fail(self, call: Call) -> None:
+        self.heard[call.worker] = hash((self.heard[call.worker], call.number))
+        call.future.set_exception(RuntimeError("eof"))
 
     def cut(self, worker: int, server: int) -> None:
         """A worker's connections to a server break; calls without an answer are sent again."""
@@ -375,6 +397,7 @@ class World:
         self.dead.add(worker)
         self.open = [call for call in self.open if call.worker != worker]
         self.answers = [(call, value) for call, value in self.answers if call.worker != worker]
+        self.lost = [call for call in self.lost if call.worker != worker]
         for line in [line for line in self.lines if line[0] == worker]:
             self.late += self.lines.pop(line)
 
@@ -421,6 +444,7 @@ class World:
                 frozenset((line, tuple(c.number for c in calls)) for line, calls in self.lines.items() if calls),
                 frozenset((call.worker, call.number, fingerprint(value)) for call, value in self.answers),
                 frozenset((call.worker, call.number) for call in self.late),
+                frozenset((call.worker, call.number) for call in self.lost),
                 tuple(self.back),
                 frozenset(self.acknowledged),
                 self.killed,
@@ -444,7 +468,7 @@ def every_order(plan: Plan) -> Explored:
 
 
 FEW = {
-    "a server is lost": Plan(pushes=1, faults=("kill",), most=1),
+    "a server is lost": Plan(pushes=1, faults=("kill",), most=1, late=True),
     "connections break": Plan(faults=("cut",), most=1),
     "a worker is silent, or dies": Plan(faults=("silence", "die"), most=1),
     "a worker comes, a server is lost": Plan(pushes=1, faults=("kill",), most=1, comes=True),
@@ -453,6 +477,7 @@ FEW = {
 MORE = {
     "two servers, connections break": Plan(servers=2, pushes=1, faults=("cut",), most=1),
     "one of two servers is lost": Plan(servers=2, pushes=1, faults=("kill",), most=1),
+    "a worker comes, a server is lost, noticed late": Plan(pushes=1, faults=("kill",), most=1, comes=True, late=True),
     "a worker comes": Plan(pushes=1, faults=("kill", "cut", "silence", "die"), most=1, comes=True),
 }
 # Of these there are too many orders to follow all: the first so many.
