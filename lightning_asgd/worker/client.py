@@ -572,6 +572,11 @@ class Client:
         """Whether servers are being restored now."""
         return bool(self._being_restored)
 
+    @property
+    def may_lack(self) -> list[int]:
+        """Servers that are being restored, and may not have what the coordinator has answered."""
+        return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
+
     def recover(self, server: int, restored: int, error: ServerLostError) -> None:
         """Have a server restored after an error, unless that has happened.
 

@@ -27,7 +27,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sharing import Sharing
@@ -253,13 +253,31 @@ class Exchanger(Sharing):
                     self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
             for future in pending.futures:  # another server may still read what is on the wire
                 done_within(future, self.client.timeout_s)
+        owed = self._owed(pending)
         self.client.resent = False
         self._pushed = []
         self._on_away()
         self.client.join(again=True)
+        for messages, futures in owed:
+            for server in self.client.may_lack:
+                if messages[server].push:
+                    self.replica.pack_again(server)
+                futures[server] = self.client.resend(server, messages[server])
+                self.client.answer(server, futures[server])
         self._since_push = 0
         self._forget_residuals()
         yield from self.fetching()
+
+    def _owed(self, pending: _Pending | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
+        """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
+        owed = []
+        if self.client.may_lack and self._pushed:
+            owed.append((self._pushed, list[Future[Any]](Future() for _ in self._pushed)))
+        if self.client.may_lack and pending is not None:
+            with suppress(WorkerAwayError):
+                self.client.answer(COORDINATOR, pending.futures[COORDINATOR])
+                owed.append((self.client.latest(self._fragment), pending.futures))
+        return owed
 
     def lay_out(self, server: int) -> None:
         """See :class:`Sharing`."""
@@ -284,6 +302,9 @@ class Exchanger(Sharing):
             self.client.answer(server, self.client.resend(server, self._pushed[server]))
         if self._pending is not None:
             if self._pending.push:
+                if server != COORDINATOR and not self._algorithm.waits:
+                    # Where that goes on without this worker no other server may have this.
+                    self.client.answer(COORDINATOR, self._pending.futures[COORDINATOR])
                 self.replica.pack_again(server)
             message = self.client.latest(self._fragment)[server]
             self._pending.futures[server] = self.client.resend(server, message)
@@ -399,6 +420,8 @@ class Exchanger(Sharing):
             replies = self.client.replies(pending.futures, self._fragment)
         except WorkerAwayError:
             yield from self._coming_back()
+            return
+        if self._pending is not pending:  # while it waited for a server to be restored it has come back
             return
         if self.client.resent:  # before the next push reaches some servers and not others
             yield from self._coming_back()

@@ -152,7 +152,7 @@ class Recovery:
             # All servers must be restored by the same workers, or one could hold a push that another lacks.
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
                 client.offer({s: sharing.held(s) for s in group}, self._part())
-            for server in servers:
+            for server in sorted(servers):
                 sharing.resend(server)
         except WorkerAwayError:
             sharing.come_back()

@@ -507,6 +507,44 @@ def test_as_many_as_can_be(plan: Plan) -> None:
     assert explore(lambda: World(plan), MOST_RUNS).states > 1000
 
 
+class CutOff(World):
+    """Worker 1 is cut off with a push under way, and meanwhile one of two servers is lost, and the other goes on.
+
+    Args:
+        plan: see there.
+        arrives: whether the first part of the push did before. Then the other workers restore the server without it.
+    """
+
+    def __init__(self, plan: Plan, arrives: bool) -> None:
+        super().__init__(plan)
+        self.cut = False
+        self.ahead: list[Event] = [("kill", 1), ("silence", 1, 0)]
+        if arrives:
+            self.ahead = [("arrive", 1, 0, False), *self.ahead, ("pass_time", 1, 1, MOST_PATIENCE_S)]
+
+    def due(self) -> list[Event]:
+        events = super().due()
+        self.cut = self.cut or (self.held and all(self.lines.get((1, server, False)) for server in range(2)))
+        if not self.ahead or not self.cut:
+            return events
+        rest = [event for event in events if event[0] in ("answer", "arrive", "notice") and event[1] != 1]
+        return rest or [self.ahead.pop(0)]
+
+    def optional(self) -> list[Event]:
+        return []
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["", "its first part arrived"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one order", "every order"])
+def test_a_worker_that_is_cut_off_while_a_server_is_lost_leaves_no_part_of_a_push(arrives: bool, every: bool) -> None:
+    world = CutOff(Plan(servers=2, pushes=1, faults=("kill", "silence"), most=2), arrives)
+    if every:
+        assert explore(lambda: CutOff(world.plan, arrives)).complete
+    else:
+        world.run(lambda events, _: events[0] if events else None)
+    assert world.plan.most == world.faults or every
+
+
 MEETING = Plan(pushes=1, faults=("cut",), most=1, meets=True)
 
 
