@@ -4,7 +4,7 @@ What a worker pushes is ``code(update + residual)``, and ``residual`` becomes wh
 that is learnt arrives in the end, only later. Weights come back rounded (:class:`Cast`), while the servers and
 optimizers keep theirs in full, or as coded differences to what the worker has been sent so far (:class:`Int8`,
 :class:`TopK`), for which servers keep one vector per worker. At sync points all workers take the same bits: the
-servers' weights but for what 16 bits lose of the change since the last one (:class:`Common`).
+servers' weights but for what 16 bits lose of the change since the last one (``Common``).
 
 References:
     Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback

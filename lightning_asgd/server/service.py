@@ -216,6 +216,8 @@ class Service:
     def replaceable(self) -> bool:
         """Whether another server could go on from what the living workers hold, or from a snapshot."""
         with self._lock:
+            if self._succeeds and self._to_be_restored:
+                return True  # it knows nothing yet that another one would not be told
             holding = self._have_weights & (self._coordinator.living if self._coordinator is not None else set())
             whole = all(shard.algorithm.leaves_weights for shard in self._shards.values())
             held = bool(holding and self._shards) and whole and not self._buffers.compressed

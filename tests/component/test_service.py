@@ -522,3 +522,9 @@ def test_only_the_block_in_use_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     for block in blocks:
         assert block is not None
         block.close()
+
+
+def test_a_server_in_a_lost_one_s_place_can_be_replaced_until_it_was_told_what_that_knew() -> None:
+    """Nothing would be lost with it, and nobody can come to one whose door is shut."""
+    assert Service(succeeds=True).replaceable
+    assert not Service().replaceable

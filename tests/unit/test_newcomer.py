@@ -17,7 +17,7 @@ PROGRAM = block(ONE_MACHINE, "python", "class Digits")
     [
         (TWO_MACHINES, "num_nodes=2", ["num_nodes=2", "devices=1"], ["devices=2"]),
         (RUNS, "import ASGDStrategy", ["server='10.0.0.1:29400'", "devices=1"], ["devices=2", "strategy=strategy"]),
-        (RUNS, 'transport="zmq"', ["transport='zmq'", "max_epochs=20"], ["max_epochs=5"]),
+        (RUNS, 'transport="zmq"', ["transport='zmq'", "max_epochs=300"], ["max_epochs=5"]),
         (MONITORING, "offline=True", ["import WandbLogger", "logger=WandbLogger("], ["logger=False"]),
     ],
 )
