@@ -244,7 +244,9 @@ class Exchanger(Sharing):
         _go_through(self._coming_back())
 
     def _coming_back(self) -> Waits:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        if not self.client.restoring:  # else it may have to begin again, with one server more that is lost
+            self._pending = None
         if pending is not None:
             if not all(f.done() for f in pending.futures):
                 yield pending.futures
@@ -254,8 +256,7 @@ class Exchanger(Sharing):
             for future in pending.futures:  # another server may still read what is on the wire
                 done_within(future, self.client.timeout_s)
         owed = self._owed(pending)
-        self.client.resent = False
-        self._pushed = []
+        self.client.resent, self._pending, self._pushed = False, None, []
         self._on_away()
         self.client.join(again=True)
         for messages, futures in owed:
