@@ -232,7 +232,7 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
         address = address_of_run(tmp_path)
         start("a", 0.05, 16)
         wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 30, "training")
-        start("b", 0.02, 40)
+        start("b", 0.04, 40)
         for name, process in started.items():
             process.join(60)
             assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
