@@ -45,7 +45,7 @@ class Membership:
         world_size: number of workers.
 
     Attributes:
-        client: connection to the servers; another one from :meth:`join_anew` on.
+        client: connection to the servers; not for ever the same.
         collectives: what the worker does together with the others; the same.
 
     Raises:
@@ -68,8 +68,7 @@ class Membership:
         self._recovery: Recovery | None = None
         self._layouts = 0  # made in this session
         self._failed = False
-        self.client = self._connect(job.session)
-        self.collectives = Collectives(self.client, config.timeouts.collective_s)
+        self._use(self._connect(job.session))
 
     # ------------------------------------------------------------------ who and where
 
@@ -115,6 +114,9 @@ class Membership:
             after=after,
         )
 
+    def _use(self, client: Client) -> None:
+        self.client, self.collectives = client, Collectives(client, self._config.timeouts.collective_s)
+
     def join(self) -> None:
         """Become a member, and wait until all are."""
         self._enter()
@@ -129,9 +131,9 @@ class Membership:
     def join_anew(self) -> None:
         """Leave for a session with another layout, together with all others."""
         self._layouts += 1
-        self.client = self._connect(f"{self.session}.{self._layouts}", after=self.client.session)
+        waited_s = self.collectives.waited_s
+        self._use(self._connect(f"{self.session}.{self._layouts}", after=self.client.session))
         self._stop()
-        waited_s, self.collectives = self.collectives.waited_s, Collectives(self.client, self.collectives.timeout_s)
         self.collectives.waited_s = waited_s
         self.join()
 

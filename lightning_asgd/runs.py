@@ -16,7 +16,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.launcher import Job
 from lightning_asgd.layout import Layout
 from lightning_asgd.membership import Membership
@@ -119,12 +119,24 @@ class RunMembership(Membership):
 
     def join(self) -> None:
         """Attach the worker; waits while another one brings the run's first weights."""
-        client, attachment = self.client, self._attachment
-        heard = attachment.arrive(self._device)
+        heard = self._arrive()
         become_global_zero(self.rank)
-        self.board.living = (client.worker,)
-        about = (self._tell, self.board, attachment.follow, heard)
-        self._heartbeat = Heartbeat(client, self._config.timeouts.silence_s, *about)
+        self.board.living = (self.client.worker,)
+        about = (self._tell, self.board, self._attachment.follow, heard)
+        self._heartbeat = Heartbeat(self.client, self._config.timeouts.silence_s, *about)
+
+    def _arrive(self) -> int:
+        while True:
+            try:
+                return self._attachment.arrive(self._device)
+            except ServerLostError as error:
+                if error.server is None:
+                    raise
+                # It has just been lost: come again, as somebody else, when another one has taken its place.
+                self.client.leave()
+                self._job.successor(error.server)
+                self._use(self._connect(self.client.session))
+                self._attachment = Attachment(self.client, self._change_chief)
 
     def leave(self) -> None:
         """Leave the run to the others."""

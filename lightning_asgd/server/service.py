@@ -214,11 +214,13 @@ class Service:
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the living workers hold, or from a snapshot."""
+        """Whether another server could go on from what the workers hold, or from a snapshot."""
         with self._lock:
             if self._succeeds and self._to_be_restored:
                 return True  # it knows nothing yet that another one would not be told
-            holding = self._have_weights & (self._coordinator.living if self._coordinator is not None else set())
+            coordinator = self._coordinator
+            there = set() if coordinator is None else coordinator.living | coordinator.expected_back
+            holding = self._have_weights & there
             whole = all(shard.algorithm.leaves_weights for shard in self._shards.values())
             held = bool(holding and self._shards) and whole and not self._buffers.compressed
             return held or (self._remembered is not None and bool(self._run))
@@ -424,6 +426,7 @@ class Service:
                     "one has brought them. Start it again: it will take these."
                 )
             shard = None  # one that founded the run before and died may have had others
+            self._to_be_restored, self._restoration = False, None  # what was lost was lost before
         if shard is None:
             shard = self._shards[message.fragment] = Shard(message.groups, message.algorithm, bool(self._run))
             self._meet(coordinator)

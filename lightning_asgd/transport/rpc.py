@@ -25,6 +25,7 @@ import importlib
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -36,7 +37,7 @@ import psutil
 import torch.distributed
 from torch.futures import Future
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.transport.base import TIMED_OUT, Transport
 from lightning_asgd.transport.once import Arrivals, Once
 
@@ -60,6 +61,7 @@ _BROKEN, _REFUSED = f"{_ORIGIN} originated at tensorpipe", "ECONNREFUSED"
 _FORGET_S = 10.0  # for a message that may as well be lost
 _REFUSALS = 2  # after which nobody listens there any more
 _AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
+_DOWN_S, _LOOK_S = 600.0, 0.5  # in which a network interface must be up, and between two looks at it
 
 
 def is_available() -> bool:
@@ -169,6 +171,7 @@ class _Link:
         self._names = {urgent: self._connect(urgent) for urgent in (False, True)}
         self.arrivals = Arrivals()
         self._mended: dict[str, str] = {}  # names of connections in another's place, and why; until they have served
+        self._served: set[str] = set()  # names of connections that have, of the two in use
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message; see :meth:`Transport.call`."""
@@ -180,10 +183,15 @@ class _Link:
         """The name that leads through a connection which is not known to be broken."""
         return self._names[urgent]
 
+    def leads_there(self, name: str) -> bool:
+        """Whether a message may be sent: where a connection is yet to be made, whether there is a way to the server."""
+        return name in self._served or _reachable(self.address)
+
     def mend(self, urgent: bool, broken: str, why: str) -> None:
         """Use another connection from now on, if that has not happened."""
         with _lock:
             if self._names[urgent] == broken and self.transport.alive:
+                self._served.discard(broken)
                 self._names[urgent] = self._connect(urgent)
                 self._mended[self._names[urgent]] = why
 
@@ -212,6 +220,7 @@ class _Link:
 
     def note_answer(self, name: str) -> None:
         """A connection has served."""
+        self._served.add(name)
         why = self._mended.pop(name, None) if self._mended else None
         if why is not None:
             log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
@@ -240,6 +249,9 @@ class _Call:
     def send(self) -> None:
         """Send it, over the connection of the moment."""
         name, left_s = self.link.name(self.urgent), _INFINITE
+        if not self.link.leads_there(name):
+            self._send_again(name, "the network is unreachable")
+            return
         if self._timeout_s != _INFINITE:
             left_s = max(0.001, self._begun + self._timeout_s - time.monotonic())
         arguments = (self.link.transport.caller, self.number, self.arrived, self.message)
@@ -269,8 +281,11 @@ class _Call:
             self.link.arrivals.note(*self.arrived)
             self.future.set_exception(error)
             return
+        self._send_again(name, text.partition(_ORIGIN)[0])
+
+    def _send_again(self, name: str, why: str) -> None:
         # Not in the thread that brings answers.
-        arguments = (name, text.partition(_ORIGIN)[0])
+        arguments = (name, why)
         threading.Thread(target=self._repeat, args=arguments, name="lightning_asgd.repeat", daemon=True).start()
 
     def _repeat(self, name: str, why: str) -> None:
@@ -334,12 +349,25 @@ def stop() -> None:
         _stop_agent()
 
 
+def _await_network(interface: str) -> None:
+    """Wait while a network interface is down: TensorPipe would listen on loopback for the rest of this process."""
+    deadline = time.monotonic() + _DOWN_S
+    while interface in (about := psutil.net_if_stats()) and not about[interface].isup:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"The network interface {interface!r} of this machine has been down for {_DOWN_S:g} s. Expected it to "
+                "be up. Look at its cable, or set MASTER_ADDR to an address of another one."
+            )
+        time.sleep(_LOOK_S)
+
+
 def _start_agent(name: str, interface: str, owner: object) -> str:
     """Start TensorPipe with a group of this process alone, told through a store of this process's own."""
     global _owner, _addresses, _peers
     check_available()
     rpc = _rpc()
     _stop_agent()
+    _await_network(interface)
     store: Any = dist.HashStore()
     _addresses, _peers = dist.PrefixStore("addrs", store), 0
     # mpt_uv shares one message between several links, at the price of 16 listening ports per process.
@@ -365,6 +393,23 @@ def _add_peer(name: str, address: str) -> None:
     _peers += 1
     _addresses.set(name, address)
     rpc.api._get_current_rpc_agent()._update_group_membership(rpc.WorkerInfo(name, _peers), [], {}, True)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _reachable(address: str) -> bool:
+    """Whether there is a way to an address. TensorPipe ends the process that connects where there is none."""
+    host, port = _host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing: it only chooses a route
+        except OSError:
+            return False
+    return True
 
 
 def _stop_agent() -> None:

@@ -528,3 +528,22 @@ def test_a_server_in_a_lost_one_s_place_can_be_replaced_until_it_was_told_what_t
     """Nothing would be lost with it, and nobody can come to one whose door is shut."""
     assert Service(succeeds=True).replaceable
     assert not Service().replaceable
+
+
+def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_back() -> None:
+    """They may be cut off, and its door be shut when the cable is back: nobody would ever reach it again."""
+    clock = Clock()
+    s = Service(clock)
+    for rank in (0, 1):
+        s.handle(Join("s", rank, 2, Policy(silence_s=2.0)))
+    s.handle(Initialise("s", 0, GROUPS, ASGD(), (torch.zeros(3),)))
+    for rank in (0, 1):
+        s.handle(push(1, 1.0, rank))
+    assert s.replaceable
+    for clock.now in range(1, 5):
+        s.tick()
+    assert s.handle(Beat("s", 0)).living == ()
+    assert s.replaceable
+    for rank in (0, 1):
+        s.handle(Leave("s", rank))
+    assert not s.replaceable

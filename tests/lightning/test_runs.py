@@ -178,8 +178,7 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         wait_until(lambda: epochs("a") >= 1, 30, "training")
         start("b")
         wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
-        (server,) = [p for p in psutil.Process(served.pid).children() if "server.process" in " ".join(p.cmdline())][:1]
-        server.kill()
+        servers_of(served)[0].kill()
         wait_until(lambda: "Another one takes its place." in (tmp_path / "serve.log").read_text(), 10, "another server")
         before = epochs("b")
         wait_until(lambda: epochs("b") > before + 1, 30, "training with another server")
@@ -217,6 +216,44 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     best = Path((tmp_path / "b.best").read_text())
     assert best.parent == tmp_path / "a"  # by the chief before it
     assert best.exists()
+
+
+def servers_of(served: Any) -> list[psutil.Process]:
+    """Processes of the servers; those that are kept ready come last."""
+    children = psutil.Process(served.pid).children()
+    return [p for p in children if "server.process" in " ".join(p.cmdline())]
+
+
+def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc", "--num-servers=2"))
+    workers: list[Any] = []
+
+    def start(name: str) -> None:
+        workers.append(mains(target=attach, args=(tmp_path, name, address, "rpc", 0.01)))
+        workers[-1].start()
+
+    def restored() -> int:
+        return (tmp_path / "serve.log").read_text().count("Another one takes its place.")
+
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        servers_of(served)[1].kill()
+        start("a")  # nobody knows anything that would have to be restored
+        wait_until(lambda: epochs_of(tmp_path, "a") >= 1, 40, "training")
+        assert restored() == 1
+        servers_of(served)[0].kill()
+        start("b")
+        wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 30, "training with a second worker")
+        for worker in workers:
+            worker.join(40)
+            assert worker.exitcode == 0, "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    finally:
+        for process in (*workers, served):
+            process.kill()
+            process.join()
+    assert restored() == 2
+    assert Diary.read(tmp_path / "b.json")[-1]["seen"] == [float(EPOCHS)] * SAMPLES
 
 
 def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Path, mains: Any) -> None:

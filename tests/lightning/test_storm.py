@@ -1,0 +1,22 @@
+"""Five faults in a run with two servers: a short version of benchmarks/storm.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STORM = Path(__file__).parents[2] / "benchmarks" / "storm.py"
+SECONDS = 170
+
+
+@pytest.mark.timeout(SECONDS + 10)
+def test_after_five_faults_every_sample_was_applied_once_and_every_update_counts() -> None:
+    done = subprocess.run(
+        [sys.executable, str(STORM), "--short"], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "5/5" in said, said
