@@ -56,7 +56,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -310,6 +310,7 @@ class Beaten:
         chief: the worker that logs and writes checkpoints.
         holding: where workers come and go, those that hold the weights.
         admitted: the highest number that one of them was given.
+        lapsed: whether the sender must join again before it trains.
     """
 
     news: tuple[str, ...] = ()
@@ -318,6 +319,7 @@ class Beaten:
     chief: int = 0
     holding: tuple[int, ...] = ()
     admitted: int = 0
+    lapsed: bool = False
 
 
 @dataclass(frozen=True)

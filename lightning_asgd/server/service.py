@@ -414,6 +414,7 @@ class Service:
             coordinator.chief,
             tuple(sorted(coordinator.living & self._have_weights)),
             coordinator.admitted,
+            message.worker in coordinator.lapsed,
         )
 
     def _initialise(self, message: Initialise) -> bool:

@@ -654,6 +654,16 @@ class Client:
         notes = {s: self._notes if s == COORDINATOR else {} for s in shards}
         self._ask_together({s: Offer(self.session, self.worker, *about[s], *others[s], notes[s]) for s in shards})
 
+    def check_trusted(self) -> None:
+        """Ask the first server, whose word counts, whether it has gone on without this worker: others may not know.
+
+        Raises:
+            WorkerAwayError: it has.
+        """
+        beaten: Beaten = self.answer(COORDINATOR, self._send(COORDINATOR, Beat(self.session, self.worker)))
+        if beaten.lapsed:
+            raise WorkerAwayError(f"Worker {self.worker} was away. Expected it to join again.")
+
     def repeat(self) -> None:
         """Send the part in the latest collective again that was answered here, and may not have been elsewhere."""
         if self._answered is not None:

@@ -152,6 +152,8 @@ class Recovery:
             # All servers must be restored by the same workers, or one could hold a push that another lacks.
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
                 client.offer({s: sharing.held(s) for s in group}, self._part())
+            if COORDINATOR not in servers:  # the new ones would take what that one refuses
+                client.check_trusted()
             for server in sorted(servers):
                 sharing.resend(server)
         except WorkerAwayError:

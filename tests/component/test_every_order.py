@@ -512,15 +512,13 @@ class CutOff(World):
 
     Args:
         plan: see there.
-        arrives: whether the first part of the push did before. Then the other workers restore the server without it.
+        ahead: what happens then, besides what becomes of the other worker's messages; after that anything may.
     """
 
-    def __init__(self, plan: Plan, arrives: bool) -> None:
+    def __init__(self, plan: Plan, ahead: list[Event]) -> None:
         super().__init__(plan)
         self.cut = False
-        self.ahead: list[Event] = [("kill", 1), ("silence", 1, 0)]
-        if arrives:
-            self.ahead = [("arrive", 1, 0, False), *self.ahead, ("pass_time", 1, 1, MOST_PATIENCE_S)]
+        self.ahead = list(ahead)
 
     def due(self) -> list[Event]:
         events = super().due()
@@ -534,12 +532,26 @@ class CutOff(World):
         return []
 
 
-@pytest.mark.parametrize("arrives", [False, True], ids=["", "its first part arrived"])
+LOST: list[Event] = [("kill", 1), ("silence", 1, 0)]
+ARRIVED: list[Event] = [("arrive", 1, 0, False), *LOST]
+CUT_OFF: dict[str, tuple[int, list[Event]]] = {  # with the number of pushes
+    "": (1, LOST),
+    "its first part arrived, the others restore the server without it": (
+        1,
+        [*ARRIVED, ("pass_time", 1, 1, MOST_PATIENCE_S)],
+    ),
+    "its first part arrived, it is back in time to restore the server": (2, ARRIVED),
+}
+
+
+@pytest.mark.parametrize(("pushes", "ahead"), CUT_OFF.values(), ids=CUT_OFF)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one order", "every order"])
-def test_a_worker_that_is_cut_off_while_a_server_is_lost_leaves_no_part_of_a_push(arrives: bool, every: bool) -> None:
-    world = CutOff(Plan(servers=2, pushes=1, faults=("kill", "silence"), most=2), arrives)
+def test_a_worker_that_is_cut_off_while_a_server_is_lost_leaves_no_part_of_a_push(
+    pushes: int, ahead: list[Event], every: bool
+) -> None:
+    world = CutOff(Plan(servers=2, pushes=pushes, faults=("kill", "silence"), most=2), ahead)
     if every:
-        assert explore(lambda: CutOff(world.plan, arrives)).complete
+        assert explore(lambda: CutOff(world.plan, ahead)).complete
     else:
         world.run(lambda events, _: events[0] if events else None)
     assert world.plan.most == world.faults or every
