@@ -544,6 +544,7 @@ class Service:
         future: Future[Any] = Future()
         self._have_weights.add(message.worker)
         restoration.add(message)
+        coordinator.offered.add(message.worker)
         told = replace(message, shards=())
         self._held[id(told)] = (told, future)
         self._restore(coordinator)
@@ -642,7 +643,7 @@ class Service:
             for held in newest:
                 self._shards[held.fragment].resume(held.weights, held.version, held.pushes)
             stale = restoration.stale
-            coordinator.resume(restoration.answered, restoration.terms, stale)
+            coordinator.resume(self._clock(), restoration.answered, restoration.terms, stale)
             if coordinator.index == 0:
                 self._notes = restoration.notes
                 done = self._done = {held.epoch: held.done for held in newest}

@@ -378,6 +378,23 @@ def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer()
     assert s.status()["version"] == 5
 
 
+def test_who_has_offered_what_it_holds_is_not_given_up_while_the_others_are_awaited() -> None:
+    """Another server may have taken the push that it is about to send again."""
+    clock = Clock()
+    s = Service(clock)
+    for rank in range(2):
+        s.handle(Join("s", rank, 2, Policy(silence_s=10.0), restore=True))
+        s.handle(Initialise("s", rank, GROUPS, ASGD("sum")))
+    offered = s.handle(Offer("s", 1, (Held(0, 5, (torch.ones(3),), {}),)))
+    passes(s, clock, 15, 0)
+    assert not offered.done()
+    assert s.handle(Offer("s", 0, (Held(0, 4, (torch.zeros(3),), {}),))) is None
+    assert offered.wait() is None
+    assert s.handle(push(1, 1.0, worker=1)).verdict is Verdict.APPLIED
+    passes(s, clock, 15, 0)
+    assert failure(s.handle(push(2, 1.0, worker=1)))[0] == "WorkerAwayError"
+
+
 def test_a_broadcast_from_a_worker_who_left_is_answered_to_everybody() -> None:
     s = service(workers=3)
     s.handle(Leave("s", 2))
