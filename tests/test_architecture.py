@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.snapshots",
         "server.view",
     },
-    "server.process": {"rendezvous", "server.service", "server.snapshots", "transport.choose"},
+    "server.process": {"rendezvous", "server.service", "server.snapshots", "transport.base", "transport.choose"},
     # worker
     "worker": set(),
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "transport.base"},

@@ -21,6 +21,7 @@ from lightning_asgd.rendezvous import Rendezvous
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshots import Snapshots, keep
 from lightning_asgd.transport import choose
+from lightning_asgd.transport.base import NetworkDownError
 
 __all__ = ["ServerArguments", "ServerSettings", "main"]
 
@@ -106,7 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     service = Service(run=settings.run, succeeds=arguments.succeeds, remembered=remembered)
     if not arguments.succeeds:
         service.revive(arguments.server)
-    address, stop = choose.serve(settings.transport, service.handle, arguments.name, settings.interface)
+    try:
+        address, stop = choose.serve(settings.transport, service.handle, arguments.name, settings.interface)
+    except NetworkDownError:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # begin anew
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()

@@ -8,10 +8,14 @@ from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["TIMED_OUT", "Transport"]
+__all__ = ["TIMED_OUT", "NetworkDownError", "Transport"]
 
 TIMED_OUT = "RPC ran for more than set timeout"
 """What the exception of a call says whose time is up, in the words of torch's RPC: the server may live."""
+
+
+class NetworkDownError(RuntimeError):
+    """A network interface went down just when this process began to serve there; only another process can."""
 
 
 class Transport(ABC):

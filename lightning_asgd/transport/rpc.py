@@ -38,7 +38,7 @@ import torch.distributed
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.transport.base import TIMED_OUT, Transport
+from lightning_asgd.transport.base import TIMED_OUT, NetworkDownError, Transport
 from lightning_asgd.transport.once import Arrivals, Once
 
 __all__ = ["RpcTransport", "accepts", "check_available", "is_available", "serve", "stop"]
@@ -61,6 +61,7 @@ _BROKEN, _REFUSED = f"{_ORIGIN} originated at tensorpipe", "ECONNREFUSED"
 _FORGET_S = 10.0  # for a message that may as well be lost
 _REFUSALS = 2  # after which nobody listens there any more
 _AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
+_LOOPBACKS = ("lo", "lo0")
 _DOWN_S, _LOOK_S = 600.0, 0.5  # in which a network interface must be up, and between two looks at it
 
 
@@ -319,11 +320,18 @@ def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> st
 
     Returns:
         the address for :class:`RpcTransport`.
+
+    Raises:
+        LaunchError: the interface is down, and stays so.
+        NetworkDownError: it went down just now.
     """
     global _handler, _doors
     with _lock:
         _handler = handler
+        _await_network(interface)
         address = _start_agent(name, interface, handler)
+        if interface not in _LOOPBACKS and _host_and_port(address)[0].startswith("127."):
+            raise NetworkDownError(f"The network interface {interface!r} went down.")
         _doors = _listening()
         return address
 
@@ -367,7 +375,6 @@ def _start_agent(name: str, interface: str, owner: object) -> str:
     check_available()
     rpc = _rpc()
     _stop_agent()
-    _await_network(interface)
     store: Any = dist.HashStore()
     _addresses, _peers = dist.PrefixStore("addrs", store), 0
     # mpt_uv shares one message between several links, at the price of 16 listening ports per process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -36,6 +37,25 @@ transport.close()
 """
 
 
+PULLED = """
+import os
+from lightning_asgd.server import process
+from lightning_asgd.transport import rpc
+class Told:
+    connect = classmethod(lambda cls, *about: cls())
+    def put(self, key, about):
+        print(about["address"], flush=True)
+process.Rendezvous = Told
+if "BEGUN" not in os.environ:
+    os.environ["BEGUN"] = "1"
+    rpc._await_network = lambda interface: None  # it was up when it was looked at
+    print("ready", flush=True)
+    input()
+settings = process.ServerSettings("veth-a")
+process.main([process.ServerArguments(settings, "server", "key", "", 0, os.getppid()).to_json()])
+"""
+
+
 class Program:
     """A program on one of the machines, that is told and says a line at a time."""
 
@@ -60,34 +80,50 @@ class Program:
 
 
 @pytest.fixture
-def programs() -> Iterator[tuple[Program, Program]]:
-    with network.two_machines() as machines:
-        both = Program(machines, 0, SERVER), Program(machines, 1, CLIENT)
-        try:
-            yield both
-        finally:
-            for program in both:
-                program.process.kill()
-                program.process.communicate()
+def machines() -> Iterator[network.Network]:
+    with network.two_machines() as pair:
+        yield pair
 
 
-def test_who_sets_out_without_a_cable_goes_on_when_it_is_back(programs: tuple[Program, Program]) -> None:
+@contextlib.contextmanager
+def running(machines: network.Network, *texts: str) -> Iterator[list[Program]]:
+    programs = [Program(machines, node, text) for node, text in enumerate(texts)]
+    try:
+        yield programs
+    finally:
+        for program in programs:
+            program.process.kill()
+            program.process.communicate()
+
+
+def test_who_sets_out_without_a_cable_goes_on_when_it_is_back(machines: network.Network) -> None:
     """TensorPipe would have a server listen on loopback, and end the process of a worker that has no way to it."""
-    server, client = programs
-    assert server.says() == "ready"
-    server.pull()
-    server.tell()
-    time.sleep(OUT_S)
-    server.put_back()
-    address = server.says()
-    client.tell(address)
-    assert client.says() == "ready"
-    client.pull()
-    client.tell()
-    assert client.says() == "called"
-    time.sleep(OUT_S)
-    client.put_back()
-    assert client.says() == "2"
-    assert client.process.wait(20) == 0
-    server.tell()
-    assert server.process.wait(20) == 0
+    with running(machines, SERVER, CLIENT) as (server, client):
+        assert server.says() == "ready"
+        server.pull()
+        server.tell()
+        time.sleep(OUT_S)
+        server.put_back()
+        client.tell(server.says())
+        assert client.says() == "ready"
+        client.pull()
+        client.tell()
+        assert client.says() == "called"
+        time.sleep(OUT_S)
+        client.put_back()
+        assert client.says() == "2"
+        assert client.process.wait(20) == 0
+        server.tell()
+        assert server.process.wait(20) == 0
+
+
+def test_a_server_whose_cable_is_pulled_just_when_it_begins_to_serve_begins_anew(machines: network.Network) -> None:
+    with running(machines, PULLED) as (server,):
+        assert server.says() == "ready"
+        server.pull()
+        server.tell()
+        time.sleep(OUT_S)
+        server.put_back()
+        assert server.says().startswith(f"uv://{machines.addresses[0]}:")
+        server.process.terminate()
+        assert server.process.wait(20) == 0
