@@ -298,9 +298,12 @@ class Run:
         return kind
 
     def _wait_for_updates(self) -> None:
-        """Until every worker was told of two more: one may have been under way."""
+        """Until every worker was told of two more: one may have been under way.
+
+        Where a worker was killed just before, and is not missed yet, the new server waits a minute for its word.
+        """
         before = {name: self.told(name)["pushes"] for name in self.names.values()}
-        seconds, what = 60, "an update with the server in the lost one's place"
+        seconds, what = 90, "an update with the server in the lost one's place"
         self.wait(lambda: all(self.told(name)["pushes"] > pushes + 1 for name, pushes in before.items()), seconds, what)
 
     def _pull(self, machine: int, seconds: float) -> None:
