@@ -129,12 +129,19 @@ def memory_mb(process: psutil.Process) -> float:
     return (status["RssAnon"] + status["RssShmem"]) / 1e3
 
 
-def attack(server: psutil.Process, what: str, number: int, send: Any) -> bool:
+def beat(number: int) -> list[bytes]:
+    """A message that is answered when all before it have been read."""
+    header, _ = wire.encode(Beat(SESSION, 1))
+    return [json.dumps(["somebody", number, [number - 1], [], header.decode()]).encode()]
+
+
+def attack(server: psutil.Process, what: str, number: int, send: Any, settle: Any = lambda index: None) -> bool:
     """Whether the server needs no more memory after twice as many as after so many, when its heap has settled."""
     sizes = [memory_mb(server)]
     for turn in range(2):
         for index in range(number):
             send(turn * number + index)
+        settle((turn + 1) * number)
         sizes.append(memory_mb(server))
     fine = sizes[2] <= sizes[1] + GROWTH_MB
     verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
@@ -182,7 +189,13 @@ def main() -> int:
                 while peer.poll(0):
                     peer.recv_multipart()
 
-            good &= attack(server, "messages of a broken worker", args.number, send)
+            def settle(index: int) -> None:
+                """Wait until none of them waits for its turn on the way: a message has up to 100,000 bytes."""
+                peer.send_multipart(beat(-index))
+                while json.loads(peer.recv_multipart()[0])[0] != -index:
+                    pass
+
+            good &= attack(server, "messages of a broken worker", args.number, send, settle)
             peer.close()
             context.term()
             pusher.over.set()
