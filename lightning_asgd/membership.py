@@ -45,7 +45,7 @@ class Membership:
         world_size: number of workers.
 
     Attributes:
-        client: connection to the servers; not for ever the same.
+        client: connection to the servers; another one where the worker comes once more, or weights are laid out anew.
         collectives: what the worker does together with the others; the same.
 
     Raises:

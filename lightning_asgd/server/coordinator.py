@@ -95,7 +95,6 @@ class Coordinator:
     admitted: int = 0  # the highest number that was given
     unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
     about: dict[int, str] = field(default_factory=dict)  # what workers that came by themselves are, for people
-    offered: set[int] = field(default_factory=set)  # have told what a predecessor knew, and wait for the others' word
     aborted: str = ""  # why the session is over
     figures: dict[int, Figures] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
@@ -217,12 +216,10 @@ class Coordinator:
             self._heard[worker] = now + _TOLD_S
         self.admitted = max(self.admitted, admitted + _UNHEARD)
 
-    def resume(self, now: float, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
+    def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
         """Go on where this one's predecessor was lost.
 
         Args:
-            now: time in seconds. Who has offered what it knows is missed from then on only: nothing was done without
-                it before, and another server may have taken what it is about to send again.
             answered: number of the latest collective that anybody was answered. Some may not have been: all make it
                 again.
             terms: how often workers were declared away.
@@ -230,8 +227,6 @@ class Coordinator:
         """
         self.terms, self.lapsed = dict(terms), self.lapsed | lapsed
         self._forgotten = max(0, answered - 1)
-        self._heard.update(dict.fromkeys(self.offered - set(self.left), now))
-        self.offered.clear()
         self.news.append("A server was lost, and restored from what the workers hold.")
 
     def leave(self, worker: int, reason: str = "") -> list[Delivery]:
@@ -355,8 +350,7 @@ class Coordinator:
         if slept > _SLEPT_S:  # nobody could have been heard
             self._heard = {worker: at + slept for worker, at in self._heard.items()}
         patience = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
-        there = self.joined - set(self.left) - set(self.away) - self.offered
-        silent = {worker for worker in there if now - self._heard.get(worker, now) > patience}
+        silent = {w for w in self.joined - set(self.left) - set(self.away) if now - self._heard.get(w, now) > patience}
         if not patience or not silent:
             return []
         for worker in sorted(silent):

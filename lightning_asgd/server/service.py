@@ -158,6 +158,11 @@ class Service:
             coordinator = self._coordinator
             if coordinator is not None:
                 before = coordinator.membership
+                if self._restoration is not None and not self._restoration.restored:
+                    # They wait for others, and nothing is done without them; another server may have taken already
+                    # what they are about to send again.
+                    for worker in self._restoration.offers:
+                        coordinator.hear(worker, self._clock())
                 self._deliver(coordinator.expire(self._clock()))
                 if coordinator.membership != before or coordinator.aborted:
                     self._meet(coordinator)
@@ -544,7 +549,6 @@ class Service:
         future: Future[Any] = Future()
         self._have_weights.add(message.worker)
         restoration.add(message)
-        coordinator.offered.add(message.worker)
         told = replace(message, shards=())
         self._held[id(told)] = (told, future)
         self._restore(coordinator)
@@ -643,7 +647,7 @@ class Service:
             for held in newest:
                 self._shards[held.fragment].resume(held.weights, held.version, held.pushes)
             stale = restoration.stale
-            coordinator.resume(self._clock(), restoration.answered, restoration.terms, stale)
+            coordinator.resume(restoration.answered, restoration.terms, stale)
             if coordinator.index == 0:
                 self._notes = restoration.notes
                 done = self._done = {held.epoch: held.done for held in newest}

@@ -58,6 +58,7 @@ _THREADS = 8  # a server's threads for incoming messages; they take turns at the
 _INFINITE = 0.0
 _ORIGIN = " (this error"  # in TensorPipe's words, like the next two
 _BROKEN, _REFUSED = f"{_ORIGIN} originated at tensorpipe", "ECONNREFUSED"
+_NO_WAY = f"the network is unreachable{_BROKEN}"  # in the words that it would have, if it did not end the process
 _FORGET_S = 10.0  # for a message that may as well be lost
 _REFUSALS = 2  # after which nobody listens there any more
 _AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
@@ -251,7 +252,7 @@ class _Call:
         """Send it, over the connection of the moment."""
         name, left_s = self.link.name(self.urgent), _INFINITE
         if not self.link.leads_there(name):
-            self._send_again(name, "the network is unreachable")
+            self._failed(name, RuntimeError(_NO_WAY))
             return
         if self._timeout_s != _INFINITE:
             left_s = max(0.001, self._begun + self._timeout_s - time.monotonic())
@@ -282,11 +283,8 @@ class _Call:
             self.link.arrivals.note(*self.arrived)
             self.future.set_exception(error)
             return
-        self._send_again(name, text.partition(_ORIGIN)[0])
-
-    def _send_again(self, name: str, why: str) -> None:
         # Not in the thread that brings answers.
-        arguments = (name, why)
+        arguments = (name, text.partition(_ORIGIN)[0])
         threading.Thread(target=self._repeat, args=arguments, name="lightning_asgd.repeat", daemon=True).start()
 
     def _repeat(self, name: str, why: str) -> None:

@@ -364,12 +364,18 @@ def test_one_that_trains_no_more_and_one_that_waits_for_it_are_told_so() -> None
         assert "worker 1 called gather 'train end', where data of epoch fit/3 were expected by worker 0" in text
 
 
-def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer() -> None:
-    clock = Clock()
+def to_be_restored(clock: Clock) -> Service:
+    """A service in a lost one's place, which waits for its two workers' word."""
     s = Service(clock)
     for rank in range(2):
         s.handle(Join("s", rank, 2, Policy(silence_s=10.0), restore=True))
         s.handle(Initialise("s", rank, GROUPS, ASGD("sum")))
+    return s
+
+
+def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer() -> None:
+    clock = Clock()
+    s = to_be_restored(clock)
     early = s.handle(push(1, 1.0, worker=1))
     passes(s, clock, 90, 0)  # worker 1 is away meanwhile
     held = Held(0, 5, (torch.ones(3),), {})
@@ -381,10 +387,7 @@ def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer()
 def test_who_has_offered_what_it_holds_is_not_given_up_while_the_others_are_awaited() -> None:
     """Another server may have taken the push that it is about to send again."""
     clock = Clock()
-    s = Service(clock)
-    for rank in range(2):
-        s.handle(Join("s", rank, 2, Policy(silence_s=10.0), restore=True))
-        s.handle(Initialise("s", rank, GROUPS, ASGD("sum")))
+    s = to_be_restored(clock)
     offered = s.handle(Offer("s", 1, (Held(0, 5, (torch.ones(3),), {}),)))
     passes(s, clock, 15, 0)
     assert not offered.done()
