@@ -41,7 +41,7 @@ format: $(VENV)/.installed-dev ## format the code and mend what can be mended
 	@$(RUN) -m ruff format .
 
 bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SGD, with fast, slow and distant workers
-	@$(RUN) benchmarks/throughput.py --all
+	@$(RUN) benchmarks/throughput.py --suite --check --json results/bench.json --picture results/bench.png
 
 monitor: $(VENV)/.installed-examples ## what it costs to log what the workers do
 	@$(RUN) benchmarks/monitor.py

@@ -10,6 +10,10 @@ The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and 
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
 DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's nsync, from the first step on.
 
+With --epoch the ideal is the sum of the speed of one worker alone and of what its slowness leaves of that. Beside it
+stands the sum of what both really do when they train at once, each for itself: cores that share caches, and a worker
+that finds them cold after it slept, make less of it.
+
 Systems take turns; a ratio is taken between neighbours in time. A run that does not get there within --limit seconds
 counts as that long, and says so. Bytes are those of the network interface between the two machines.
 
@@ -87,27 +91,21 @@ SCENARIOS = {
     ),
 }
 SYSTEMS = ("alone", "DDP", "local SGD", "A-SGD")
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None, times: int) -> dict[str, Any]:
-    """Train until the goal is reached, or for so many epochs; an epoch goes over the training set several times."""
-    import pytorch_lightning as pl
-    import torch
-    from digits import DigitsCNN, loaders
-
-    from lightning_asgd import ASGDStrategy
-
-    torch.set_num_threads(1)
-    pl.seed_everything(seed, verbose=False)
+def slowed(scenario: Scenario, rank: int | None = None) -> Any:
+    """The module, slow on rank 1; with a rank given it is that one's wherever it runs."""
+    from digits import DigitsCNN
 
     class Slow(DigitsCNN):
         own_s = 0.0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_rank == 1:
+            if (self.global_rank if rank is None else rank) == 1:
                 # As long as it takes to compute a step: under DDP it would else sleep longer for having waited.
                 time.sleep((scenario.slow - 1) * self.own_s + scenario.sleep_s)
             self.began_cpu = time.thread_time()
@@ -115,6 +113,31 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
 
         def on_train_batch_end(self, *args: Any) -> None:
             self.own_s = time.thread_time() - self.began_cpu
+
+    return Slow()
+
+
+def many(times: int) -> tuple[Any, Any]:
+    """The digits' loaders; an epoch goes over the training set several times."""
+    import torch
+    from digits import loaders
+
+    training, validation = loaders()
+    if times > 1:
+        repeated = torch.utils.data.ConcatDataset([training.dataset] * times)
+        training = torch.utils.data.DataLoader(repeated, training.batch_size, shuffle=True)
+    return training, validation
+
+
+def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None, times: int) -> dict[str, Any]:
+    """Train until the goal is reached, or for so many epochs; an epoch goes over the training set several times."""
+    import pytorch_lightning as pl
+    import torch
+
+    from lightning_asgd import ASGDStrategy
+
+    torch.set_num_threads(1)
+    pl.seed_everything(seed, verbose=False)
 
     class Watch(pl.Callback):
         def __init__(self) -> None:
@@ -142,7 +165,6 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
         strategy = local_sgd(NSYNC)
     elif system == "A-SGD":
         strategy = ASGDStrategy(NSYNC, **scenario.asgd)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=workers // machines,
@@ -151,19 +173,39 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
         max_epochs=200 if epochs is None else epochs,
         num_sanity_val_steps=0,
         callbacks=[watch],
-        **dict.fromkeys(off, False),
+        **dict.fromkeys(OFF, False),
     )
     sent = _interface_bytes()
-    training, validation = loaders()
-    if times > 1:
-        repeated = torch.utils.data.ConcatDataset([training.dataset] * times)
-        training = torch.utils.data.DataLoader(repeated, training.batch_size, shuffle=True)
-    trainer.fit(Slow(), training, validation)
+    training, validation = many(times)
+    trainer.fit(slowed(scenario), training, validation)
     result: dict[str, Any] = {"accuracy": watch.accuracy, "seconds": watch.seconds, "steps": len(training)}
     result["bytes"] = _interface_bytes() - sent
     if system == "A-SGD":
         result["stats"] = {k: v for k, v in trainer.strategy.stats.summary().items() if k != "histogram"}
     return result
+
+
+def speed(scenario: Scenario, rank: int, seed: int, seconds: float) -> dict[str, Any]:
+    """Steps per second of a worker that trains for itself, measured for so long."""
+    import pytorch_lightning as pl
+    import torch
+
+    torch.set_num_threads(1)
+    pl.seed_everything(seed, verbose=False)
+
+    class Count(pl.Callback):
+        steps, since, now = 0, 0.0, 0.0
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.now = time.perf_counter()
+            self.since = self.since or self.now
+            self.steps += 1
+            trainer.should_stop = self.now - self.since > seconds
+
+    count = Count()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=200, callbacks=[count], **dict.fromkeys(OFF, False))
+    trainer.fit(slowed(scenario, rank), many(100)[0])
+    return {"speed": (count.steps - 1) / (count.now - count.since)}
 
 
 def _interface_bytes() -> int:
@@ -277,11 +319,12 @@ def codes(seeds: int, epochs: int) -> bool:
 
 def epoch_times(names: Sequence[str], repeats: int) -> bool:
     """An epoch's seconds, validation included, beside those of workers that add up their speeds."""
-    table = Table("", "seconds", "min", "max", "of the ideal", "min", "max", title="an epoch of 10 times the digits")
+    headings = ("seconds", "min", "max", "of the ideal", "min", "max", "of both unconnected", "min", "max")
+    table = Table("", *headings, title="an epoch of 10 times the digits")
     good = True
     for name in names:
         scenario = SCENARIOS[name]
-        seconds, shares = [], []
+        seconds, shares, real = [], [], []
         for repeat in range(repeats):
             took = {}
             for system in ("alone", "A-SGD"):
@@ -292,10 +335,17 @@ def epoch_times(names: Sequence[str], repeats: int) -> bool:
             step_s = took["alone"] / result["steps"]
             slow_s = scenario.slow * step_s + scenario.sleep_s
             ideal_s = result["steps"] / (1 / step_s + 1 / slow_s)
+            jobs = [partial(speed, scenario, rank, repeat, 2 * took["alone"]) for rank in (0, 1)]
+            speeds = [answer["speed"] for answer in run_ranks(jobs, START_S + 4 * took["alone"], launched=False)]
+            both_s = result["steps"] / sum(speeds)
             seconds.append(took["A-SGD"])
             shares.append(took["A-SGD"] / ideal_s)
-            CONSOLE.print(f"  {name} {repeat + 1}/{repeats}  {took['A-SGD']:.2f} s, ideal {ideal_s:.2f} s")
-        figures = [f"{f(v):.2f}" for v in (seconds, shares) for f in (statistics.median, min, max)]
+            real.append(took["A-SGD"] / both_s)
+            CONSOLE.print(
+                f"  {name} {repeat + 1}/{repeats}  {took['A-SGD']:.2f} s, ideal {ideal_s:.2f} s, "
+                f"both unconnected {both_s:.2f} s"
+            )
+        figures = [f"{f(v):.2f}" for v in (seconds, shares, real) for f in (statistics.median, min, max)]
         table.add_row(scenario.title, *figures)
         good &= statistics.median(shares) <= EPOCH_TARGET
     CONSOLE.print(table)

@@ -56,6 +56,7 @@ class Scenario:
     nsync: tuple[int | str, ...] = (10,)
     workers: int = 2
     straggler: float = 0.0  # seconds that rank 1 sleeps every step
+    slow: float = 1.0  # times that rank 1 needs for a step, by sleeping besides
     bandwidth: float | None = None  # Mbit/s between two halves of the ranks
     batch: int = 32
     seconds: float = 6.0
@@ -63,6 +64,7 @@ class Scenario:
     unconnected: bool = False  # also: all workers at once, each for itself
     bare: bool = False  # also: the same without Lightning and data loader, which no strategy can be faster than
     num_servers: int = 1
+    compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
 
     @property
@@ -81,8 +83,12 @@ class Scenario:
         parts = [model, f"{self.workers} workers", f"batch {self.batch}"]
         if self.straggler:
             parts.append(f"rank 1 sleeps {self.straggler:g} s a step")
+        if self.slow != 1:
+            parts.append(f"rank 1 is {self.slow:g} times slower")
         if self.bandwidth:
             parts.append(f"{self.bandwidth:g} Mbit/s between the workers")
+        if self.compression:
+            parts.append(f"A-SGD with {self.compression}")
         return ", ".join(parts)
 
 
@@ -109,7 +115,7 @@ class Target:
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def build_module(params: int, straggler: float = 0.0, network: str = "cnn") -> Any:
+def build_module(params: int, straggler: float = 0.0, network: str = "cnn", slow: float = 1.0) -> Any:
     """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for. Or one of torchvision's.
 
     With 0.6 M parameters one worker alone makes about 1,200 samples/s in bare torch on the machines that the targets
@@ -140,12 +146,18 @@ def build_module(params: int, straggler: float = 0.0, network: str = "cnn") -> A
         def __init__(self) -> None:
             super().__init__()
             self.layers = layers()
+            self.own_s = 0.0  # of CPU time, the latest step's
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if straggler and self.global_rank == 1:
-                time.sleep(straggler)
+            pause_s = straggler + (slow - 1) * self.own_s
+            if pause_s and self.global_rank == 1:
+                time.sleep(pause_s)
+            self.began_cpu = time.thread_time()
             images, labels = batch
             return nn.functional.cross_entropy(self.layers(images), labels)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.own_s = time.thread_time() - self.began_cpu
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -227,12 +239,13 @@ def train(
     if system.kind == "A-SGD":
         from lightning_asgd import ASGDStrategy
 
-        kept = {"max_offline_steps": system.nsync} if scenario.kept and system.nsync != "auto" else {}
-        options["strategy"] = ASGDStrategy(system.nsync, num_servers=scenario.num_servers, monitor=False, **kept)
+        kept: dict[str, Any] = {"max_offline_steps": system.nsync} if scenario.kept and system.nsync != "auto" else {}
+        kept |= {"num_servers": scenario.num_servers, "compression": scenario.compression}
+        options["strategy"] = ASGDStrategy(system.nsync, monitor=False, **kept)
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
-    module = build_module(scenario.params, scenario.straggler, scenario.network)
+    module = build_module(scenario.params, scenario.straggler, scenario.network, scenario.slow)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
@@ -251,14 +264,18 @@ def train_bare(scenario: Scenario, rank: int) -> dict[str, Any]:
     warm = time.monotonic() + WARM_UP_S
     ends: list[float] = []
     before: dict[str, float] = {}
+    own_s = 0.0
     while not ends or ends[-1] < warm + scenario.seconds:
         if not before and time.monotonic() >= warm:
             before = _figures(None)
-        if rank == 1 and scenario.straggler:
-            time.sleep(scenario.straggler)
+        pause_s = scenario.straggler + (scenario.slow - 1) * own_s
+        if pause_s and rank == 1:
+            time.sleep(pause_s)
+        began_cpu = time.thread_time()
         optimizer.zero_grad()
         nn.functional.cross_entropy(layers(images), labels).backward()
         optimizer.step()
+        own_s = time.thread_time() - began_cpu
         ends.append(time.monotonic())
     after = _figures(None)
     return {"rank": rank, "warm": warm, "ends": ends, **{key: after[key] - before[key] for key in after}}
@@ -402,10 +419,10 @@ def ideal(scenario: Scenario, alone: float) -> float:
     """Samples per second of workers that cost each other nothing.
 
     Args:
-        scenario: says how many there are, and how long one of them sleeps.
+        scenario: says how many there are, and how slow one of them is.
         alone: samples per second of one that does not sleep.
     """
-    slow = scenario.batch / (scenario.batch / alone + scenario.straggler)
+    slow = scenario.batch / (scenario.slow * scenario.batch / alone + scenario.straggler)
     return (scenario.workers - 1) * alone + slow
 
 
@@ -481,7 +498,8 @@ def targets(scenario: Scenario) -> list[Target]:
             Target(1, "DDP", 1.0),
         ],
     }
-    if scenario.workers != 2 or scenario.batch != 32 or scenario.network != "cnn":
+    usual = (scenario.workers, scenario.batch, scenario.network, scenario.slow, scenario.compression)
+    if usual != (2, 32, "cnn", 1.0, None):
         return []
     return [t for t in promised.get(conditions, []) if t.nsync in scenario.nsync]
 
@@ -498,7 +516,8 @@ def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
         text = f"{system} is {median:.2f} x {base}, target {target.at_least:.2f}{doubt}"
         CONSOLE.print(f"{verdict}  {scenario.name}: {text}")
         passed &= median >= target.at_least
-    if scenario.straggler or scenario.bandwidth:  # then targets hold for one that is fast enough alone
+    # A sleep and a cable are the same on any machine: their targets hold for workers that are fast enough alone.
+    if scenario.straggler or scenario.bandwidth:
         bound = [ideal(scenario, r["samples_per_s"]) for r in runs["one alone"]]
         speeds = [r["samples_per_s"] for r in runs["DDP"]]
         most = statistics.median(a / b for a, b in zip(bound, speeds, strict=True))
@@ -526,10 +545,12 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
         "local SGD": "#55a868",
         "A-SGD": "#dd8452",
     }
-    widths = [len(scenario.systems) for scenario, _ in results]
-    size = (1 + 0.95 * sum(widths), 4)
-    figure, axes = plt.subplots(1, len(results), figsize=size, width_ratios=widths, squeeze=False)
-    for axis, (scenario, runs) in zip(axes[0], results, strict=True):
+    columns = min(4, len(results))
+    rows = -(-len(results) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(1 + 4.3 * columns, 3.6 * rows), squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, (scenario, runs) in zip(axes.flat, results, strict=False):
         for place, system in enumerate(scenario.systems):
             speeds = [r["samples_per_s"] for r in runs[str(system)]]
             axis.bar(place, statistics.median(speeds), color=colours[system.kind])
@@ -538,7 +559,8 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
         axis.set_xticks(range(len(labels)), labels, fontsize=8)
         axis.set_title(scenario.name, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("samples/s of all workers")
+    for row in axes:
+        row[0].set_ylabel("samples/s of all workers")
     figure.tight_layout()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
@@ -573,6 +595,20 @@ def standard_scenarios(base: Scenario) -> list[Scenario]:
     ]
 
 
+def whole_suite(base: Scenario) -> list[Scenario]:
+    """Those with targets, and more workers, slower networks, larger models and other people's."""
+    return [
+        *standard_scenarios(base),
+        replace(base, name="4 times slower", slow=4.0),
+        replace(base, name="slowest network", bandwidth=10.0, compression="int8"),
+        replace(base, name="largest", params=60_000_000),
+        replace(base, name="4 workers", workers=4),
+        replace(base, name="4 workers, straggler", workers=4, slow=4.0),
+        replace(base, name="alexnet", network="alexnet"),
+        replace(base, name="googlenet", network="googlenet"),
+    ]
+
+
 def _nsync(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
@@ -589,10 +625,13 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--straggler", type=float, default=0.0, metavar="SECONDS", help="rank 1 sleeps in every step")
+    parser.add_argument("--slow", type=float, default=1.0, metavar="TIMES", help="rank 1 is so many times slower")
+    parser.add_argument("--compression", help="of A-SGD")
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
     parser.add_argument("--bare", action="store_true", help="the same without Lightning and data loader: the ceiling")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
+    parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")
     parser.add_argument("--check", action="store_true", help="say PASS or FAIL per target; exit code 1 if one fails")
     parser.add_argument(
         "--patience",
@@ -613,6 +652,8 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         nsync=tuple(dict.fromkeys(args.nsync)),
         workers=args.workers,
         straggler=args.straggler,
+        slow=args.slow,
+        compression=args.compression,
         bandwidth=args.bandwidth,
         batch=args.batch,
         seconds=args.seconds,
@@ -621,15 +662,23 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         bare=args.bare,
         num_servers=args.servers,
     )
+    if args.suite:
+        return whole_suite(base), args
     scenarios = standard_scenarios(base) if args.all else [base]
-    named = {(s.params, s.straggler, s.bandwidth): s.name for s in standard_scenarios(Scenario(""))}
-    if args.network == "cnn":
-        scenarios = [replace(s, name=named.get((s.params, s.straggler, s.bandwidth), s.name)) for s in scenarios]
-    else:
-        scenarios = [replace(s, name=f"{args.network} {s.name}".removesuffix(" custom")) for s in scenarios]
+    named = {_conditions(s): s.name for s in whole_suite(Scenario(""))}
+    network = "" if args.network == "cnn" else f"{args.network} "
+    scenarios = [
+        replace(s, name=named.get(_conditions(s), f"{network}{s.name}".removesuffix(" custom"))) for s in scenarios
+    ]
     if any(s.bandwidth and s.workers % 2 for s in scenarios):
         parser.error("--bandwidth splits the workers over two namespaces: --workers must be even")
     return scenarios, args
+
+
+def _conditions(scenario: Scenario) -> tuple[Any, ...]:
+    """What tells the scenarios apart that have a name."""
+    kind = (scenario.network, scenario.params, scenario.workers)
+    return (*kind, scenario.straggler, scenario.slow, scenario.bandwidth, scenario.compression)
 
 
 def main() -> int:

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_finite", "largest", "zero_what_is_not_finite"]
+__all__ = ["ABSURD", "is_finite", "is_sane", "largest", "zero_what_is_not_finite"]
+
+ABSURD = 1e10
+"""No step changes a weight by so much, or by so many times the largest weight if that is above 1."""
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -29,6 +32,19 @@ def largest(tensor: Tensor) -> float:
         return 0.0
     least, most = torch.aminmax(tensor)
     return float(torch.maximum(-least, most))
+
+
+def is_sane(tensor: Tensor) -> bool:
+    """Whether every element is finite and below :data:`ABSURD`; False also where only a closer look would tell.
+
+    From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
+
+    Args:
+        tensor: shape ``(n,)``.
+    """
+    if tensor.dtype.is_complex:
+        return False
+    return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= ABSURD**2
 
 
 def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:

@@ -56,7 +56,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -369,10 +369,12 @@ class Exchange:
         may_wait: whether the answer may be held back until others have come so far.
         rest: whether the worker stops at a sync point now, so that nobody waits for it.
         shared: whether update and answer go through the shared block.
+        sane: whether the worker has seen, where the update was in its cache, that all of it is finite and not absurdly
+            large; it counts for shared memory only.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
         common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
-            those are wanted that all take; None elsewhere. See ``compression.Common``.
+            those are wanted that all take; None elsewhere. See ``streams.Common``.
         epoch: the epoch that the worker claims units of; empty if it does not.
         units: units of it that the worker has trained since it began or came back, those of this push included.
         batch: samples of one of the worker's batches; 0 if it does not know.
@@ -392,6 +394,7 @@ class Exchange:
     may_wait: bool = False
     rest: bool = False
     shared: bool = False
+    sane: bool = False
     fragment: int = 0
     full: bool = False
     common: str | None = None

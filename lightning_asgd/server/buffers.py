@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression import Common, Updates, Weights
 from lightning_asgd.layout import dtype_from_name
 from lightning_asgd.messages import Exchange, Groups, Initialise, Reply, Verdict
+from lightning_asgd.streams import Common, Updates, Weights
 from lightning_asgd.transport.shared_memory import SharedBlock, attach
 
 __all__ = ["Buffers"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.finite import is_finite, largest
+from lightning_asgd.finite import ABSURD, is_finite, largest
 from lightning_asgd.messages import Exchange, Groups, Reply, Role, Verdict
 
 __all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
@@ -32,7 +32,6 @@ CHUNK = 1 << 18
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
-_ABSURD = 1e10  # times the largest weight, or 1 if that is smaller: no step changes a weight so much
 
 Buffer = Sequence[Tensor]
 
@@ -271,7 +270,8 @@ class Shard:
             self.counts.repeated += 1
             return Verdict.REPEATED
         self._last_seq[message.worker] = message.seq
-        if all(map(self._is_sane, range(len(self.groups)), update)):
+        # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
+        if (message.shared and message.sane) or all(map(self._is_sane, range(len(self.groups)), update)):
             self._refused.pop(message.worker, None)
             return Verdict.APPLIED
         self.counts.refused += 1
@@ -279,7 +279,7 @@ class Shard:
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
                 f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
-                f"{_ABSURD:g}. Look at its data and its machine; lower the learning rate or clip gradients."
+                f"{ABSURD:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
         return Verdict.REFUSED
 
@@ -288,7 +288,7 @@ class Shard:
         if not update.dtype.is_floating_point:
             return is_finite(update)
         size = largest(update)
-        return size <= _ABSURD or size <= _ABSURD * largest(self._weights[index]) < math.inf
+        return size <= ABSURD or size <= ABSURD * largest(self._weights[index]) < math.inf
 
     # ------------------------------------------------------------------ a push
 

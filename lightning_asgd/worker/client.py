@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Coded, Compression
+from lightning_asgd.compression import Compression
 from lightning_asgd.errors import (
     ASGDError,
     CollectiveTimeoutError,
@@ -54,6 +54,7 @@ from lightning_asgd.messages import (
     SharedRef,
     Watch,
 )
+from lightning_asgd.streams import Coded
 from lightning_asgd.transport.base import TIMED_OUT, Transport
 
 __all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]

@@ -12,12 +12,12 @@ from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.compression import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.finite import is_finite
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.streams import streams
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
-from lightning_asgd.compression import Streams, nbytes
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict
 from lightning_asgd.stats import ExchangeRecord
+from lightning_asgd.streams import Streams, nbytes
 from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica
@@ -387,6 +387,7 @@ class Exchanger(Sharing):
             push=push,
             fetch=fetch,
             updates=updates,
+            sane=push and self.replica.sane,
             steps=local_steps,
             lr=self._lr(),
             speed=speed,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import LayoutMismatchError
+from lightning_asgd.finite import is_sane
 from lightning_asgd.layout import Layout, dtype_from_name
 from lightning_asgd.messages import Role
 from lightning_asgd.transport.shared_memory import SharedBlock
@@ -113,6 +114,8 @@ class Replica:
             for p in layout.pieces(chunk)
             for spare in [self._spare[p.server]]
         ]
+        self.sane = False
+        """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
         self._keeps = False  # whether the one that is being packed is the first
 
@@ -148,6 +151,7 @@ class Replica:
     def pack(self) -> None:
         """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire."""
         self._keeps = self.remembers and not self._packed
+        self.sane = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._flat(write=False) as flat:
             for r in self._runs:
                 x = flat[r.tensor][r.start : r.stop]
@@ -160,6 +164,7 @@ class Replica:
                         r.base, r.spare = r.spare, r.base
                 else:
                     self._pack_difference(r, x, wire)
+                self.sane = self.sane and (self.blocks[r.server] is None or is_sane(wire))
         for server, spare in enumerate(self._spare):
             if self._keeps and spare is not None:
                 self._base[server], self._spare[server] = spare, self._base[server]

@@ -19,6 +19,7 @@ from tests.helpers.reference import Reference
 from tests.helpers.script import ScriptedTransport, Waits, bits
 
 CAN_SHARE = shared_memory.create([]) is not None
+NEEDS_SHARED_MEMORY = pytest.mark.skipif(not CAN_SHARE, reason="this system has no shared memory")
 
 
 class Clock:
@@ -312,7 +313,7 @@ def test_peek_ends_the_exchange_under_way_first(monkeypatch: pytest.MonkeyPatch)
     assert worker.exchanger.stats.exchanges == 1
 
 
-@pytest.mark.skipif(not CAN_SHARE, reason="this system has no shared memory")
+@NEEDS_SHARED_MEMORY
 def test_nothing_but_the_verdict_travels_where_memory_is_shared() -> None:
     cluster, transport = scripted(servers=2)
     worker = Worker(cluster, nsync=1, scale="sum", shared=True)
@@ -385,9 +386,10 @@ def test_averaged_and_counted_buffers_are_shared() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad: float) -> None:
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
+def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad: float, shared: bool) -> None:
     cluster = Cluster(2, 2)
-    worker = Worker(cluster, nsync=1, scale="sum", overlap=overlap)
+    worker = Worker(cluster, nsync=1, scale="sum", overlap=overlap, shared=shared)
     someone_else_pushes(cluster, 5.0)
     worker.step(torch.tensor([1.0, bad, bad, 1.0]))  # half of it on each server
     worker.exchanger.advance()
@@ -399,6 +401,8 @@ def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad:
     worker.exchanger.advance()
     assert worker.w.tolist() == [6.0] * 4
     assert worker.refused == 1
+    worker.exchanger.close()
+    cluster.close()
 
 
 def test_steps_taken_on_top_of_a_refused_update_are_forgotten() -> None:

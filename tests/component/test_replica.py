@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.messages import Role
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker import replica as replica_module
-from lightning_asgd.worker.replica import GradientReplica, Replica
+from lightning_asgd.worker.replica import GradientReplica, Replica, replica_for
 from tests.helpers.script import bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -241,6 +243,24 @@ def test_updates_lie_in_the_block_where_there_is_one() -> None:
     replica.close()
     replica.close()
     assert replica.wire == []
+
+
+@pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
+@pytest.mark.parametrize("payload", [Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e20])
+@pytest.mark.parametrize("place", [0, 299_999, 599_999])
+def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(payload: Payload, bad: float, place: int) -> None:
+    tensor, gradient = torch.zeros(600_000), torch.ones(600_000)
+    layout = build_layout([("w", tensor)], [], 2)
+    blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
+    replica = replica_for(payload, layout, lambda: [tensor], blocks, lambda: [gradient])
+    replica.adopt([tuple(torch.zeros_like(t) for t in shard) for shard in replica.wire])
+    for value, is_sane in ((1.0, True), (bad, False)):
+        tensor[place] = gradient[place] = value
+        replica.accrue()
+        replica.pack()
+        assert replica.sane is is_sane
+    replica.close()
 
 
 def test_a_replica_of_gradients_remembers_what_it_fetched_where_memory_is_not_shared() -> None:

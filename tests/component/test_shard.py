@@ -195,6 +195,15 @@ def test_an_absurdly_large_update_is_refused(size: float) -> None:
     assert same(shard.weights, before)
 
 
+def test_a_workers_word_for_an_update_counts_where_memory_is_shared_only() -> None:
+    """There it could change the update after any look, and the look would be another pass over memory."""
+    for shared_too, verdict in ((False, Verdict.REFUSED), (True, Verdict.APPLIED)):
+        update = tensors(1)
+        update[0][0] = math.nan
+        asked = replace(message(), sane=True, shared=shared_too)
+        assert exchange(new_shard("sum"), asked, update, 2).verdict is verdict
+
+
 def test_what_is_large_depends_on_the_weights() -> None:
     shard = new_shard("sum")
     assert shard.weights is not None

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.compression import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.messages import Initialise, Join
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.streams import streams
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.inprocess import InProcessTransport

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.finite import is_finite
+from lightning_asgd.finite import ABSURD, is_finite, is_sane, largest
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]
@@ -59,3 +59,28 @@ def test_whole_numbers_are_always_finite(dtype: torch.dtype) -> None:
 
 def test_an_empty_tensor_is_finite() -> None:
     assert is_finite(torch.empty(0))
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    values=st.lists(st.floats(width=16) | st.sampled_from([*BAD, 1e9, 1e11, 1e38]), max_size=50),
+)
+def test_what_is_called_sane_is_finite_and_small(dtype: torch.dtype, values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=dtype)
+    if is_sane(tensor):
+        assert is_finite(tensor)
+        assert largest(tensor) <= ABSURD
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool])
+def test_an_ordinary_update_is_called_sane(dtype: torch.dtype) -> None:
+    assert is_sane(torch.ones(1000, dtype=dtype))
+    assert is_sane(torch.ones(0, dtype=dtype))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
+def test_nothing_bad_is_called_sane(dtype: torch.dtype, bad: float) -> None:
+    tensor = torch.ones(1000, dtype=dtype)
+    tensor[777] = bad
+    assert not is_sane(tensor)
