@@ -117,7 +117,7 @@ def slowed(scenario: Scenario, rank: int | None = None) -> Any:
     return Slow()
 
 
-def many(times: int) -> tuple[Any, Any]:
+def repeated_loaders(times: int) -> tuple[Any, Any]:
     """The digits' loaders; an epoch goes over the training set several times."""
     import torch
     from digits import loaders
@@ -176,7 +176,7 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
         **dict.fromkeys(OFF, False),
     )
     sent = _interface_bytes()
-    training, validation = many(times)
+    training, validation = repeated_loaders(times)
     trainer.fit(slowed(scenario), training, validation)
     result: dict[str, Any] = {"accuracy": watch.accuracy, "seconds": watch.seconds, "steps": len(training)}
     result["bytes"] = _interface_bytes() - sent
@@ -204,7 +204,7 @@ def speed(scenario: Scenario, rank: int, seed: int, seconds: float) -> dict[str,
 
     count = Count()
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=200, callbacks=[count], **dict.fromkeys(OFF, False))
-    trainer.fit(slowed(scenario, rank), many(100)[0])
+    trainer.fit(slowed(scenario, rank), repeated_loaders(100)[0])
     return {"speed": (count.steps - 1) / (count.now - count.since)}
 
 
