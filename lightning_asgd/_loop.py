@@ -295,7 +295,8 @@ class LeasedLoop:
         resumes = False
         more = leases.more(acknowledged())
         if not more:
-            flush()
+            with leases.flushing():
+                flush()
             more = resumes = leases.wait(acknowledged())
         self._met = not more
         self._over = progress.is_last_batch = self._met and leases.last and not self._cut

@@ -116,6 +116,7 @@ class Fit:
             on_away=self.data.lose,
             trained=self.data.trained,
             batch=lambda: self.data.batch,
+            left_s=self.data.left_s,
             late=not looks_at_gradients(module),
             fill=membership.fills,
             theirs=membership.layout,

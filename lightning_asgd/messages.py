@@ -56,7 +56,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -737,6 +737,7 @@ class Claim:
         applied: those of them whose updates the servers have.
         pace: seconds that a unit takes it; 0 if it does not know yet.
         trip: seconds in which it is answered.
+        flush: seconds in which it pushes what is left when it has trained all that it was granted.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
         size: units of one of its optimizer steps.
@@ -752,6 +753,7 @@ class Claim:
     applied: int
     pace: float
     trip: float = 0.0
+    flush: float = 0.0
     wait: bool = False
     stop: bool = False
     size: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,10 @@ class TrainingData:
     def trained(self) -> tuple[str, int]:
         """The epoch, and how many of its units this worker has trained."""
         return ("", 0) if self._loop is None else self._loop.leases.trained
+
+    def left_s(self) -> float:
+        """Seconds until all have probably trained what comes before the next sync point; infinite if unknown."""
+        return math.inf if self._loop is None else self._loop.leases.left_s
 
     def part(self) -> Part | None:
         """What this worker has of the present epoch."""

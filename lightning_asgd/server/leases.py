@@ -3,8 +3,8 @@
 An epoch is a row of *units*, its samples, in an order that all workers know. It is cut into *segments*, which end
 where all workers meet: validations, the end of the epoch. A worker *claims* a few optimizer steps at a time, of as many
 units as it has in its batches, by guided self-scheduling: half of what it will probably be able to do of the segment,
-and at the end single steps, so that all finish together. A unit counts once its update has been applied; those of a
-worker that is gone, or that stops early, are granted to others.
+and at the end single steps, so that all have trained and pushed at the same time. A unit counts once its update has
+been applied; those of a worker that is gone, or that stops early, are granted to others.
 
 Reference:
     Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
@@ -46,6 +46,7 @@ class _Worker:
     pace: float = 0.0  # seconds per unit; 0 if unknown
     size: int = 0  # units per step; 0 if unknown
     trip: float = 0.0  # seconds in which it is answered
+    flush: float = 0.0  # seconds in which it pushes the rest, once it has nothing left to train
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
@@ -180,7 +181,7 @@ class Leases:
             raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
-        worker.trip, worker.size = claim.trip, claim.size
+        worker.trip, worker.flush, worker.size = claim.trip, claim.flush, claim.size
         answers: list[Answer] = []
         if worker.waiting is not None:
             answers.append((worker.waiting, Grant()))  # nobody waits for that answer any more
@@ -260,10 +261,14 @@ class Leases:
             return 1
         mean = sum(known) / len(known)
         loads = [
-            (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0, w.pace or mean, w.size or worker.size)
+            (
+                w.flush + (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0),
+                w.pace or mean,
+                w.size or worker.size,
+            )
             for w in others
         ]
-        mine = max(0, worker.granted - worker.trained) * worker.pace
+        mine = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
         through = mine + min(worker.size, left) * worker.pace
         if loads and through > _LATE * _through(loads, left):
             return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ def enter(
     on_away: Callable[[], None] = lambda: None,
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     batch: Callable[[], int] = lambda: 0,
+    left_s: Callable[[], float] = lambda: math.inf,
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
@@ -63,6 +65,7 @@ def enter(
         on_away: see :class:`Exchanger`.
         trained: see :class:`Exchanger`.
         batch: see :class:`Exchanger`.
+        left_s: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
@@ -136,6 +139,7 @@ def enter(
             "lr": lr,
             "on_away": on_away,
             "batch": batch,
+            "left_s": left_s,
             "measure": measure,
         }
         if len(parts) == 1:  # else a unit is done when all fragments have it

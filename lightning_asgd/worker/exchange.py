@@ -3,7 +3,8 @@
 The training thread drives everything: at the start of a batch it merges an answer that has come and, if enough steps
 were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
 exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
-push), so a slow network never stops the training, up to ``max_offline_steps``.
+push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
+would have to wait for.
 
 What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
 the futures that it would wait for, so that one thread can go on with another worker meanwhile.
@@ -34,6 +35,7 @@ from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["Exchanger", "Waits"]
 
+_FORGET = 0.8  # what remains at a sync point of how long an exchange took
 _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
@@ -72,6 +74,7 @@ class Exchanger(Sharing):
         on_away: called when the others have gone on without this worker, before it joins again.
         trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
         batch: samples of one of this worker's batches; 0 if unknown.
+        left_s: seconds until the next sync point's :meth:`flush`; infinite if unknown.
         measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
@@ -90,6 +93,7 @@ class Exchanger(Sharing):
         on_away: Callable[[], None] = lambda: None,
         trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
         batch: Callable[[], int] = lambda: 0,
+        left_s: Callable[[], float] = lambda: math.inf,
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -108,6 +112,8 @@ class Exchanger(Sharing):
         self._on_away = on_away
         self._trained = trained
         self._batch = batch
+        self._left_s = left_s
+        self._trip_s = 0.0  # that an exchange probably takes
         self._clock = clock
         self._measure_at = clock() if measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
@@ -201,6 +207,8 @@ class Exchanger(Sharing):
             if self._since_push < self._max_offline_steps:
                 return
             yield from self._finish()
+        elif self._left_s() < self._trip_s and self._since_push < self._max_offline_steps:
+            return  # the flush would have to wait for it, and what it brings would be replaced at once
         self._start(push=push, fetch=fetch)
         if not self.config.overlap:
             yield from self._finish()
@@ -234,6 +242,7 @@ class Exchanger(Sharing):
             common: whether all workers fetch, while nobody pushes.
         """
         yield from self._finish(sync=True)
+        self._trip_s *= _FORGET  # else one that took very long would be the last
         self._start(push=False, fetch=True, may_wait=False, full=True, common=common)
         yield from self._finish(adopt=True, park=park, sync=True)
         self._since_push = 0
@@ -406,10 +415,9 @@ class Exchanger(Sharing):
         self._busy_s += cost_s
         taken = self.stats.steps
         self._pending = _Pending(futures, push, fetch, epoch, begun, taken, local_steps, sent, common, cost_s, step_s)
-        if self._auto is not None:
-            answered = self._pending.answered
-            for future in futures:
-                future.add_done_callback(lambda _: answered.append(self._clock()))
+        answered = self._pending.answered
+        for future in futures:
+            future.add_done_callback(lambda _: answered.append(self._clock()))
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
         pending = self._pending
@@ -431,6 +439,9 @@ class Exchanger(Sharing):
         self._pending = None
         merging_since = self._clock()
         wait_s = merging_since - waiting_since
+        trip_s = max(pending.answered, default=merging_since) - pending.begun
+        if pending.push and pending.fetch:
+            self._trip_s = trip_s
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
@@ -454,7 +465,6 @@ class Exchanger(Sharing):
         if self._auto is not None and not sync and pending.push and pending.fetch:
             near = any(block is not None for block in self.replica.blocks)  # servers that take this machine's cores
             taken_s = sum(r.busy_s for r in replies) if near else 0.0
-            trip_s = max(pending.answered, default=merging_since) - pending.begun
             self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=pending.cost_s + merge_s + taken_s)
         self._record(pending, replies, wait_s, sync)
         if refused:

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,7 +133,7 @@ class DataLeases:
         self._reached = 0.0
         self._begun: float | None = None
         self._asked: _Asked | None = None
-        self.pace = self._trip = 0.0
+        self.pace = self._trip = self._flush = 0.0
 
     # ------------------------------------------------------------------ the loader's side
 
@@ -143,10 +144,10 @@ class DataLeases:
             self._waiting.extendleft(reversed(self._loading))
             self._loading.clear()
             return
-        pace, trip = self.pace, self._trip
+        pace, trip, flush = self.pace, self._trip, self._flush
         self._plan = plan
         self._reset()
-        self.pace, self._trip = pace, trip
+        self.pace, self._trip, self._flush = pace, trip, flush
         done = self._open(plan.epoch)
         # Where workers do not meet, one that comes late has nothing to do with segments that are over.
         known = done if not self._client().world_size else plan.epoch.done
@@ -209,6 +210,14 @@ class DataLeases:
     def share(self) -> float:
         """This worker's part of the units that are left."""
         return 1 / max(self._ratio, 1.0)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until this worker will probably push the rest of its part of the segment; infinite if unknown."""
+        if self._plan is None or not self.pace:
+            return math.inf
+        units = self.plan.epoch.ends[self.segment] - self.progress
+        return units * self.share * self.pace - self._flush
 
     def begin_batch(self) -> None:
         """A batch is about to be trained."""
@@ -280,6 +289,14 @@ class DataLeases:
         self._note(acknowledged)
         return bool(self._loading or self._waiting) or self._get()
 
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """While the rest is pushed: so others know how long that takes, and train more meanwhile."""
+        begun = self._clock()
+        yield
+        took = self._clock() - begun
+        self._flush = took if not self._flush else (1 - _SMOOTH) * self._flush + _SMOOTH * took
+
     def wait(self, acknowledged: int) -> bool:
         """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.
 
@@ -346,6 +363,7 @@ class DataLeases:
             self._applied,
             self.pace,
             self._trip,
+            flush=self._flush,
             wait=wait,
             stop=stop,
             size=self.plan.step,

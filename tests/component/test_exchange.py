@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asgd.algorithms import ASGD, StaleSynchronous
 from lightning_asgd.compression import find
 from lightning_asgd.errors import ProtocolError, ServerLostError
 from lightning_asgd.messages import Exchange, Leave, Verdict
@@ -172,6 +174,58 @@ def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatc
     worker.step(1.0)
     assert waits.count == 1
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4, [5.0] * 4]
+
+
+def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTransport, Callable[[], None]]:
+    """A worker whose exchanges take 2 s; a list with the seconds left; its wire; and what lets it train a batch."""
+    cluster, transport = scripted()
+    now, left = [0.0], [left_s]
+    worker = Worker(cluster, nsync=2, clock=lambda: now[0], left_s=lambda: left[0], **settings)
+    transport.log.clear()
+    transport.hold()
+
+    def train() -> None:
+        now[0] += 2.0
+        transport.deliver()
+        worker.step(1.0)
+
+    for _ in range(3):
+        train()
+    return worker, left, transport, train
+
+
+def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() -> None:
+    worker, left, transport, train = far(100.0, scale="sum")
+    assert len(transport.log) == 1
+    left[0] = 1.9
+    for _ in range(3):
+        train()
+    assert len(transport.log) == 1
+    assert worker.exchanger.stats.deferred == 0
+    left[0] = 2.1  # it takes longer than was thought
+    train()
+    assert [m.update[0].tolist() for m in transport.log] == [[2.0] * 4, [5.0] * 4]
+
+
+@pytest.mark.parametrize("settings", [{"max_offline_steps": 3}, {"algorithm": ASGD(transforms=[StaleSynchronous(2)])}])
+def test_an_exchange_begins_also_late_if_it_must(settings: dict[str, Any]) -> None:
+    _, left, transport, train = far(100.0, **settings)
+    before, left[0] = len(transport.log), 0.0
+    for _ in range(3):
+        train()
+    assert len(transport.log) > before
+
+
+def test_an_exchange_that_took_very_long_is_not_the_last_before_a_sync_point() -> None:
+    worker, left, transport, train = far(100.0)
+    left[0] = 1.0
+    transport.release()
+    for _ in range(4):
+        worker.exchanger.fetch()
+    transport.log.clear()
+    for _ in range(2):
+        train()
+    assert len(transport.log) == 1
 
 
 def test_without_overlap_every_exchange_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ class Worker:
     unapplied: int = 0
     size: int = 1
     in_vain: bool = False
+    flush: float = 0.0
+    flushes: bool = False
 
 
 class Run:
@@ -48,10 +50,13 @@ class Run:
         sizes: Sequence[int] = (1,),
         *,
         all_train: bool = True,
+        flushes: Sequence[float] = (0.0,),
         **epoch: tuple[tuple[int, int], ...],
     ) -> None:
         self.leases = Leases(Epoch("0", units, ends, **epoch), all_train=all_train)
-        self.workers = {i: Worker(pace, size=sizes[i % len(sizes)]) for i, pace in enumerate(paces)}
+        self.workers = {
+            i: Worker(pace, size=sizes[i % len(sizes)], flush=flushes[i % len(flushes)]) for i, pace in enumerate(paces)
+        }
         self.units, self.ends = units, ends
         self.now = 0.0
         self.events: list[tuple[float, int]] = []
@@ -62,7 +67,7 @@ class Run:
         applied = len(worker.trained) if wait or stop else len(worker.trained) - worker.unapplied
         pace = worker.pace if worker.knows_pace else 0.0
         about = ("s", number, "0", worker.segment, len(worker.trained), applied, pace)
-        claim = Claim(*about, wait=wait, stop=stop, size=worker.size)
+        claim = Claim(*about, flush=worker.flush, wait=wait, stop=stop, size=worker.size)
         worker.waits = wait
         for answered, grant in self.leases.claim(claim, self.now):
             self.answered(answered.worker, grant)
@@ -79,8 +84,8 @@ class Run:
         elif grant.over:
             worker.met_at.append(self.now)
         elif not waited:
-            worker.unapplied = 0
-            self.claim(number, wait=True)
+            worker.flushes = True
+            heapq.heappush(self.events, (self.now + worker.flush, number))
 
     def segment(self) -> None:
         """Train until all have met."""
@@ -96,6 +101,10 @@ class Run:
         while self.events:
             self.now, number = heapq.heappop(self.events)
             worker = self.workers.get(number)
+            if worker is not None and worker.flushes:
+                worker.flushes, worker.unapplied = False, 0
+                self.claim(number, wait=True)
+                continue
             if worker is None or not (worker.held or worker.in_vain):
                 continue
             worker.in_vain = False
@@ -285,6 +294,29 @@ def test_an_epoch_lasts_as_long_as_the_sum_of_the_speeds_allows(paces: list[floa
     assert second - first <= max(1.03 * ideal, max(paces))
 
 
+@pytest.mark.parametrize(
+    ("paces", "flushes"),
+    [
+        ([0.01, 0.01], [0.0, 0.5]),
+        ([0.01, 0.01], [0.5, 0.5]),
+        ([0.04, 0.01], [0.0, 0.5]),
+        ([0.01, 0.01, 0.01, 0.02], [0.3, 0.0, 0.1, 0.2]),
+        ([0.01, 0.01], [0.0, 6.0]),
+    ],
+)
+def test_who_is_far_from_the_servers_trains_less_so_that_all_have_pushed_at_once(
+    paces: list[float], flushes: list[float]
+) -> None:
+    units = 400
+    run = Run(2 * units, (units, 2 * units), paces, flushes=flushes)
+    run.segment()
+    run.segment()
+    first, second = max(w.met_at[0] for w in run.workers.values()), max(w.met_at[1] for w in run.workers.values())
+    ideal = (units + sum(f / p for f, p in zip(flushes, paces, strict=True))) / sum(1 / pace for pace in paces)
+    # Everybody trains one unit, and pushes it, to notice the segment's end.
+    assert second - first <= max(1.03 * ideal, max(p + f for f, p in zip(flushes, paces, strict=True)) + 0.01)
+
+
 def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for() -> None:
     run = Run(40, (20, 40), [0.01, 0.5])
     run.segment()
@@ -395,6 +427,28 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
     assert trained == list(range(400))
     assert far.now == pytest.approx(400 * 0.05 + far.idle_s)
     assert far.idle_s <= 7 * away_s  # at the beginning it does not know that, and at the end nobody else has work
+
+
+def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:
+    epoch = Epoch("0", 100, (100,))
+    server = Leases(epoch)
+    server.meet([0, 1], 0.0)
+    far = Far(server, 0.0)
+    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    assert leases.left_s == math.inf  # nothing is known yet
+    server.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    leases.open(Plan(epoch, range(100), 1))
+    for trained in (1, 2, 3):
+        assert leases.more(trained - 1)
+        leases.take()
+        leases.begin_batch()
+        far.pass_time(0.1)
+        leases.end_batch(trained)
+    with leases.flushing():
+        far.pass_time(0.5)
+    leases.more(3)
+    assert leases.left_s == pytest.approx((100 - leases.progress) / 2 * 0.1 - 0.5)
+    assert leases.progress > 3
 
 
 def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_away() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ class Cluster:
         on_refused: Callable[[], None] = lambda: None,
         shared: bool = False,
         measure: bool = False,
+        left_s: Callable[[], float] = lambda: math.inf,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -60,6 +62,7 @@ class Cluster:
             on_refused: for the exchanger.
             shared: whether to exchange through shared memory.
             measure: for the exchanger.
+            left_s: for the exchanger.
             **settings: of :class:`ExchangeConfig`.
         """
         config = ExchangeConfig.create(**settings)
@@ -81,7 +84,7 @@ class Cluster:
         assert seen == [ref is not None for ref in refs]
         shards = [layout.shard(s) for s in range(layout.num_servers)]
         codes = streams(config.compression, shards, seen)
-        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure}
+        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure, "left_s": left_s}
         exchanger = Exchanger(client, replica, config, codes=codes, **about)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
