@@ -20,8 +20,7 @@ itself there, and subtracts the force that comes back. Buffers that are not para
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,26 +28,63 @@ from torch import Tensor
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.finite import is_sane
-from lightning_asgd.layout import Layout, dtype_from_name
+from lightning_asgd.layout import Layout, Piece, dtype_from_name
 from lightning_asgd.messages import Role
 from lightning_asgd.transport.shared_memory import SharedBlock
 
 __all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 
-_CHUNK = 1 << 18  # scalars per pass on a CPU: 1 MiB of float32, so that a temporary stays in the cache
+# Scalars per pass: 1 MiB of float32 on a CPU, so that a temporary stays in the cache. A piece of a tensor that is not
+# larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
+_CHUNK, _SMALL = 1 << 18, 1 << 14
+_DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
 
 
-@dataclass
 class _Run:
-    tensor: int
-    start: int
-    stop: int
-    server: int
-    group: int
-    offset: int
-    role: Role
-    base: Tensor
-    spare: Tensor | None = None
+    """Pieces that follow each other on a server, and go through every pass together.
+
+    Attributes:
+        base: their part of what this worker has agreed with the server.
+        spare: see :class:`Replica`.
+    """
+
+    def __init__(self, layout: Layout, pieces: Sequence[Piece]) -> None:
+        first = pieces[0]
+        self.server, self.group, self.offset = first.server, first.group, first.offset
+        self.role = layout.groups[first.group].role
+        self.sizes = [p.length for p in pieces]
+        self.length = sum(self.sizes)
+        self._places = [(p.tensor, p.start, p.start + p.length) for p in pieces]
+        self.base = torch.empty(0)
+        self.spare: Tensor | None = None
+
+    def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Its part of one tensor per server and group."""
+        return shards[self.server][self.group][self.offset : self.offset + self.length]
+
+    def parts(self, flat: Sequence[Tensor | None]) -> list[Any]:
+        """Its part of each of its tensors; None where there is no tensor."""
+        found = []
+        for index, start, stop in self._places:
+            tensor = flat[index]
+            found.append(tensor if tensor is None or tensor.numel() == stop - start else tensor[start:stop])
+        return found
+
+
+def _runs(layout: Layout, device: torch.device) -> list[_Run]:
+    most, small = (_CHUNK, _SMALL) if device.type == "cpu" else (_DEVICE_CHUNK, _DEVICE_SMALL)
+    gathered: list[list[Piece]] = []
+    latest: dict[tuple[int, int], list[Piece]] = {}  # by server and group: small pieces, to which more may come
+    for piece in layout.pieces(most):
+        place = piece.server, piece.group
+        row = latest.pop(place, [])
+        if not row or piece.length > small or sum(p.length for p in row) + piece.length > most:
+            row = []
+            gathered.append(row)
+        row.append(piece)
+        if piece.length <= small:
+            latest[place] = row
+    return [_Run(layout, row) for row in gathered]
 
 
 class Replica:
@@ -98,22 +134,11 @@ class Replica:
             spare = remembers and (block is not None or not self._derives)
             self._spare.append(tuple(map(torch.empty_like, base)) if spare else None)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        chunk = _CHUNK if self.device.type == "cpu" else None
-        self._runs = [
-            _Run(
-                p.tensor,
-                p.start,
-                p.start + p.length,
-                p.server,
-                p.group,
-                p.offset,
-                layout.groups[p.group].role,
-                self._base[p.server][p.group][p.offset : p.offset + p.length],
-                None if spare is None else spare[p.group][p.offset : p.offset + p.length],
-            )
-            for p in layout.pieces(chunk)
-            for spare in [self._spare[p.server]]
-        ]
+        self._row: dict[torch.dtype, Tensor] = {}
+        self._runs = _runs(layout, self.device)
+        for run in self._runs:
+            run.base, spares = run.of(self._base), self._spare[run.server]
+            run.spare = None if spares is None else spares[run.group][run.offset : run.offset + run.length]
         self.sane = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
@@ -142,20 +167,18 @@ class Replica:
             tuple(torch.empty(n, dtype=dtype_from_name(d)) for _, d, n in self.layout.shard(s))
             for s in range(self.layout.num_servers)
         ]
-        with torch.no_grad(), self._flat(write=False) as flat:
-            for r in self._runs:
-                x = flat[r.tensor][r.start : r.stop]
-                shards[r.server][r.group][r.offset : r.offset + x.numel()].copy_(x)
+        with torch.no_grad():
+            for r, x in self._values(write=False):
+                r.of(shards).copy_(x)
         return shards
 
     def pack(self) -> None:
         """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire."""
         self._keeps = self.remembers and not self._packed
         self.sane = self.device.type == "cpu"  # else the training thread would have to wait for the device
-        with torch.no_grad(), self._flat(write=False) as flat:
-            for r in self._runs:
-                x = flat[r.tensor][r.start : r.stop]
-                wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+        with torch.no_grad():
+            for r, x in self._values(write=False):
+                wire = r.of(self.wire)
                 if r.role is Role.PARAMETER:
                     self._pack(r, x, wire)
                 elif r.role is Role.LARGEST:
@@ -174,11 +197,10 @@ class Replica:
         """Put the latest update on the wire once more, where a lost server has written into the shared block."""
         if self.blocks[server] is None:
             return
-        with torch.no_grad(), self._flat(write=False) as flat:
-            for r in self._runs:
+        with torch.no_grad():
+            for r, x in self._values(write=False):
                 if r.server == server and r.spare is not None:
-                    x = flat[r.tensor][r.start : r.stop]
-                    wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+                    wire = r.of(self.wire)
                     if r.role is Role.LARGEST:
                         wire.copy_(x)
                     elif r.role is Role.PARAMETER:
@@ -209,10 +231,9 @@ class Replica:
             fresh: whether nothing was trained since, so that the answer can be taken as it is.
         """
         self._packed = False
-        with torch.no_grad(), self._flat(write=True) as flat:
-            for r in self._runs:
-                x = flat[r.tensor][r.start : r.stop]
-                answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
+        with torch.no_grad():
+            for r, x in self._values(write=True):
+                answer = r.of(answers)
                 if r.role is Role.PARAMETER:
                     self._merge(r, x, answer, pushed, fresh)
                 elif r.role is Role.LARGEST and not fresh:
@@ -228,12 +249,11 @@ class Replica:
             answers: to a push; see :meth:`merge`.
         """
         norms = []
-        with torch.no_grad(), self._flat(write=False) as flat:
-            for r in self._runs:
+        with torch.no_grad():
+            for r, x in self._values(write=False):
                 if r.role is Role.PARAMETER:
-                    x = flat[r.tensor][r.start : r.stop]
-                    answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
-                    norms.append(torch.linalg.vector_norm(self._difference(x, answer.to(x.device))).double())
+                    answer = r.of(answers).to(x.device)
+                    norms.append(torch.linalg.vector_norm(self._difference(x, answer)).double())
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def accrue(self) -> None:
@@ -278,10 +298,7 @@ class Replica:
         r.base.copy_(answer)
 
     def _scratch_for(self, x: Tensor) -> Tensor:
-        scratch = self._scratch.get(x.dtype)
-        if scratch is None or scratch.numel() < x.numel():
-            scratch = self._scratch[x.dtype] = torch.empty_like(x)
-        return scratch[: x.numel()]
+        return _at_least(self._scratch, x.numel(), x)
 
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
         """Take the servers' weights as they are.
@@ -291,10 +308,9 @@ class Replica:
             park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
         """
         self._packed = False
-        with torch.no_grad(), self._flat(write=True) as flat:
-            for r in self._runs:
-                x = flat[r.tensor][r.start : r.stop]
-                answer = answers[r.server][r.group][r.offset : r.offset + x.numel()]
+        with torch.no_grad():
+            for r, x in self._values(write=True):
+                answer = r.of(answers)
                 if r.role is Role.PARAMETER:
                     self._adopt(r, x, answer, park)
                 else:
@@ -316,9 +332,9 @@ class Replica:
             torch.empty(spec.shape, dtype=dtype_from_name(self.layout.groups[spec.group].dtype))
             for spec in self.layout.tensors
         ]
-        for r in self._runs:
-            n = r.stop - r.start
-            values[r.tensor].view(-1)[r.start : r.stop].copy_(answers[r.server][r.group][r.offset : r.offset + n])
+        for p in self.layout.pieces():
+            answer = answers[p.server][p.group][p.offset : p.offset + p.length]
+            values[p.tensor].view(-1)[p.start : p.start + p.length].copy_(answer)
         return {spec.name: value for spec, value in zip(self.layout.tensors, values, strict=True)}
 
     def close(self) -> None:
@@ -328,9 +344,8 @@ class Replica:
             if block is not None:
                 block.close()
 
-    @contextmanager
-    def _flat(self, *, write: bool) -> Iterator[list[Tensor]]:
-        """The module's tensors as flat ones; strided tensors are copied, and written back if ``write``."""
+    def _values(self, *, write: bool) -> Iterator[tuple[_Run, Tensor]]:
+        """Every run, and the module's values in it, which are put back after their turn if ``write``."""
         tensors = self._source()
         for tensor, spec in zip(tensors, self.layout.tensors, strict=True):
             if tensor.shape != spec.shape:
@@ -338,8 +353,14 @@ class Replica:
                     f"{spec.name!r} was replaced by a tensor of shape {tuple(tensor.shape)}. Expected {spec.shape}, as "
                     "when fit began: change shapes before fit, or in configure_model()."
                 )
-        flat = [t.detach().reshape(-1) for t in tensors]
-        yield flat
+        flat = [t.detach().reshape(-1) for t in tensors]  # strided ones are copied
+        for r in self._runs:
+            parts = r.parts(flat)
+            row = parts[0] if len(parts) == 1 else torch.cat(parts, out=_at_least(self._row, r.length, parts[0]))
+            yield r, row
+            if write and len(parts) > 1:
+                for part, values in zip(parts, torch.split(row, r.sizes), strict=True):
+                    part.copy_(values)
         if write:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
@@ -386,9 +407,9 @@ class GradientReplica(Replica):
             gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
             for i, accrued in self._accrued.items():
                 r = self._runs[i]
-                gradient = gradients[r.tensor]
-                if gradient is not None:
-                    accrued.add_(gradient[r.start : r.stop])
+                for part, gradient in zip(torch.split(accrued, r.sizes), r.parts(gradients), strict=True):
+                    if gradient is not None:
+                        part.add_(gradient)
 
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         index = self._index[id(r)]
@@ -437,7 +458,7 @@ class ElasticReplica(Replica):
         self._parked = self._parked or park
 
     def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
-        wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
+        wire = r.of(self.wire)
         if park:
             r.base.copy_(x)
         x.copy_(answer)
@@ -449,12 +470,10 @@ class ElasticReplica(Replica):
         if not self._parked:
             return
         self._parked = False
-        with torch.no_grad(), self._flat(write=True) as flat:
-            for r in self._runs:
+        with torch.no_grad():
+            for r, x in self._values(write=True):
                 if r.role is Role.PARAMETER:
-                    x = flat[r.tensor][r.start : r.stop]
-                    wire = self.wire[r.server][r.group][r.offset : r.offset + x.numel()]
-                    x.sub_(wire.to(x.device)).add_(r.base)
+                    x.sub_(r.of(self.wire).to(x.device)).add_(r.base)
 
 
 def replica_for(
@@ -473,6 +492,14 @@ def replica_for(
     if payload is Payload.WEIGHTS:
         return ElasticReplica(layout, source, blocks, mix)
     return Replica(layout, source, blocks, mix, remembers=remembers)
+
+
+def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> Tensor:
+    """A buffer of so many scalars, the same one every time, of a tensor's dtype and on its device."""
+    buffer = buffers.get(like.dtype)
+    if buffer is None or buffer.numel() < length:
+        buffer = buffers[like.dtype] = like.new_empty(length)
+    return buffer[:length]
 
 
 def _dense(gradient: Tensor) -> Tensor:

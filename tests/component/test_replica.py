@@ -84,6 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
     tensors = [*parameters, *buffers]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
+        patch.setattr(replica_module, "_SMALL", draw(st.sampled_from([0, 2, 1 << 14])))
         return Case(layout, tensors, Replica(layout, lambda: tensors, [None] * servers))
 
 
