@@ -40,7 +40,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from network import Network, available, two_machines
-from ranks import clean_environment, run_ranks, told_of_errors
+from ranks import Slowness, clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -101,18 +101,15 @@ def slowed(scenario: Scenario, rank: int | None = None) -> Any:
     """The module, slow on rank 1; with a rank given it is that one's wherever it runs."""
     from digits import DigitsCNN
 
-    class Slow(DigitsCNN):
-        own_s = 0.0
+    slowness = Slowness(scenario.slow, scenario.sleep_s)
 
+    class Slow(DigitsCNN):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if (self.global_rank if rank is None else rank) == 1:
-                # As long as it takes to compute a step: under DDP it would else sleep longer for having waited.
-                time.sleep((scenario.slow - 1) * self.own_s + scenario.sleep_s)
-            self.began_cpu = time.thread_time()
+            slowness.before_step(slow=(self.global_rank if rank is None else rank) == 1)
             return super().training_step(batch, batch_idx)
 
         def on_train_batch_end(self, *args: Any) -> None:
-            self.own_s = time.thread_time() - self.began_cpu
+            slowness.after_step()
 
     return Slow()
 

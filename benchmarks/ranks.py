@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
@@ -24,9 +25,39 @@ from network import Network
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["clean_environment", "run_ranks", "told_of_errors"]
+__all__ = ["Slowness", "clean_environment", "run_ranks", "told_of_errors"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers
+
+
+@dataclass
+class Slowness:
+    """Makes a rank slower, by sleep before each of its steps.
+
+    Attributes:
+        times: that it then needs for a step: of CPU time, since under DDP it would else sleep longer for having waited.
+        seconds: of sleep besides.
+    """
+
+    times: float = 1.0
+    seconds: float = 0.0
+    _own_s: float = 0.0  # CPU time of the latest step
+    _began: float = 0.0
+
+    def before_step(self, *, slow: bool) -> None:
+        """A step is about to be computed.
+
+        Args:
+            slow: whether this is the rank that is slow.
+        """
+        pause_s = (self.times - 1) * self._own_s + self.seconds
+        if slow and pause_s:
+            time.sleep(pause_s)
+        self._began = time.thread_time()
+
+    def after_step(self) -> None:
+        """It is through."""
+        self._own_s = time.thread_time() - self._began
 
 
 def clean_environment() -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 from network import Network, available, two_machines
-from ranks import clean_environment, run_ranks, told_of_errors
+from ranks import Slowness, clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -70,6 +70,11 @@ class Scenario:
     @property
     def pixels(self) -> int:
         return 32 if self.network == "cnn" else 64
+
+    @property
+    def slowness(self) -> Slowness:
+        """Rank 1's."""
+        return Slowness(self.slow, self.straggler)
 
     @property
     def systems(self) -> list[System]:
@@ -115,8 +120,10 @@ class Target:
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def build_module(params: int, straggler: float = 0.0, network: str = "cnn", slow: float = 1.0) -> Any:
+def build_module(params: int, network: str = "cnn", slowness: Slowness | None = None) -> Any:
     """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for. Or one of torchvision's.
+
+    Rank 1 is slow.
 
     With 0.6 M parameters one worker alone makes about 1,200 samples/s in bare torch on the machines that the targets
     were set on.
@@ -146,18 +153,15 @@ def build_module(params: int, straggler: float = 0.0, network: str = "cnn", slow
         def __init__(self) -> None:
             super().__init__()
             self.layers = layers()
-            self.own_s = 0.0  # of CPU time, the latest step's
+            self.slowness = slowness or Slowness()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            pause_s = straggler + (slow - 1) * self.own_s
-            if pause_s and self.global_rank == 1:
-                time.sleep(pause_s)
-            self.began_cpu = time.thread_time()
+            self.slowness.before_step(slow=self.global_rank == 1)
             images, labels = batch
             return nn.functional.cross_entropy(self.layers(images), labels)
 
         def on_train_batch_end(self, *args: Any) -> None:
-            self.own_s = time.thread_time() - self.began_cpu
+            self.slowness.after_step()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -245,7 +249,7 @@ def train(
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
-    module = build_module(scenario.params, scenario.straggler, scenario.network, scenario.slow)
+    module = build_module(scenario.params, scenario.network, scenario.slowness)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
@@ -258,24 +262,21 @@ def train_bare(scenario: Scenario, rank: int) -> dict[str, Any]:
     from torch import nn
 
     torch.set_num_threads(1)
-    layers = build_module(scenario.params, network=scenario.network).layers
+    layers = build_module(scenario.params, scenario.network).layers
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
     images, labels = build_loader(scenario.batch, scenario.batch, scenario.batch, scenario.pixels).dataset.tensors
     warm = time.monotonic() + WARM_UP_S
     ends: list[float] = []
     before: dict[str, float] = {}
-    own_s = 0.0
+    slowness = scenario.slowness
     while not ends or ends[-1] < warm + scenario.seconds:
         if not before and time.monotonic() >= warm:
             before = _figures(None)
-        pause_s = scenario.straggler + (scenario.slow - 1) * own_s
-        if pause_s and rank == 1:
-            time.sleep(pause_s)
-        began_cpu = time.thread_time()
+        slowness.before_step(slow=rank == 1)
         optimizer.zero_grad()
         nn.functional.cross_entropy(layers(images), labels).backward()
         optimizer.step()
-        own_s = time.thread_time() - began_cpu
+        slowness.after_step()
         ends.append(time.monotonic())
     after = _figures(None)
     return {"rank": rank, "warm": warm, "ends": ends, **{key: after[key] - before[key] for key in after}}
