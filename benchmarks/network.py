@@ -76,9 +76,7 @@ def two_machines(
 
     Args:
         mbit: speed of the cable in Mbit/s per direction; None for as fast as the machine can.
-        queue_s: seconds that a packet waits for the cable at most; what would wait longer is dropped. TensorPipe sends
-            a tensor over many connections at once: where it is larger than the queue they lose packets and wait for
-            TCP's timers, 0.1 to 0.2 s.
+        queue_s: seconds that a packet waits for the cable at most; what would wait longer is dropped.
         addresses: of the two; nobody but them sees these.
 
     Raises:

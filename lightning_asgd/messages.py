@@ -6,6 +6,7 @@ Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightni
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -51,10 +52,13 @@ __all__ = [
     "View",
     "Watch",
     "WorkerView",
+    "nbytes",
 ]
 
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
+
+_BULKY = 4 << 20  # bytes
 
 PROTOCOL = 14
 """Version of these messages. A server refuses a worker that speaks another one."""
@@ -403,6 +407,11 @@ class Exchange:
     batch: int = 0
 
 
+def nbytes(parts: Sequence[Tensor | Sequence[Tensor]]) -> int:
+    """Bytes of an update or of weights as they are sent: a tensor per group, or a coded group's tensors."""
+    return sum(part.nbytes if isinstance(part, Tensor) else sum(tensor.nbytes for tensor in part) for part in parts)
+
+
 @dataclass(frozen=True)
 class Reply:
     """Answer to :class:`Exchange`.
@@ -435,8 +444,8 @@ class Reply:
 
     @property
     def bulky(self) -> bool:
-        """Whether it is worth a message more not to keep it for long."""
-        return self.weights is not None
+        """Whether it is worth a message more not to keep it until the next call."""
+        return self.weights is not None and nbytes(self.weights) > _BULKY
 
 
 @dataclass(frozen=True)

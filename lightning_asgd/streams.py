@@ -25,7 +25,7 @@ from lightning_asgd.compression import Compression, Int8
 from lightning_asgd.finite import is_finite
 from lightning_asgd.messages import Groups, Role
 
-__all__ = ["Coded", "Common", "Streams", "Updates", "Weights", "nbytes", "streams"]
+__all__ = ["Coded", "Common", "Streams", "Updates", "Weights", "streams"]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -264,11 +264,6 @@ def streams(compression: Compression | None, shards: Sequence[Groups], shared: S
         None if compression is None or here else Streams.of(compression, groups)
         for groups, here in zip(shards, shared, strict=True)
     ]
-
-
-def nbytes(parts: Sequence[Coded]) -> int:
-    """Bytes that are sent."""
-    return sum(part.nbytes if isinstance(part, Tensor) else sum(tensor.nbytes for tensor in part) for part in parts)
 
 
 def _is_coded(role: Role, dtype: str) -> bool:

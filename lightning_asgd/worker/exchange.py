@@ -25,9 +25,9 @@ from torch.futures import Future
 from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict
+from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict, nbytes
 from lightning_asgd.stats import ExchangeRecord
-from lightning_asgd.streams import Streams, nbytes
+from lightning_asgd.streams import Streams
 from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.futures import Future
 
+from lightning_asgd.messages import Reply, Verdict
 from lightning_asgd.transport.once import Arrivals, Once
 
 
@@ -25,6 +27,17 @@ def test_a_repeated_call_is_not_handled_again() -> None:
     assert answers == [1, 1, 1]
     assert once.answer("b", 1, [], lambda: next(handled)).wait() == 2  # somebody else's
     assert once.answer("a", 2, [], lambda: next(handled)).wait() == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "coded"])
+def test_only_a_large_answer_is_worth_a_message_that_it_has_arrived(kind: str) -> None:
+    def bulky(floats: int) -> bool:
+        parts = torch.empty(floats), torch.empty(0)
+        return Reply(1, 0, Verdict.APPLIED, weights=parts if kind == "plain" else (parts, parts[1])).bulky
+
+    assert not Reply(1, 0, Verdict.APPLIED).bulky  # it lies in shared memory
+    assert not bulky(1 << 20)
+    assert bulky((1 << 20) + 1)
 
 
 def test_a_call_that_waits_is_answered_to_all_that_ask() -> None:
