@@ -113,7 +113,8 @@ class Exchanger(Sharing):
         self._trained = trained
         self._batch = batch
         self._left_s = left_s
-        self._trip_s = 0.0  # that an exchange probably takes
+        self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
+        self._latest_s = 0.0  # that the latest one did
         self._clock = clock
         self._measure_at = clock() if measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
@@ -441,7 +442,7 @@ class Exchanger(Sharing):
         wait_s = merging_since - waiting_since
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         if pending.push and pending.fetch:
-            self._trip_s = trip_s
+            self._trip_s, self._latest_s = min(trip_s, self._latest_s or trip_s), trip_s
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.

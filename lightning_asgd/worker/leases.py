@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import statistics
 import time
 from bisect import bisect_right
 from collections import deque
@@ -133,7 +134,8 @@ class DataLeases:
         self._reached = 0.0
         self._begun: float | None = None
         self._asked: _Asked | None = None
-        self.pace = self._trip = self._flush = 0.0
+        self.pace = self._trip = 0.0
+        self._flushes: deque[float] = deque(maxlen=3)  # seconds that the latest ones took
 
     # ------------------------------------------------------------------ the loader's side
 
@@ -144,14 +146,14 @@ class DataLeases:
             self._waiting.extendleft(reversed(self._loading))
             self._loading.clear()
             return
-        pace, trip, flush = self.pace, self._trip, self._flush
+        known = self.pace, self._trip, self._flushes
         self._plan = plan
         self._reset()
-        self.pace, self._trip, self._flush = pace, trip, flush
+        self.pace, self._trip, self._flushes = known
         done = self._open(plan.epoch)
         # Where workers do not meet, one that comes late has nothing to do with segments that are over.
-        known = done if not self._client().world_size else plan.epoch.done
-        first = next((last for start, last in sorted(known) if start == 0), 0)  # unit that is not done
+        over = done if not self._client().world_size else plan.epoch.done
+        first = next((last for start, last in sorted(over) if start == 0), 0)  # unit that is not done
         self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         self._progress = float(sum(last - first for first, last in done))
 
@@ -289,13 +291,17 @@ class DataLeases:
         self._note(acknowledged)
         return bool(self._loading or self._waiting) or self._get()
 
+    @property
+    def _flush(self) -> float:
+        """Seconds that it probably takes to push the rest. One flush may have waited for a server that was lost."""
+        return statistics.median(self._flushes) if self._flushes else 0.0
+
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """While the rest is pushed: so others know how long that takes, and train more meanwhile."""
         begun = self._clock()
         yield
-        took = self._clock() - begun
-        self._flush = took if not self._flush else (1 - _SMOOTH) * self._flush + _SMOOTH * took
+        self._flushes.append(self._clock() - begun)
 
     def wait(self, acknowledged: int) -> bool:
         """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.

@@ -176,7 +176,7 @@ def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatc
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4, [5.0] * 4]
 
 
-def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTransport, Callable[[], None]]:
+def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTransport, Callable[..., None]]:
     """A worker whose exchanges take 2 s; a list with the seconds left; its wire; and what lets it train a batch."""
     cluster, transport = scripted()
     now, left = [0.0], [left_s]
@@ -184,8 +184,8 @@ def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTr
     transport.log.clear()
     transport.hold()
 
-    def train() -> None:
-        now[0] += 2.0
+    def train(seconds: float = 2.0) -> None:
+        now[0] += seconds
         transport.deliver()
         worker.step(1.0)
 
@@ -205,6 +205,18 @@ def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() ->
     left[0] = 2.1  # it takes longer than was thought
     train()
     assert [m.update[0].tolist() for m in transport.log] == [[2.0] * 4, [5.0] * 4]
+
+
+def test_one_exchange_that_took_very_long_does_not_put_the_next_off() -> None:
+    _, left, transport, train = far(100.0)
+    while not transport.in_flight:
+        train()
+    left[0] = 10.0
+    train(60.0)  # a server was lost, and replaced
+    transport.log.clear()
+    for _ in range(2):
+        train()
+    assert len(transport.log) == 1
 
 
 @pytest.mark.parametrize("settings", [{"max_offline_steps": 3}, {"algorithm": ASGD(transforms=[StaleSynchronous(2)])}])
