@@ -159,7 +159,7 @@ class TrainingData:
         return ("", 0) if self._loop is None else self._loop.leases.trained
 
     def left_s(self) -> float:
-        """Seconds until all have probably trained what comes before the next sync point; infinite if unknown."""
+        """Seconds until this worker will probably push the rest for the next sync point; infinite if unknown."""
         return math.inf if self._loop is None else self._loop.leases.left_s
 
     def part(self) -> Part | None:
