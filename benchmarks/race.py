@@ -5,6 +5,7 @@
     sudo python benchmarks/race.py --scenario cable-10       # two "machines" joined at 10 Mbit/s
     python benchmarks/race.py --codes                        # accuracy and bytes with every compression
     python benchmarks/race.py --epoch                        # an epoch's time beside the ideal, with slow workers
+    python benchmarks/race.py --epoch --work cnn             # the same for throughput.py's network alone
 
 The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
@@ -12,7 +13,8 @@ DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's 
 
 With --epoch the ideal is the sum of the speed of one worker alone and of what its slowness leaves of that. Beside it
 stands the sum of what both really do when they train at once, each for itself: cores that share caches, and a worker
-that finds them cold after it slept, make less of it.
+that finds them cold after it slept, make less of it. It does so for the digits CNN, whose steps take 2 ms, and for
+throughput.py's network of 0.6 M parameters with batches of 32, whose steps take ten times as long.
 
 Systems take turns; a ratio is taken between neighbours in time. A run that does not get there within --limit seconds
 counts as that long, and says so. Bytes are those of the network interface between the two machines.
@@ -52,6 +54,8 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 NSYNC = 10
 START_S = 60.0
 EPOCH_TARGET = 1.1  # times what workers need that add up their speeds
+WORKS = {"digits": "digits, steps of 2 ms", "cnn": "0.6 M parameters, steps of 20 ms"}
+CNN_PARAMS, CNN_BATCH, CNN_STEPS = 600_000, 32, 200  # the steps of an epoch
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,27 @@ OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_su
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def slowed(scenario: Scenario, rank: int | None = None) -> Any:
-    """The module, slow on rank 1; with a rank given it is that one's wherever it runs."""
-    from digits import DigitsCNN
+def trained_class(work: str) -> Any:
+    """Class of the module that is trained: that of the digits, or of throughput.py's network."""
+    if work == "digits":
+        from digits import DigitsCNN
 
+        return DigitsCNN
+    from throughput import build_module
+
+    class Net(type(build_module(CNN_PARAMS))):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            images, labels = batch
+            self.log("val_acc", (self.layers(images).argmax(1) == labels).float().mean(), sync_dist=True)
+
+    return Net
+
+
+def slowed(scenario: Scenario, rank: int | None = None, work: str = "digits") -> Any:
+    """The module, slow on rank 1; with a rank given it is that one's wherever it runs."""
     slowness = Slowness(scenario.slow, scenario.sleep_s)
 
-    class Slow(DigitsCNN):
+    class Slow(trained_class(work)):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             slowness.before_step(slow=(self.global_rank if rank is None else rank) == 1)
             return super().training_step(batch, batch_idx)
@@ -114,9 +132,14 @@ def slowed(scenario: Scenario, rank: int | None = None) -> Any:
     return Slow()
 
 
-def repeated_loaders(times: int) -> tuple[Any, Any]:
-    """The digits' loaders; an epoch goes over the training set several times."""
+def repeated_loaders(times: int, work: str = "digits") -> tuple[Any, Any]:
+    """For training and validation; an epoch of the digits goes over the training set several times."""
     import torch
+
+    if work == "cnn":
+        from throughput import build_loader
+
+        return build_loader(CNN_STEPS * CNN_BATCH, CNN_BATCH), build_loader(2 * CNN_BATCH, CNN_BATCH)
     from digits import loaders
 
     training, validation = loaders()
@@ -126,8 +149,10 @@ def repeated_loaders(times: int) -> tuple[Any, Any]:
     return training, validation
 
 
-def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None, times: int) -> dict[str, Any]:
-    """Train until the goal is reached, or for so many epochs; an epoch goes over the training set several times."""
+def train(
+    scenario: Scenario, system: str, goal: float, seed: int, epochs: int | None, times: int, work: str = "digits"
+) -> dict[str, Any]:
+    """Train until the goal is reached, or for so many epochs; see :func:`repeated_loaders` for the last two."""
     import pytorch_lightning as pl
     import torch
 
@@ -173,8 +198,8 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
         **dict.fromkeys(OFF, False),
     )
     sent = _interface_bytes()
-    training, validation = repeated_loaders(times)
-    trainer.fit(slowed(scenario), training, validation)
+    training, validation = repeated_loaders(times, work)
+    trainer.fit(slowed(scenario, work=work), training, validation)
     result: dict[str, Any] = {"accuracy": watch.accuracy, "seconds": watch.seconds, "steps": len(training)}
     result["bytes"] = _interface_bytes() - sent
     if system == "A-SGD":
@@ -182,7 +207,7 @@ def train(scenario: Scenario, system: str, goal: float, seed: int, epochs: int |
     return result
 
 
-def speed(scenario: Scenario, rank: int, seed: int, seconds: float) -> dict[str, Any]:
+def speed(scenario: Scenario, rank: int, seed: int, seconds: float, work: str) -> dict[str, Any]:
     """Steps per second of a worker that trains for itself, measured for so long."""
     import pytorch_lightning as pl
     import torch
@@ -201,7 +226,8 @@ def speed(scenario: Scenario, rank: int, seed: int, seconds: float) -> dict[str,
 
     count = Count()
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=200, callbacks=[count], **dict.fromkeys(OFF, False))
-    trainer.fit(slowed(scenario, rank), repeated_loaders(100)[0])
+    training = repeated_loaders(100, work)[0]
+    trainer.fit(slowed(scenario, rank, work), training)
     return {"speed": (count.steps - 1) / (count.now - count.since)}
 
 
@@ -222,9 +248,10 @@ def run(
     network: Network | None,
     epochs: int | None = None,
     times: int = 1,
+    work: str = "digits",
 ) -> dict[str, Any]:
     """One run, and what rank 0 saw."""
-    job = partial(train, scenario, system, goal, seed, epochs, times)
+    job = partial(train, scenario, system, goal, seed, epochs, times, work)
     alone = system == "alone"
     # After its limit a run still ends its epoch.
     seconds = START_S + 2.0 * scenario.limit_s
@@ -314,36 +341,36 @@ def codes(seeds: int, epochs: int) -> bool:
     return good
 
 
-def epoch_times(names: Sequence[str], repeats: int) -> bool:
+def epoch_times(names: Sequence[str], works: Sequence[str], repeats: int) -> bool:
     """An epoch's seconds, validation included, beside those of workers that add up their speeds."""
     headings = ("seconds", "min", "max", "of the ideal", "min", "max", "of both unconnected", "min", "max")
-    table = Table("", *headings, title="an epoch of 10 times the digits")
+    table = Table("", *headings, title=f"an epoch of 10 times the digits, or of {CNN_STEPS} steps")
     good = True
-    for name in names:
+    for work, name in itertools.product(works, names):
         scenario = SCENARIOS[name]
         seconds, shares, real = [], [], []
         for repeat in range(repeats):
             took = {}
             for system in ("alone", "A-SGD"):
-                result = run(scenario, system, math.inf, repeat, None, epochs=4, times=10)
+                result = run(scenario, system, math.inf, repeat, None, epochs=4, times=10, work=work)
                 ends = result["seconds"]
                 # Not the first: nobody knows anybody's speed yet.
                 took[system] = statistics.median(b - a for a, b in itertools.pairwise(ends))
             step_s = took["alone"] / result["steps"]
             slow_s = scenario.slow * step_s + scenario.sleep_s
             ideal_s = result["steps"] / (1 / step_s + 1 / slow_s)
-            jobs = [partial(speed, scenario, rank, repeat, 2 * took["alone"]) for rank in (0, 1)]
+            jobs = [partial(speed, scenario, rank, repeat, 2 * took["alone"], work) for rank in (0, 1)]
             speeds = [answer["speed"] for answer in run_ranks(jobs, START_S + 4 * took["alone"], launched=False)]
             both_s = result["steps"] / sum(speeds)
             seconds.append(took["A-SGD"])
             shares.append(took["A-SGD"] / ideal_s)
             real.append(took["A-SGD"] / both_s)
             CONSOLE.print(
-                f"  {name} {repeat + 1}/{repeats}  {took['A-SGD']:.2f} s, ideal {ideal_s:.2f} s, "
+                f"  {work}, {name} {repeat + 1}/{repeats}  {took['A-SGD']:.2f} s, ideal {ideal_s:.2f} s, "
                 f"both unconnected {both_s:.2f} s"
             )
         figures = [f"{f(v):.2f}" for v in (seconds, shares, real) for f in (statistics.median, min, max)]
-        table.add_row(scenario.title, *figures)
+        table.add_row(f"{WORKS[work]}: {scenario.title}", *figures)
         good &= statistics.median(shares) <= EPOCH_TARGET
     CONSOLE.print(table)
     CONSOLE.print("[green]PASS[/]" if good else "[red]FAIL[/]", f"target: at most {EPOCH_TARGET:.2f} of the ideal")
@@ -387,6 +414,7 @@ def main() -> int:
     parser.add_argument("--codes", action="store_true", help="accuracy and bytes with every compression instead")
     parser.add_argument("--epoch", action="store_true", help="an epoch's time beside the ideal instead")
     parser.add_argument("--epochs", type=int, default=10, help="with --codes")
+    parser.add_argument("--work", choices=list(WORKS), action="append", help="with --epoch")
     args = parser.parse_args()
     clean_environment()
     systems = [system for system in SYSTEMS if system in args.systems or system == "A-SGD"]
@@ -400,7 +428,7 @@ def main() -> int:
         if args.codes:
             return 0 if codes(args.repeats, args.epochs) else 1
         if args.epoch:
-            return 0 if epoch_times(chosen, args.repeats) else 1
+            return 0 if epoch_times(chosen, args.work or list(WORKS), args.repeats) else 1
         results: dict[str, dict[str, list[dict[str, Any]]]] = {}
         good = True
         for name in chosen:
