@@ -114,7 +114,9 @@ ALLOWED: dict[str, set[str]] = {
     "worker.client": {"algorithms", "compression", "errors", "layout", "messages", "streams", "transport.base"},
     "worker.collectives": {"worker.client"},
     "worker.attachment": {"messages", "worker.client"},
-    "worker.replica": {"algorithms.base", "errors", "finite", "layout", "messages", "transport.shared_memory"},
+    "worker.lane": {"transport.shared_memory"},
+    "worker.replica": {"algorithms.base", "errors", "finite", "layout", "messages", "transport.shared_memory"}
+    | {"worker.lane"},
     "worker.sharing": {"layout", "messages", "stats"},
     "worker.pace": set(),
     "worker.exchange": {

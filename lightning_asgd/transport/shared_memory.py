@@ -48,6 +48,11 @@ class SharedBlock:
         self.tensors: tuple[Tensor, ...] = tuple(_views(storage, groups))
 
     @property
+    def span(self) -> tuple[int, int]:
+        """Address of its first byte in this process, and its number of bytes."""
+        return self._start, self.ref.nbytes
+
+    @property
     def nonce(self) -> bytes:
         """Random bytes at the block's start."""
         return b"" if self._nonce is None else bytes(self._nonce.tolist())

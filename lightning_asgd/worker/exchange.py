@@ -4,7 +4,8 @@ The training thread drives everything: at the start of a batch it merges an answ
 were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
 exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
 push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
-would have to wait for.
+would have to wait for. From a device an update takes a while to this machine's memory: it is sent after the step in
+which it has arrived.
 
 What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
 the futures that it would wait for, so that one thread can go on with another worker meanwhile.
@@ -45,17 +46,18 @@ Waits = Iterator[list[Future[Any]]]
 
 @dataclass
 class _Pending:
-    futures: list[Future[Any]]
     push: bool
     fetch: bool
     epoch: str
     begun: float
     step: int
     local_steps: int
-    nbytes: int  # of the update
     common: bool  # whether the weights are those that all take
+    step_s: float  # seconds per step before it; 0 if unknown
+    about: dict[str, Any]  # fields of the message
     cost_s: float = 0.0  # in which the training thread was busy with it
-    step_s: float = 0.0  # seconds per step before it; 0 if unknown
+    nbytes: int = 0  # of the update
+    futures: list[Future[Any]] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)  # when each server has
 
 
@@ -124,6 +126,7 @@ class Exchanger(Sharing):
         self._seq = 0
         self._since_push = 0
         self._since_fetch = 0
+        self._leaving: _Pending | None = None  # the exchange whose update is on its way from the device
         self._pending: _Pending | None = None
         self._pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
         self._pushes: list[dict[int, int]] = [{} for _ in self.versions]  # what the weights fetched last hold
@@ -133,7 +136,7 @@ class Exchanger(Sharing):
     @property
     def unacknowledged(self) -> int:
         """See :class:`Sharing`."""
-        return self._since_push + (self._pending.local_steps if self._pending is not None else 0)
+        return self._since_push + sum(each.local_steps for each in (self._leaving, self._pending) if each is not None)
 
     # ------------------------------------------------------------------ the asynchronous phase
 
@@ -198,12 +201,14 @@ class Exchanger(Sharing):
     def advancing(self) -> Waits:
         """:meth:`advance`, stopping where it has to wait."""
         self.client.attend()
+        if self._leaving is not None and self.replica.arrived:
+            self._send(self._leaving)
         if self.answered:
             yield from self._finish()
         push, fetch = self.due
         if not (push or fetch):
             return
-        if self._pending is not None:
+        if self._pending is not None or self._leaving is not None:
             self.stats.deferred += 1
             if self._since_push < self._max_offline_steps:
                 return
@@ -254,7 +259,7 @@ class Exchanger(Sharing):
         _go_through(self._coming_back())
 
     def _coming_back(self) -> Waits:
-        pending = self._pending
+        pending, self._leaving = self._pending, None
         if not self.client.restoring:  # else it may have to begin again, with one server more that is lost
             self._pending = None
         if pending is not None:
@@ -351,7 +356,7 @@ class Exchanger(Sharing):
 
     def close(self) -> None:
         """Forget the exchange under way and give the buffers back."""
-        self._pending = None
+        self._pending = self._leaving = None
         self.replica.close()
 
     # ------------------------------------------------------------------ one exchange
@@ -384,43 +389,57 @@ class Exchanger(Sharing):
             self._pace = (self.stats.steps, begun)
         if fetch:
             self._since_fetch = 0
-        updates: list[Any] = self.replica.updates()
         epoch, units = self._trained()
-        if push:
+        about = {
+            "push": push,
+            "fetch": fetch,
+            "sane": push and self.replica.sane,
+            "steps": local_steps,
+            "lr": self._lr(),
+            "speed": speed,
+            "nsync": self._npush,
+            "may_wait": may_wait and not rest,
+            "rest": rest,
+            "full": full,
+            "epoch": epoch,
+            "units": units,
+            "batch": self._batch(),
+        }
+        pending = _Pending(push, fetch, epoch, begun, self.stats.steps, local_steps, common, step_s, about)
+        pending.cost_s = self._clock() - begun
+        if push and not self.replica.arrived:
+            self._leaving = pending
+        else:
+            self._send(pending)
+
+    def _send(self, pending: _Pending) -> None:
+        """Send an exchange's messages."""
+        begun = self._clock()
+        updates: list[Any] = self.replica.updates()
+        if pending.push:
             updates = [
                 update if code is None or update is None else code.updates.encode(update)
                 for code, update in zip(self._codes, updates, strict=True)
             ]
-        futures = self.client.exchange(
+        pending.futures = self.client.exchange(
             self._seq,
             self.versions,
-            push=push,
-            fetch=fetch,
             updates=updates,
-            sane=push and self.replica.sane,
-            steps=local_steps,
-            lr=self._lr(),
-            speed=speed,
-            nsync=self._npush,
-            may_wait=may_wait and not rest,
-            rest=rest,
             fragment=self._fragment,
-            full=full,
-            common=self._common() if common else None,
-            epoch=epoch,
-            units=units,
-            batch=self._batch(),
+            common=self._common() if pending.common else None,
+            **pending.about,
         )
-        sent = sum(map(self._nbytes, range(len(updates)), updates)) if push else 0
-        cost_s = self._clock() - begun
-        self._busy_s += cost_s
-        taken = self.stats.steps
-        self._pending = _Pending(futures, push, fetch, epoch, begun, taken, local_steps, sent, common, cost_s, step_s)
-        answered = self._pending.answered
-        for future in futures:
-            future.add_done_callback(lambda _: answered.append(self._clock()))
+        pending.nbytes = sum(map(self._nbytes, range(len(updates)), updates)) if pending.push else 0
+        pending.cost_s += self._clock() - begun
+        self._busy_s += pending.cost_s
+        self._pending, self._leaving = pending, None
+        for future in pending.futures:
+            future.add_done_callback(lambda _: pending.answered.append(self._clock()))
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
+        if self._leaving is not None:
+            self.replica.await_arrival()
+            self._send(self._leaving)
         pending = self._pending
         if pending is None:
             return

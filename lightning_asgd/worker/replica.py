@@ -6,6 +6,9 @@ memory they share. That makes two times the parameters' bytes; an answer by valu
 lost servers can be restored a worker remembers the weights that it fetched last: where memory is shared, and the answer
 overwrites the update, that is one more.
 
+Of a module on a CUDA device ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an answer by
+value on its way to the device, where it takes one vector more while it is merged: :mod:`lightning_asgd.worker.lane`.
+
 In terms of the module's weights *x* (all sums element-wise):
 
 * :meth:`Replica.pack`: ``wire = x - base; base = x``.
@@ -31,6 +34,7 @@ from lightning_asgd.finite import is_sane
 from lightning_asgd.layout import Layout, Piece, dtype_from_name
 from lightning_asgd.messages import Role
 from lightning_asgd.transport.shared_memory import SharedBlock
+from lightning_asgd.worker.lane import Lane, lane_for
 
 __all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 
@@ -98,6 +102,7 @@ class Replica:
         remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
         mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
             ``x = mix x + (1 - mix) r``.
+        lane: between the module's device and this machine's memory; None for the usual one.
     """
 
     _derives = True
@@ -111,12 +116,14 @@ class Replica:
         mix: float | None = None,
         *,
         remembers: bool = False,
+        lane: Lane | None = None,
     ) -> None:
         self.layout = layout
         self.mix = mix
         self.remembers = remembers
         self._source = source
         self.device = source()[0].device
+        self._lane = lane or lane_for(self.device)
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -124,11 +131,11 @@ class Replica:
         for server in range(layout.num_servers):
             shard = layout.shard(server)
             block = self.blocks[server]
-            self.wire.append(
-                block.tensors
-                if block is not None
-                else tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard)
-            )
+            if block is not None:
+                self._lane.pin(block)
+                self.wire.append(block.tensors)
+            else:
+                self.wire.append(tuple(self._lane.buffer(n, dtype_from_name(dtype)) for _, dtype, n in shard))
             base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
             self._base.append(base)
             spare = remembers and (block is not None or not self._derives)
@@ -148,12 +155,13 @@ class Replica:
         """Send by value to a server that cannot see the shared block."""
         block = self.blocks[server]
         if block is not None:
-            self.wire[server] = tuple(torch.empty_like(t) for t in block.tensors)
+            self.wire[server] = tuple(self._lane.buffer(t.numel(), t.dtype) for t in block.tensors)
             if self._derives:
                 self._spare[server] = None
                 for run in self._runs:
                     if run.server == server:
                         run.spare = None
+            self._lane.unpin(block)
             block.close()
             self.blocks[server] = None
 
@@ -173,16 +181,19 @@ class Replica:
         return shards
 
     def pack(self) -> None:
-        """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire."""
+        """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire.
+
+        It is there once it has :attr:`arrived`.
+        """
         self._keeps = self.remembers and not self._packed
         self.sane = self.device.type == "cpu"  # else the training thread would have to wait for the device
-        with torch.no_grad():
+        with torch.no_grad(), self._lane.turn():
             for r, x in self._values(write=False):
                 wire = r.of(self.wire)
                 if r.role is Role.PARAMETER:
                     self._pack(r, x, wire)
                 elif r.role is Role.LARGEST:
-                    wire.copy_(x)
+                    wire.copy_(x, non_blocking=True)
                     if self._keeps and r.spare is not None:
                         r.base, r.spare = r.spare, r.base
                 else:
@@ -192,6 +203,15 @@ class Replica:
             if self._keeps and spare is not None:
                 self._base[server], self._spare[server] = spare, self._base[server]
         self._packed = True
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the update that was packed last is on the wire: from a device it takes a while."""
+        return self._lane.arrived
+
+    def await_arrival(self) -> None:
+        """Return once it is."""
+        self._lane.wait()
 
     def pack_again(self, server: int) -> None:
         """Put the latest update on the wire once more, where a lost server has written into the shared block."""
@@ -213,6 +233,7 @@ class Replica:
 
         By value they are what the update was added to, up to rounding.
         """
+        self._lane.wait()
         base, spare = self._base[server], self._spare[server]
         if not self._packed:
             return tuple(b.cpu() for b in base)
@@ -231,9 +252,10 @@ class Replica:
             fresh: whether nothing was trained since, so that the answer can be taken as it is.
         """
         self._packed = False
-        with torch.no_grad():
+        near = self._lane.bring(answers)
+        with torch.no_grad(), self._lane.turn():
             for r, x in self._values(write=True):
-                answer = r.of(answers)
+                answer = r.of(near)
                 if r.role is Role.PARAMETER:
                     self._merge(r, x, answer, pushed, fresh)
                 elif r.role is Role.LARGEST and not fresh:
@@ -283,7 +305,7 @@ class Replica:
         if x.device == wire.device:
             torch.sub(x, r.base, out=wire)
         else:
-            wire.copy_(x - r.base)
+            wire.copy_(x - r.base, non_blocking=True)
         if self._keeps and r.spare is not None:
             r.base, r.spare = r.spare, r.base
         r.base.copy_(x)
@@ -342,6 +364,7 @@ class Replica:
         self.wire = []
         for block in self.blocks:
             if block is not None:
+                self._lane.unpin(block)
                 block.close()
 
     def _values(self, *, write: bool) -> Iterator[tuple[_Run, Tensor]]:
@@ -378,6 +401,7 @@ class GradientReplica(Replica):
         blocks: see :class:`Replica`.
         gradients: gives the gradients of the module's tensors in the layout's order, None where there is none.
         remembers: see :class:`Replica`.
+        lane: see :class:`Replica`.
     """
 
     _derives = False
@@ -390,8 +414,9 @@ class GradientReplica(Replica):
         gradients: Callable[[], Sequence[Tensor | None]],
         *,
         remembers: bool = False,
+        lane: Lane | None = None,
     ) -> None:
-        super().__init__(layout, source, blocks, remembers=remembers)
+        super().__init__(layout, source, blocks, remembers=remembers, lane=lane)
         self._gradients = gradients
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._runs) if r.role is Role.PARAMETER}
         self._pushed = {
@@ -414,7 +439,7 @@ class GradientReplica(Replica):
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         index = self._index[id(r)]
         accrued = self._accrued[index]
-        wire.copy_(accrued)
+        wire.copy_(accrued, non_blocking=True)
         if index in self._pushed:
             self._accrued[index], self._pushed[index] = self._pushed[index], accrued
         self._accrued[index].zero_()
@@ -443,7 +468,7 @@ class ElasticReplica(Replica):
     _parked = False
 
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
-        wire.copy_(x)
+        wire.copy_(x, non_blocking=True)
 
     def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
         if pushed:
@@ -485,13 +510,14 @@ def replica_for(
     mix: float | None = None,
     *,
     remembers: bool = False,
+    lane: Lane | None = None,
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:
-        return GradientReplica(layout, source, blocks, gradients, remembers=remembers)
+        return GradientReplica(layout, source, blocks, gradients, remembers=remembers, lane=lane)
     if payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, source, blocks, mix)
-    return Replica(layout, source, blocks, mix, remembers=remembers)
+        return ElasticReplica(layout, source, blocks, mix, lane=lane)
+    return Replica(layout, source, blocks, mix, remembers=remembers, lane=lane)
 
 
 def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> Tensor:

@@ -1,0 +1,244 @@
+"""From a device and back: nothing is sent before it has arrived, nothing is lost, and training never waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.layout import build_layout
+from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker import replica as replica_module
+from lightning_asgd.worker.lane import DeviceLane, Lane, lane_for
+from lightning_asgd.worker.replica import replica_for
+from tests.component.test_exchange import Scripted, Worker, pushes, scripted
+from tests.helpers.cluster import Cluster
+
+HAS_CUDA = torch.cuda.is_available()
+NEEDS_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA device")
+CPU = torch.device("cpu")
+
+
+class LateLane(Lane):
+    """What was packed arrives at the so manieth look; until then there is NaN in its place."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self._buffers: list[torch.Tensor] = []
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._left = 0
+        self._merging = False
+
+    def buffer(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        self._buffers.append(super().buffer(length, dtype))
+        return self._buffers[-1]
+
+    def pin(self, block: shared_memory.SharedBlock) -> None:
+        self._buffers += block.tensors
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        yield
+        if not self._merging:
+            self._left, self._hidden = self.looks, [(buffer, buffer.clone()) for buffer in self._buffers]
+            for buffer in self._buffers:
+                buffer.fill_(torch.nan)
+        self._merging = False
+
+    def bring(self, answers: Sequence[tuple[torch.Tensor, ...]]) -> Sequence[tuple[torch.Tensor, ...]]:
+        self._merging = True
+        return answers
+
+    @property
+    def arrived(self) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            self.wait()
+        return not self._hidden
+
+    def wait(self) -> None:
+        for buffer, content in self._hidden:
+            buffer.copy_(content)
+        self._hidden = []
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates arrive with the second look after the one when they were packed."""
+    monkeypatch.setattr(replica_module, "lane_for", lambda _: LateLane(2))
+
+
+def test_an_update_is_sent_after_the_step_in_which_it_has_arrived(late: None) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=4, scale="sum")
+    sent = []
+    for _ in range(10):
+        worker.step(1.0)
+        sent.append(len(pushes(transport)))
+    assert sent == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]  # due after steps 4 and 8
+    assert worker.exchanger.unacknowledged == 2
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[4.0] * 4] * 2
+    assert worker.exchanger.stats.deferred == 0
+    worker.exchanger.flush()
+    assert worker.exchanger.unacknowledged == 0
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [10.0] * 4
+    assert [r.local_steps for r in worker.exchanger.stats.records if r.local_steps] == [4, 4, 2]
+
+
+def test_an_exchange_that_falls_due_while_an_update_is_on_its_way_is_put_off(late: None) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1, scale="sum")
+    for _ in range(3):
+        worker.step(1.0)
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[1.0] * 4]
+    assert worker.exchanger.stats.deferred == 1
+    assert worker.exchanger.unacknowledged == 2  # the next is on its way already
+
+
+def test_nobody_waits_longer_for_an_update_on_its_way_than_for_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "lane_for", lambda _: LateLane(100))
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2, max_offline_steps=5, scale="sum")
+    for _ in range(7):
+        worker.step(1.0)
+    assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4]
+    worker.exchanger.flush()
+    assert cluster.versions() == [2]
+
+
+def test_what_is_on_its_way_is_lost_with_all_that_was_not_applied_when_a_worker_was_away(late: None) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=2, scale="sum")
+    for _ in range(2):
+        worker.step(1.0)
+    worker.exchanger.come_back()
+    assert pushes(transport) == []
+    assert worker.w.tolist() == [0.0] * 4
+    for _ in range(4):
+        worker.step(1.0)
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [4.0] * 4
+
+
+def test_closing_forgets_what_is_on_its_way(late: None) -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=1)
+    worker.step(1.0)
+    worker.exchanger.close()
+    assert pushes(transport) == []
+
+
+@given(
+    script=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["step", "step", "advance", "deliver", "flush"])), max_size=60
+    ),
+    looks=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    servers=st.integers(1, 2),
+    nsync=st.integers(1, 3),
+    shared=st.booleans() if shared_memory.create([]) is not None else st.just(False),
+)
+@settings(max_examples=100)
+def test_every_step_is_in_the_weights_once_however_late_updates_arrive(
+    script: list[tuple[int, str]], looks: list[int], servers: int, nsync: int, shared: bool
+) -> None:
+    cluster = Cluster(servers, 3)
+    lanes = iter(looks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_module, "lane_for", lambda _: LateLane(next(lanes)))
+        rules = {"nsync": nsync, "scale": "sum", "max_offline_steps": 10**6, "shared": shared}
+        team = [Scripted(cluster, rank, **rules) for rank in range(3)]
+    start, total = team[0].w.clone(), 0.0
+    for number, (rank, action) in enumerate(script):
+        worker = team[rank]
+        if action == "step":
+            worker.step(float(number))
+            total += number
+        elif action == "advance":
+            worker.exchanger.advance()
+        else:
+            worker.wire.deliver()
+            if action == "flush":
+                worker.wire.release()
+                worker.exchanger.flush()
+                worker.wire.hold()
+    for worker in team:
+        worker.wire.release()
+        worker.exchanger.flush()
+    for worker in team:
+        worker.exchanger.fetch()
+        torch.testing.assert_close(worker.w, start + total, rtol=0, atol=1e-3)
+        worker.exchanger.close()
+    cluster.close()
+
+
+# ---------------------------------------------------------------------- on a device
+
+
+@pytest.mark.parametrize("payload", [Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS])
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=NEEDS_CUDA)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_device_packs_and_merges_what_a_cpu_does(
+    payload: Payload, device: torch.device, dtype: torch.dtype, shared: bool
+) -> None:
+    """On CUDA without one call that waits for the device, but for the last."""
+    wires, results = [], []
+    for lane in (Lane(), DeviceLane(device)):
+        place = device if isinstance(lane, DeviceLane) else CPU
+        module = {"w": torch.arange(3000.0), "b": torch.arange(5.0)}
+        module = {name: value.to(place, dtype) for name, value in module.items()}
+        layout = build_layout(module.items(), [], 2)
+        blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
+        gradients = [torch.ones_like(value) for value in module.values()]
+        about: Any = (payload, layout, lambda module=module: list(module.values()), blocks, lambda g=gradients: g)
+        replica = replica_for(*about, lane=lane)
+        replica.adopt([tuple(torch.ones_like(t) for t in shard) for shard in replica.wire])
+        with _never_waiting(place):
+            for value in module.values():
+                value += 2
+            replica.accrue()
+            replica.pack()
+            for value in module.values():
+                value += 4  # trained meanwhile
+        replica.await_arrival()
+        assert replica.arrived
+        wires.append([t.clone() for shard in replica.wire for t in shard])
+        answers = [tuple(torch.full_like(t, 7.0, device=CPU) for t in shard) for shard in replica.wire]
+        if shared:
+            for shard, answer in zip(replica.wire, answers, strict=True):
+                for wire, value in zip(shard, answer, strict=True):
+                    wire.copy_(value)
+            answers = list(replica.wire)
+        with _never_waiting(place):
+            replica.merge(answers)
+            for value in module.values():
+                value *= 2  # trained after that
+        results.append([value.cpu() for value in module.values()])
+        replica.close()
+    torch.testing.assert_close(wires[0], wires[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@contextlib.contextmanager
+def _never_waiting(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_only_devices_with_streams_have_a_lane_of_their_own() -> None:
+    assert type(lane_for(CPU)) is Lane
+    assert type(lane_for(torch.device("mps"))) is Lane
