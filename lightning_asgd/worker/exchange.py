@@ -4,8 +4,8 @@ The training thread drives everything: at the start of a batch it merges an answ
 were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
 exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
 push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
-would have to wait for. From a device an update takes a while to this machine's memory: it is sent after the step in
-which it has arrived.
+would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
+be sent leaves after the step in which the device was through with that.
 
 What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
 the futures that it would wait for, so that one thread can go on with another worker meanwhile.
@@ -126,7 +126,7 @@ class Exchanger(Sharing):
         self._seq = 0
         self._since_push = 0
         self._since_fetch = 0
-        self._leaving: _Pending | None = None  # the exchange whose update is on its way from the device
+        self._leaving: _Pending | None = None  # the exchange that is sent once the device is through
         self._pending: _Pending | None = None
         self._pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
         self._pushes: list[dict[int, int]] = [{} for _ in self.versions]  # what the weights fetched last hold
@@ -329,6 +329,7 @@ class Exchanger(Sharing):
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
+        self.replica.await_arrival()
         replies = self.client.replies(  # never refused: only pushes are
             self.client.exchange(
                 self._seq,
@@ -407,14 +408,14 @@ class Exchanger(Sharing):
         }
         pending = _Pending(push, fetch, epoch, begun, self.stats.steps, local_steps, common, step_s, about)
         pending.cost_s = self._clock() - begun
-        if push and not self.replica.arrived:
-            self._leaving = pending
-        else:
+        if self.replica.arrived:
             self._send(pending)
+        else:
+            self._leaving = pending
 
     def _send(self, pending: _Pending) -> None:
         """Send an exchange's messages."""
-        begun = self._clock()
+        begun, self._leaving = self._clock(), None
         updates: list[Any] = self.replica.updates()
         if pending.push:
             updates = [
@@ -432,18 +433,20 @@ class Exchanger(Sharing):
         pending.nbytes = sum(map(self._nbytes, range(len(updates)), updates)) if pending.push else 0
         pending.cost_s += self._clock() - begun
         self._busy_s += pending.cost_s
-        self._pending, self._leaving = pending, None
+        self._pending = pending
         for future in pending.futures:
             future.add_done_callback(lambda _: pending.answered.append(self._clock()))
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
+        if self._leaving is None and self._pending is None:
+            return
+        waiting_since = self._clock()
         if self._leaving is not None:
             self.replica.await_arrival()
             self._send(self._leaving)
         pending = self._pending
         if pending is None:
             return
-        waiting_since = self._clock()
         if not self.answered:
             yield pending.futures
         try:
@@ -484,7 +487,7 @@ class Exchanger(Sharing):
         self._busy_s += merge_s + wait_s
         if self._auto is not None and not sync and pending.push and pending.fetch:
             near = any(block is not None for block in self.replica.blocks)  # servers that take this machine's cores
-            taken_s = sum(r.busy_s for r in replies) if near else 0.0
+            taken_s = (sum(r.busy_s for r in replies) if near else 0.0) + self.replica.took_s()
             self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=pending.cost_s + merge_s + taken_s)
         self._record(pending, replies, wait_s, sync)
         if refused:

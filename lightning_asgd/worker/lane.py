@@ -2,15 +2,18 @@
 
 On a CPU there is nothing to copy. On a CUDA device all that concerns exchanges is queued on a stream of its own, which
 the device works through between two training steps: it takes its *turn* after what the device was given before, and
-what it is given later comes after it. So the training thread only queues work. An update is on the wire once its copy
-has *arrived*; the worker trains meanwhile, and looks again after every step. What is copied lies in pinned memory,
-which the device reads and writes by itself.
+what it is given later comes after it. So the training thread only queues work. Once the device is through with a turn,
+what it copied has *arrived*, and it reads no more of this machine's memory: before that no server may be sent anything
+that it answers there. The worker trains meanwhile, and looks again after every step. What is copied lies in pinned
+memory, which the device reads and writes by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -30,11 +33,15 @@ class Lane:
 
     @property
     def arrived(self) -> bool:
-        """Whether this machine's memory holds what was copied in the latest :meth:`turn`."""
+        """Whether the latest :meth:`turn` is over, and all before it."""
         return True
 
     def wait(self) -> None:
-        """Return once that has arrived."""
+        """Return once it is."""
+
+    def took_s(self) -> float:
+        """Seconds of turns that are over and were not told of, in which the device did nothing else."""
+        return 0.0
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
         """Memory of this machine to copy to and from.
@@ -79,60 +86,76 @@ class DeviceLane(Lane):
     def __init__(self, device: torch.device, module: ModuleType | None = None) -> None:
         self._device = device
         self._module: Any = module or torch.get_device_module(device)
-        self._pins = device.type != "cpu"
+        self._is_device = device.type != "cpu"
         self._stream = self._module.Stream(device)
-        self._left: Any = None  # the event after the latest turn
+        self._turns: deque[tuple[Any, Any]] = deque()  # events before and after those that were not told of
+        self._latest: Any = None  # the event after the latest turn
         self._landed: Any = None  # the event after the latest answers were copied
         self._landing: list[tuple[Tensor, ...]] = []  # answers on their way to the device, where they came by value
-        self._pinned: set[int] = set()  # addresses of blocks
+        self._unpins: dict[int, Any] = {}  # by address of a block, what gives it back
 
     @property
     def arrived(self) -> bool:
         """See :class:`Lane`."""
-        return self._left is None or bool(self._left.query())
+        return self._latest is None or bool(self._latest.query())
 
     def wait(self) -> None:
         """See :class:`Lane`."""
-        if self._left is not None:
-            self._left.synchronize()
+        if self._latest is not None:
+            self._latest.synchronize()
+
+    def took_s(self) -> float:
+        """See :class:`Lane`."""
+        took_s = 0.0
+        while self._turns and self._turns[0][1].query():
+            begin, end = self._turns.popleft()
+            took_s += begin.elapsed_time(end) / 1000 if self._is_device else 0.0
+        return took_s
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Lane`."""
-        return torch.empty(length, dtype=dtype, pin_memory=self._pins)
+        return torch.empty(length, dtype=dtype, pin_memory=self._is_device)
 
     def pin(self, block: SharedBlock) -> None:
         """See :class:`Lane`. Where it cannot, the training thread waits for every copy."""
-        if not self._pins:
+        if not self._is_device:
             return
         address, nbytes = block.span
-        error = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
+        with self._module.device(self._device):
+            error = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
         if error:
+            with contextlib.suppress(RuntimeError):  # CUDA raises its latest error at the next kernel, whoever's it was
+                torch.empty(1, device=self._device).fill_(0)
             log.warning(
                 "The memory that this worker shares with a server (%d bytes) could not be pinned: CUDA's error %d. "
                 "Exchanges will hold training up a little. Raise the limit of locked memory (ulimit -l).",
                 *(nbytes, error),
             )
-        else:
-            self._pinned.add(address)
+        else:  # memory that is unmapped before would stay pinned, and another block may come to lie there
+            self._unpins[address] = weakref.finalize(block, _unpin, self._module, self._stream, address)
+            self._unpins[address].atexit = False
 
     def unpin(self, block: SharedBlock) -> None:
         """See :class:`Lane`."""
-        address, _ = block.span
-        if address in self._pinned:
-            self._pinned.remove(address)
-            self.wait()
-            self._module.cudart().cudaHostUnregister(address)
+        give_back = self._unpins.pop(block.span[0], None)
+        if give_back is not None:
+            give_back()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """See :class:`Lane`."""
         training = self._module.current_stream(self._device)
+        begin, end = self._event(timed=True), self._event(timed=True)
         self._stream.wait_stream(training)
-        with self._module.stream(self._stream):
-            yield
-        training.wait_stream(self._stream)
-        self._left = self._module.Event()
-        self._left.record(self._stream)
+        begin.record(self._stream)
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:  # also where memory ran out in the midst of it
+            training.wait_stream(self._stream)
+            end.record(self._stream)
+            self._latest = end
+            self._turns.append((begin, end))
 
     def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
         """See :class:`Lane`. They are copied beside what the device computes."""
@@ -142,9 +165,12 @@ class DeviceLane(Lane):
             self._landing = [()] * len(answers)
         with self._module.stream(self._stream):
             there = [self._bring(server, shard) for server, shard in enumerate(answers)]
-        self._landed = self._module.Event()
+        self._landed = self._event()
         self._landed.record(self._stream)
         return there
+
+    def _event(self, *, timed: bool = False) -> Any:
+        return self._module.Event(enable_timing=timed) if self._is_device else self._module.Event()
 
     def _bring(self, server: int, shard: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not all(answer.is_pinned() for answer in shard):
@@ -154,6 +180,11 @@ class DeviceLane(Lane):
                 landing.copy_(answer)
             shard = self._landing[server]
         return tuple(answer.to(self._device, non_blocking=True, copy=True) for answer in shard)
+
+
+def _unpin(module: Any, stream: Any, address: int) -> None:
+    stream.synchronize()
+    module.cudart().cudaHostUnregister(address)
 
 
 def lane_for(device: torch.device) -> Lane:

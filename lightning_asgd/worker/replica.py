@@ -7,7 +7,8 @@ lost servers can be restored a worker remembers the weights that it fetched last
 overwrites the update, that is one more.
 
 Of a module on a CUDA device ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an answer by
-value on its way to the device, where it takes one vector more while it is merged: :mod:`lightning_asgd.worker.lane`.
+value on its way to the device, where it takes one vector more, from the first merge on (see
+:mod:`lightning_asgd.worker.lane`).
 
 In terms of the module's weights *x* (all sums element-wise):
 
@@ -206,12 +207,19 @@ class Replica:
 
     @property
     def arrived(self) -> bool:
-        """Whether the update that was packed last is on the wire: from a device it takes a while."""
+        """Whether the update that was packed last is on the wire, and the answer merged last is no longer needed there.
+
+        With a device that takes a while. Nothing must be sent before it.
+        """
         return self._lane.arrived
 
     def await_arrival(self) -> None:
         """Return once it is."""
         self._lane.wait()
+
+    def took_s(self) -> float:
+        """Seconds that packing and merging took the device since the last call, as far as it is through."""
+        return self._lane.took_s()
 
     def pack_again(self, server: int) -> None:
         """Put the latest update on the wire once more, where a lost server has written into the shared block."""
