@@ -438,15 +438,13 @@ class Exchanger(Sharing):
             future.add_done_callback(lambda _: pending.answered.append(self._clock()))
 
     def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
-        if self._leaving is None and self._pending is None:
-            return
-        waiting_since = self._clock()
         if self._leaving is not None:
-            self.replica.await_arrival()
+            self.replica.await_arrival()  # the device trains meanwhile: that is no waiting for an exchange
             self._send(self._leaving)
         pending = self._pending
         if pending is None:
             return
+        waiting_since = self._clock()
         if not self.answered:
             yield pending.futures
         try:
@@ -483,12 +481,13 @@ class Exchanger(Sharing):
             self._pushed = self.client.latest(self._fragment)
         wishes = [r.nsync for r in replies if r.nsync]
         self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
-        merge_s = self._clock() - merging_since
+        merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
         self._busy_s += merge_s + wait_s
         if self._auto is not None and not sync and pending.push and pending.fetch:
             near = any(block is not None for block in self.replica.blocks)  # servers that take this machine's cores
-            taken_s = (sum(r.busy_s for r in replies) if near else 0.0) + self.replica.took_s()
-            self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=pending.cost_s + merge_s + taken_s)
+            taken_s = sum(r.busy_s for r in replies) if near else 0.0
+            cost_s = max(pending.cost_s + merge_s, device_s) + taken_s  # a device works while this thread does
+            self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s)
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0

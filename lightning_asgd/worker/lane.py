@@ -14,7 +14,7 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from lightning_asgd.transport.shared_memory import SharedBlock
 
 __all__ = ["DeviceLane", "Lane", "lane_for"]
+
+_TURNS = 16  # of which it is remembered how long they took
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class DeviceLane(Lane):
         self._module: Any = module or torch.get_device_module(device)
         self._is_device = device.type != "cpu"
         self._stream = self._module.Stream(device)
-        self._turns: deque[tuple[Any, Any]] = deque()  # events before and after those that were not told of
+        self._turns: deque[tuple[Any, Any]] = deque(maxlen=_TURNS)  # events before and after those not told of
         self._latest: Any = None  # the event after the latest turn
         self._landed: Any = None  # the event after the latest answers were copied
         self._landing: list[tuple[Tensor, ...]] = []  # answers on their way to the device, where they came by value
@@ -121,18 +123,15 @@ class DeviceLane(Lane):
         if not self._is_device:
             return
         address, nbytes = block.span
-        with self._module.device(self._device):
-            error = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
+        error = _registered(self._module, self._device, lambda cudart: cudart.cudaHostRegister(address, nbytes, 0))
         if error:
-            with contextlib.suppress(RuntimeError):  # CUDA raises its latest error at the next kernel, whoever's it was
-                torch.empty(1, device=self._device).fill_(0)
             log.warning(
                 "The memory that this worker shares with a server (%d bytes) could not be pinned: CUDA's error %d. "
                 "Exchanges will hold training up a little. Raise the limit of locked memory (ulimit -l).",
                 *(nbytes, error),
             )
         else:  # memory that is unmapped before would stay pinned, and another block may come to lie there
-            self._unpins[address] = weakref.finalize(block, _unpin, self._module, self._stream, address)
+            self._unpins[address] = weakref.finalize(block, _unpin, self._module, self._device, self._stream, address)
             self._unpins[address].atexit = False
 
     def unpin(self, block: SharedBlock) -> None:
@@ -163,11 +162,12 @@ class DeviceLane(Lane):
             self._landed.synchronize()  # through long since: an exchange lies between
         if not self._landing:
             self._landing = [()] * len(answers)
-        with self._module.stream(self._stream):
-            there = [self._bring(server, shard) for server, shard in enumerate(answers)]
         self._landed = self._event()
-        self._landed.record(self._stream)
-        return there
+        try:
+            with self._module.stream(self._stream):
+                return [self._bring(server, shard) for server, shard in enumerate(answers)]
+        finally:
+            self._landed.record(self._stream)
 
     def _event(self, *, timed: bool = False) -> Any:
         return self._module.Event(enable_timing=timed) if self._is_device else self._module.Event()
@@ -182,9 +182,25 @@ class DeviceLane(Lane):
         return tuple(answer.to(self._device, non_blocking=True, copy=True) for answer in shard)
 
 
-def _unpin(module: Any, stream: Any, address: int) -> None:
-    stream.synchronize()
-    module.cudart().cudaHostUnregister(address)
+def _unpin(module: Any, device: torch.device, stream: Any, address: int) -> None:
+    try:
+        stream.synchronize()
+    except RuntimeError as error:  # after which the device can't be used any more; what follows tells its user
+        log.warning("Copies to or from a device were not through when training ended: %s", error)
+    _registered(module, device, lambda cudart: cudart.cudaHostUnregister(address))
+
+
+def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -> int:
+    """CUDA's error of a call; 0 if there was none. CUDA itself would raise it at the next kernel, whoever's that is."""
+    with contextlib.suppress(RuntimeError):
+        scalar = torch.empty(1, device=device)
+        with module.device(device):
+            error = int(call(module.cudart()))
+        if error:
+            with contextlib.suppress(RuntimeError):
+                scalar.fill_(0)
+        return error
+    return -1
 
 
 def lane_for(device: torch.device) -> Lane:

@@ -313,10 +313,16 @@ class Registry:
         self.error = error
         self.pinned: list[tuple[int, int]] = []
         self.calls: list[str] = []
+        self.broken = False
         self.device = contextlib.nullcontext
 
     def Stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(synchronize=lambda: self.calls.append("synchronize"))
+        return SimpleNamespace(synchronize=self.synchronize)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def cudart(self) -> Registry:
         return self
@@ -325,9 +331,10 @@ class Registry:
         self.pinned += [] if self.error else [(address, nbytes)]
         return self.error
 
-    def cudaHostUnregister(self, address: int) -> None:
+    def cudaHostUnregister(self, address: int) -> int:
         self.calls.append("unregister")
         self.pinned = [entry for entry in self.pinned if entry[0] != address]
+        return self.error
 
 
 NEEDS_SHARED_MEMORY = pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
@@ -352,6 +359,29 @@ def test_a_block_is_pinned_whole_and_no_longer_than_it_is_there(forgotten: bool)
         lane.unpin(block)
     assert registry.pinned == []
     assert registry.calls == ["synchronize", "unregister"]
+
+
+@NEEDS_SHARED_MEMORY
+def test_a_block_is_no_longer_pinned_also_where_the_device_has_failed() -> None:
+    registry: Any = Registry()
+    lane = DeviceLane(torch.device("meta"), registry)
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    assert block is not None
+    lane.pin(block)
+    registry.broken = True
+    lane.unpin(block)
+    assert registry.pinned == []
+    block.close()
+
+
+def test_what_turns_took_is_forgotten_where_nobody_asks() -> None:
+    lane = DeviceLane(CPU)
+    for _ in range(1000):
+        with lane.turn():
+            pass
+    assert len(lane._turns) < 100
+    assert lane.took_s() == 0.0
+    assert not lane._turns
 
 
 @NEEDS_SHARED_MEMORY
