@@ -14,7 +14,7 @@ buffer to another, and each into memory that the system has just given, like tha
 second is five times the first, or more: it is the system's handing out and clearing of pages that takes so long.
 
 Exits with 1 if an exchange takes more than 1.0 of the first through shared memory, or more than 1.25 of the second by
-RPC. (The target of 1.25 was set where torch's RPC alone took 1.27 and one thread copied 1.9 GB/s: near the second only.)
+RPC. (The target of 1.25 was set where torch's RPC alone took 1.27 and a thread copied 1.9 GB/s: near the second only.)
 """
 
 from __future__ import annotations
