@@ -194,7 +194,9 @@ class Leases:
         answers += self.retry(now)
         if worker.waiting is claim and not claim.wait:
             worker.waiting = None
-            answers.append((claim, self._grant(worker, 0, 0, now)))
+            # One that has had nothing yet, since others hold all that is left, would not notice the segment's end.
+            late = worker.served < claim.segment
+            answers.append((claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now)))
         return answers
 
     def retry(self, now: float) -> list[Answer]:
@@ -220,9 +222,7 @@ class Leases:
                     self._take(worker, first, last)
                     grant = self._grant(worker, first, last, now)
                 elif worker.served < claim.segment:
-                    worker.served, end = claim.segment, self.epoch.ends[claim.segment]
-                    begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
-                    grant = replace(self._grant(worker, max(begin, end - claim.size), end, now), void=True)
+                    grant = self._in_vain(worker, claim, now)
                 else:
                     grant = self._grant(worker, 0, 0, now, over=True)
                 answers.append((claim, grant))
@@ -298,6 +298,12 @@ class Leases:
         rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
         return Grant(first, last, over, self._progress(now), ratio)
+
+    def _in_vain(self, worker: _Worker, claim: Claim, now: float) -> Grant:
+        """A batch to train that counts for nothing."""
+        worker.served, end = claim.segment, self.epoch.ends[claim.segment]
+        begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
+        return replace(self._grant(worker, max(begin, end - claim.size), end, now), void=True)
 
     def _progress(self, now: float) -> float:
         """Units that have probably been trained by now."""

@@ -254,6 +254,29 @@ def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_ne
         assert units < plan.step or 2 * step[0].units >= plan.step
 
 
+def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() -> None:
+    """Else its epoch would have no batch: it would count no steps, and go on before the others are through."""
+    leases = Leases(Epoch("0", 2, (2,)), all_train=False)
+    leases.meet({0}, 0.0)
+    for _ in range(2):
+        ((_, grant),) = leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
+        assert grant is not None
+        assert (grant.last - grant.first, grant.void) == (1, False)
+    leases.meet({0, 1}, 0.0)
+    ((_, late),) = leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    assert late is not None
+    assert (late.first, late.last, late.void) == (1, 2, True)
+    ((_, after),) = leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    assert after is not None
+    assert (after.first, after.last, after.over) == (0, 0, False)
+    assert leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
+    answers = leases.claim(Claim("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
+    assert sorted((claim.worker, grant is not None and grant.over) for claim, grant in answers) == [
+        (0, True),
+        (1, True),
+    ]
+
+
 def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
     """The others train all but that, although it was the fastest, and the rest once it is declared gone."""
     run = Run(40, (40,), [0.1, 0.1, 0.01])
