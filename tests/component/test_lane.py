@@ -19,11 +19,10 @@ from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.lane import DeviceLane, Lane, lane_for
 from lightning_asgd.worker.replica import replica_for
-from tests.component.test_exchange import Scripted, Worker, pushes, scripted
+from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
 
-HAS_CUDA = torch.cuda.is_available()
-NEEDS_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA device")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 CPU = torch.device("cpu")
 
 
@@ -140,7 +139,7 @@ def test_what_is_on_its_way_is_lost_with_all_that_was_not_applied_when_a_worker_
     assert worker.w.tolist() == [4.0] * 4
 
 
-@pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
+@NEEDS_SHARED_MEMORY
 def test_a_checkpoint_within_an_epoch_waits_for_the_answer_that_the_device_still_reads(late: None) -> None:
     cluster = Cluster(1, 2)
     first, second = (Worker(cluster, rank, nsync=1, scale="sum", shared=True) for rank in range(2))
@@ -175,7 +174,7 @@ ACTIONS = ["step"] * 4 + ["advance"] * 2 + ["deliver"] * 2 + ["flush", "fetch", 
     npush=st.integers(1, 3),
     nfetch=st.integers(1, 3),
     algorithm=st.sampled_from([ASGD("sum"), Downpour(lr=0.01), EASGD()]),
-    shared=st.booleans() if shared_memory.create([]) is not None else st.just(False),
+    shared=st.booleans() if CAN_SHARE else st.just(False),
 )
 @settings(max_examples=200, deadline=None)
 def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_reads_or_writes(
@@ -335,9 +334,6 @@ class Registry:
         self.calls.append("unregister")
         self.pinned = [entry for entry in self.pinned if entry[0] != address]
         return self.error
-
-
-NEEDS_SHARED_MEMORY = pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
 
 
 @NEEDS_SHARED_MEMORY
