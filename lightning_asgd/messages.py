@@ -60,7 +60,7 @@ FOUNDED = "founded"
 
 _BULKY = 4 << 20  # bytes
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -780,6 +780,8 @@ class Grant:
         ratio: units that all train while this worker trains one.
         void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
             comes late needs a batch to notice that a segment is over.
+        final: whether there is probably nothing more for this worker in the segment: when it has trained this it pushes
+            the rest, and waits.
         terms: see :class:`Reply`.
         left: see :class:`Reply`.
     """
@@ -790,6 +792,7 @@ class Grant:
     progress: float = 0.0
     ratio: float = 1.0
     void: bool = False
+    final: bool = False
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
 

@@ -162,6 +162,11 @@ class TrainingData:
         """Seconds until this worker will probably push the rest for the next sync point; infinite if unknown."""
         return math.inf if self._loop is None else self._loop.leases.left_s
 
+    def ask_ahead(self, seconds: float) -> None:
+        """Ask for data to train in so many seconds, if there are not enough: nothing gets through meanwhile."""
+        if self._loop is not None:
+            self._loop.leases.ask_ahead(seconds)
+
     def part(self) -> Part | None:
         """What this worker has of the present epoch."""
         return None if self._loop is None else self._loop.leases.part

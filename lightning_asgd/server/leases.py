@@ -72,11 +72,18 @@ class Leases:
         epoch: which epoch it is, and what its segments are. Units in ``epoch.done`` count as trained.
         all_train: whether a step of every segment is kept for each of the living. Without, one that comes late trains
             a batch in vain, to notice the segment's end.
+        before: the epoch before, in which workers have shown how fast they are.
+        now: time in seconds.
     """
 
-    def __init__(self, epoch: Epoch, *, all_train: bool = True) -> None:
+    def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         self.epoch = epoch
         self._all_train = all_train
+        self._expected: dict[int, _Worker] = {}
+        if before is not None:
+            for number, w in (before._expected | before._workers).items():
+                if number in before._living:
+                    self._expected[number] = _Worker(pace=w.pace, size=w.size, trip=w.trip, flush=w.flush, at=now)
         self._free: list[tuple[int, int]] = []
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
@@ -196,7 +203,9 @@ class Leases:
             worker.waiting = None
             # One that has had nothing yet, since others hold all that is left, would not notice the segment's end.
             late = worker.served < claim.segment
-            answers.append((claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now)))
+            answers.append(
+                (claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True))
+            )
         return answers
 
     def retry(self, now: float) -> list[Answer]:
@@ -220,7 +229,8 @@ class Leases:
                 worker.waiting = None
                 if first < last:
                     self._take(worker, first, last)
-                    grant = self._grant(worker, first, last, now)
+                    final = not self._wanted(number, worker, claim.segment, now)
+                    grant = self._grant(worker, first, last, now, final=final)
                 elif worker.served < claim.segment:
                     grant = self._in_vain(worker, claim, now)
                 else:
@@ -233,26 +243,29 @@ class Leases:
 
     def _choose(self, number: int, worker: _Worker, claim: Claim, now: float) -> tuple[int, int]:
         """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
-        free = self._free_in(claim.segment)
-        left = sum(last - first for first, last in free)
-        if not left:
-            return 0, 0
-        others = [w for n, w in self._peers(number).items() if not w.stopped]
-        # Everybody needs something of every segment, or would not notice its end.
-        unserved = [w for w in others if w.served < claim.segment] if self._all_train else []
-        if worker.served < claim.segment:
-            units = min(worker.size, max(1, left // (1 + len(unserved))))
-        else:
-            spare = left - sum(w.size or worker.size for w in unserved)
-            steps = self._steps(worker, others, left, now) if spare > 0 else 0
-            units = min(steps, spare // worker.size) * worker.size if unserved else steps * worker.size
+        units = self._wanted(number, worker, claim.segment, now)
         if units == 0:
             return 0, 0
         worker.served = claim.segment
-        first, last = free[0]
-        if not unserved and 2 * (last - first - units) < worker.size:  # too little would be left for a step
-            return first, last
+        first, last = self._free_in(claim.segment)[0]
+        if not self._unserved(number, claim.segment) and 2 * (last - first - units) < worker.size:
+            return first, last  # too little would be left for a step
         return first, min(last, first + units)
+
+    def _wanted(self, number: int, worker: _Worker, segment: int, now: float) -> int:
+        """How many of the free units of a segment a worker should train next."""
+        left = sum(last - first for first, last in self._free_in(segment))
+        if not left:
+            return 0
+        unserved = self._unserved(number, segment)
+        others = self._others(number)
+        spare = left - sum(w.size or worker.size for w in unserved)
+        steps = self._steps(worker, others, left, now) if spare > 0 else 0
+        units = (min(steps, spare // worker.size) if unserved else steps) * worker.size
+        if worker.served >= segment:
+            return units
+        least = min(worker.size, max(1, left // (1 + len(unserved))))
+        return max(least, units) if all(w.pace for w in others) else least
 
     def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
         """How many steps to grant: half of a worker's share of what is left, by everybody's speed."""
@@ -280,8 +293,14 @@ class Leases:
         units = min(units, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)
         return max(1, int(units / worker.size))
 
-    def _peers(self, number: int) -> dict[int, _Worker]:
-        return {n: self._workers.get(n, _Worker()) for n in self._living if n != number}
+    def _others(self, number: int) -> list[_Worker]:
+        known = self._expected | self._workers
+        peers = (known.get(n, _Worker()) for n in self._living if n != number)
+        return [worker for worker in peers if not worker.stopped]
+
+    def _unserved(self, number: int, segment: int) -> list[_Worker]:
+        """The others that need something of the segment yet, or they would not notice its end."""
+        return [w for w in self._others(number) if w.served < segment] if self._all_train else []
 
     def _free_in(self, segment: int) -> list[tuple[int, int]]:
         """The free ranges of the segments up to this one."""
@@ -294,16 +313,18 @@ class Leases:
 
     # ------------------------------------------------------------------ book-keeping
 
-    def _grant(self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False) -> Grant:
+    def _grant(
+        self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+    ) -> Grant:
         rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
-        return Grant(first, last, over, self._progress(now), ratio)
+        return Grant(first, last, over, self._progress(now), ratio, final=final)
 
     def _in_vain(self, worker: _Worker, claim: Claim, now: float) -> Grant:
         """A batch to train that counts for nothing."""
         worker.served, end = claim.segment, self.epoch.ends[claim.segment]
         begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
-        return replace(self._grant(worker, max(begin, end - claim.size), end, now), void=True)
+        return replace(self._grant(worker, max(begin, end - claim.size), end, now, final=True), void=True)
 
     def _progress(self, now: float) -> float:
         """Units that have probably been trained by now."""

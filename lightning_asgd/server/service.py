@@ -497,12 +497,13 @@ class Service:
         coordinator = self._member(message)
         epoch, key = message.epoch, message.epoch.key
         if key not in self._leases:
+            latest = self._latest_leases
             if self._run:
                 epoch = self._in_its_turn(epoch)
             elif not (coordinator.away or coordinator.behind):
                 self._leases.clear()
             epoch = replace(epoch, done=self._done.pop(key, epoch.done))
-            self._leases[key] = Leases(epoch, all_train=not self._run)
+            self._leases[key] = Leases(epoch, all_train=not self._run, before=latest, now=self._clock())
             self._meet(coordinator)
         self._leases[key].check(message.epoch, message.worker)
         return self._leases[key].finished
@@ -516,6 +517,10 @@ class Service:
 
     def _number(self, key: str) -> int:
         return self._leases[key].epoch.number
+
+    @property
+    def _latest_leases(self) -> Leases | None:
+        return self._leases[max(self._leases, key=self._number)] if self._leases else None
 
     def _claim(self, message: Claim) -> Any:
         self._member(message)
@@ -595,8 +600,7 @@ class Service:
         coordinator = self._coordinator
         if coordinator is None:
             return View(self._run)
-        latest = self._leases[max(self._leases, key=self._number)] if self._leases else None
-        return view(coordinator, self._shards.get(0), latest, self._clock())
+        return view(coordinator, self._shards.get(0), self._latest_leases, self._clock())
 
     # ------------------------------------------------------------------ helpers
 

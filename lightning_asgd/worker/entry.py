@@ -46,6 +46,7 @@ def enter(
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     batch: Callable[[], int] = lambda: 0,
     left_s: Callable[[], float] = lambda: math.inf,
+    before_busy: Callable[[float], None] = lambda seconds: None,
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
@@ -66,6 +67,7 @@ def enter(
         trained: see :class:`Exchanger`.
         batch: see :class:`Exchanger`.
         left_s: see :class:`Exchanger`.
+        before_busy: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
@@ -140,6 +142,7 @@ def enter(
             "on_away": on_away,
             "batch": batch,
             "left_s": left_s,
+            "before_busy": before_busy,
             "measure": measure,
         }
         if len(parts) == 1:  # else a unit is done when all fragments have it

@@ -130,6 +130,7 @@ class DataLeases:
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
         self._dry = False  # whether the loader was told that there is nothing more
+        self._final = False  # whether there is probably nothing more until all meet
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
         self._begun: float | None = None
@@ -166,9 +167,16 @@ class DataLeases:
         batch = self._waiting.popleft()
         self._loading.append(batch)
         # While the answer is on its way there is still something to do, also on a slow network.
-        if self._asked is None and len(self._waiting) * (self.plan.batch or 1) * self.pace <= _AHEAD * self._trip:
-            self._asked = self._ask()
+        if self._lasts_s(len(self._waiting)) <= _AHEAD * self._trip:
+            self._ask_early()
         return batch.samples
+
+    def _lasts_s(self, batches: int) -> float:
+        return batches * (self.plan.batch or 1) * self.pace
+
+    def _ask_early(self, trip: float = 0.0) -> None:
+        if self._asked is None and not self._final:
+            self._asked = self._ask(trip=trip)
 
     # ------------------------------------------------------------------ the training's side
 
@@ -280,6 +288,7 @@ class DataLeases:
         self._unapplied.clear()
         self._granted.clear()
         self._trained = self._applied = self._since = 0
+        self._final = False
         self._begun = None
 
     def more(self, acknowledged: int) -> bool:
@@ -295,6 +304,11 @@ class DataLeases:
     def _flush(self) -> float:
         """Seconds that it probably takes to push the rest. One flush may have waited for a server that was lost."""
         return statistics.median(self._flushes) if self._flushes else 0.0
+
+    def ask_ahead(self, seconds: float) -> None:
+        """Ask for as much as lasts for so long, if there is less: an exchange is about to fill the network's queues."""
+        if self._plan is not None and self._lasts_s(len(self._loading) + len(self._waiting)) < seconds:
+            self._ask_early(seconds)
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -320,6 +334,7 @@ class DataLeases:
         """All have trained the segment: go on to the next, if there is one."""
         if not self.last:
             self.segment += 1
+            self._final = False
 
     def stop(self, acknowledged: int) -> None:
         """Train no more in this epoch: let the others have what is left."""
@@ -352,14 +367,16 @@ class DataLeases:
 
     def _get(self) -> bool:
         """Whether there are more units for this worker, as far as is known without waiting for others."""
-        return self._settle() if self._asked is not None else self._take(self._ask())
+        if self._asked is not None:
+            return self._settle()
+        return not self._final and self._take(self._ask())
 
     def _settle(self) -> bool:
         """Take what was asked for ahead, if anything was."""
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
 
-    def _ask(self, *, wait: bool = False, stop: bool = False) -> _Asked:
+    def _ask(self, *, wait: bool = False, stop: bool = False, trip: float = 0.0) -> _Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
         restored = client.restored[COORDINATOR]
         future = client.claim(
@@ -368,7 +385,7 @@ class DataLeases:
             self._trained,
             self._applied,
             self.pace,
-            self._trip,
+            max(trip, self._trip),
             flush=self._flush,
             wait=wait,
             stop=stop,
@@ -399,7 +416,7 @@ class DataLeases:
         if asked.timeout_s is None:  # else it was held back
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
-        self._progress, self._ratio, self._since = grant.progress, grant.ratio, asked.trained
+        self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final
         granted = self.plan.batches(grant.first, grant.last)
         self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
         if grant.last > grant.first:

@@ -140,7 +140,7 @@ def few_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", SLEEPS)
 def test_workers(kind: str) -> None:
     servers = 1 if kind == "worker 1 is buried" else 2  # of its last push one of two may have got its half alone
-    assert at_every_moment(0, servers, [kind], step=3) > 25
+    assert at_every_moment(0, servers, [kind], step=2) > 30
 
 
 @pytest.mark.slow
@@ -153,4 +153,4 @@ def test_every_moment_of_some_orders() -> None:
 
 @pytest.mark.parametrize("kind", KILLS)
 def test_servers(kind: str) -> None:
-    assert at_every_moment(0, 2, [kind], step=3) > 25
+    assert at_every_moment(0, 2, [kind], step=2) > 30

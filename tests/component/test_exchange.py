@@ -207,6 +207,21 @@ def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() ->
     assert [m.update[0].tolist() for m in transport.log] == [[2.0] * 4, [5.0] * 4]
 
 
+def test_before_an_exchange_begins_it_says_how_long_nothing_else_will_get_through() -> None:
+    said: list[float] = []
+    worker, _, transport, train = far(100.0, before_busy=said.append)
+    assert said == [0.0]  # nothing is known before the first
+    while len(said) < 2:
+        before = len(transport.log)
+        train()
+    assert said == [0.0, 2.0]
+    assert len(transport.log) == before + 1  # it begins right after
+    transport.release()
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert len(said) == 2  # nobody trains meanwhile
+
+
 def test_one_exchange_that_took_very_long_does_not_put_the_next_off() -> None:
     _, left, transport, train = far(100.0)
     while not transport.in_flight:

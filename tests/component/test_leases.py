@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Claim, Epoch, Grant
 from lightning_asgd.server.leases import Leases
 from lightning_asgd.worker.leases import DataLeases, Plan
@@ -37,6 +37,9 @@ class Worker:
     in_vain: bool = False
     flush: float = 0.0
     flushes: bool = False
+    final: bool = False
+    claims: int = 0  # but for those at which it waits
+    in_vain_claims: int = 0
 
 
 class Run:
@@ -51,9 +54,10 @@ class Run:
         *,
         all_train: bool = True,
         flushes: Sequence[float] = (0.0,),
+        before: Leases | None = None,
         **epoch: tuple[tuple[int, int], ...],
     ) -> None:
-        self.leases = Leases(Epoch("0", units, ends, **epoch), all_train=all_train)
+        self.leases = Leases(Epoch("0", units, ends, **epoch), all_train=all_train, before=before)
         self.workers = {
             i: Worker(pace, size=sizes[i % len(sizes)], flush=flushes[i % len(flushes)]) for i, pace in enumerate(paces)
         }
@@ -69,6 +73,7 @@ class Run:
         about = ("s", number, "0", worker.segment, len(worker.trained), applied, pace)
         claim = Claim(*about, flush=worker.flush, wait=wait, stop=stop, size=worker.size)
         worker.waits = wait
+        worker.claims += not wait
         for answered, grant in self.leases.claim(claim, self.now):
             self.answered(answered.worker, grant)
 
@@ -77,6 +82,7 @@ class Run:
             return
         worker = self.workers[number]
         waited, worker.waits = worker.waits, False
+        worker.final = grant.final
         if grant.last > grant.first:
             worker.in_vain = grant.void
             worker.held.extend([] if grant.void else range(grant.first, grant.last))
@@ -84,8 +90,13 @@ class Run:
         elif grant.over:
             worker.met_at.append(self.now)
         elif not waited:
-            worker.flushes = True
-            heapq.heappush(self.events, (self.now + worker.flush, number))
+            worker.in_vain_claims += 1
+            self.flush(number)
+
+    def flush(self, number: int) -> None:
+        worker = self.workers[number]
+        worker.flushes = True
+        heapq.heappush(self.events, (self.now + worker.flush, number))
 
     def segment(self) -> None:
         """Train until all have met."""
@@ -114,6 +125,8 @@ class Run:
             worker.knows_pace = True
             if worker.held:
                 heapq.heappush(self.events, (self.now + worker.pace * len(worker.held[: worker.size]), number))
+            elif worker.final:
+                self.flush(number)
             else:
                 self.claim(number)
             self.between(number)
@@ -340,6 +353,44 @@ def test_who_is_far_from_the_servers_trains_less_so_that_all_have_pushed_at_once
     assert second - first <= max(1.03 * ideal, max(p + f for f, p in zip(flushes, paces, strict=True)) + 0.01)
 
 
+@pytest.mark.parametrize(
+    ("paces", "flushes"), [([0.01, 0.01], [0.0]), ([0.01, 0.01], [0.0, 0.2]), ([0.01, 0.04], [0.0])]
+)
+def test_a_worker_asks_no_more_when_there_is_nothing_to_expect(paces: list[float], flushes: list[float]) -> None:
+    run = Run(90, (90,), paces, flushes=flushes)
+    run.segment()
+    # The last one may come too late for it, since others were faster than they seemed.
+    assert sum(worker.in_vain_claims for worker in run.workers.values()) <= 1
+    assert sum(worker.claims for worker in run.workers.values()) <= 18
+    following = Run(90, (90,), paces, flushes=flushes, before=run.leases)
+    for number, worker in following.workers.items():
+        worker.knows_pace = True
+        following.claim(number)
+        assert len(worker.held) > 5  # at once, as paces are known from the epoch before
+    following.train()
+    assert sum(worker.in_vain_claims for worker in following.workers.values()) <= 1
+    assert all(b.claims < a.claims for a, b in zip(run.workers.values(), following.workers.values(), strict=True))
+    assert following.now <= run.now + 1e-9
+
+
+def test_the_pace_of_the_epoch_before_counts_until_a_worker_has_claimed() -> None:
+    before = Leases(Epoch("0", 8, (8,)))
+    before.meet([0, 1], 0.0)
+    before.claim(Claim("s", 0, "0", 0, 0, 0, 0.01), 0.0)
+    before.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    leases = Leases(Epoch("1", 110, (110,)), before=before, now=1.0)
+    leases.meet([0, 1], 1.0)
+    ((_, grant),) = leases.claim(Claim("s", 0, "1", 0, 0, 0, 0.01), 1.0)
+    assert grant.last - grant.first > 5
+    # Who was there in that epoch, and no longer is, has no part.
+    leases = Leases(Epoch("2", 110, (110,)), before=leases, now=2.0)
+    leases.meet([0], 2.0)
+    ((_, grant),) = leases.claim(Claim("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
+    assert (grant.first, grant.last, grant.ratio) == (0, 110, 1.0)
+    with pytest.raises(WorkerAwayError):
+        leases.claim(Claim("s", 1, "2", 0, 5, 0, 0.1), 2.0)  # it has claimed nothing in this epoch, as far as is known
+
+
 def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for() -> None:
     run = Run(40, (20, 40), [0.01, 0.5])
     run.segment()
@@ -397,6 +448,7 @@ class Far:
     def __init__(self, leases: Leases, away_s: float) -> None:
         self.leases, self.away_s = leases, away_s
         self.now = self.idle_s = 0.0
+        self.claims = 0
         self._under_way: list[tuple[float, Future[Any], Grant]] = []
 
     def open_epoch(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
@@ -406,6 +458,7 @@ class Far:
         self, key: str, segment: int, trained: int, applied: int, pace: float, trip: float, **about: Any
     ) -> Future[Any]:
         about.pop("timeout_s")
+        self.claims += 1
         claim = Claim("s", 0, key, segment, trained, applied, pace, trip, **about)
         ((_, grant),) = self.leases.claim(claim, self.now)
         self._under_way.append((self.now + self.away_s, Future(), grant))
@@ -450,6 +503,64 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
     assert trained == list(range(400))
     assert far.now == pytest.approx(400 * 0.05 + far.idle_s)
     assert far.idle_s <= 7 * away_s  # at the beginning it does not know that, and at the end nobody else has work
+
+
+def test_a_worker_that_was_granted_its_last_asks_for_nothing_until_it_has_pushed_that() -> None:
+    epoch = Epoch("0", 2, (2,))
+    server = Leases(epoch)
+    server.meet([0, 1], 0.0)
+    far = Far(server, 0.1)
+    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases.open(Plan(epoch, range(2), 1))
+    server.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    assert leases.take() == [1]
+    assert leases.take() is None
+    leases.begin_batch()
+    leases.end_batch(1)
+    assert not leases.more(0)
+    assert far.claims == 1
+    server.meet([0], far.now)
+    assert leases.wait(1)  # what the other one held
+    assert leases.take() == [0]
+    assert far.claims == 2
+
+
+def test_a_worker_asks_before_an_exchange_that_lasts_longer_than_its_work() -> None:
+    epoch = Epoch("0", 400, (400,))
+    server = Leases(epoch)
+    server.meet([0], 0.0)
+    far = Far(server, 0.01)
+    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases.ask_ahead(10.0)  # before the first epoch
+    assert far.claims == 0
+    leases.open(Plan(epoch, range(400), 1))
+    trained = 0
+
+    def train() -> None:
+        nonlocal trained
+        leases.take()
+        leases.begin_batch()
+        far.pass_time(0.05)
+        trained += 1
+        leases.end_batch(trained)
+        leases.more(trained)
+
+    while trained < 3:
+        train()
+    left = server.worker(0)[1], far.claims, leases.part
+    assert left[2] is not None
+    held = sum(last - first for first, last in left[2].granted) - trained
+    leases.ask_ahead(0.05 * held - 0.01)  # enough for that
+    assert far.claims == left[1]
+    leases.ask_ahead(2.0)
+    leases.ask_ahead(2.0)  # it has
+    assert far.claims == left[1] + 1
+    far.pass_time(0.01)
+    far.away_s = 2.0  # the exchange
+    while far.now < 1.9:
+        train()
+    assert far.idle_s < 0.1
+    assert trained > 30
 
 
 def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:

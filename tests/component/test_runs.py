@@ -489,7 +489,7 @@ def is_settled(service: Service) -> bool:
         {"sleeps": False, "leaves": False, "kills": 0.03, "seeds": 60},
         {"sleeps": False, "servers": 1, "kills": 0.03},
         {"sleeps": True, "servers": 1, "batches": (3, 1, 5, 2)},
-        {"sleeps": False, "servers": 1, "kills": 0.03, "batches": (2, 5, 1)},
+        {"sleeps": False, "servers": 1, "kills": 0.04, "batches": (2, 5, 1)},
     ],
     ids=lambda about: " ".join(f"{name}={value}" for name, value in about.items()),
 )
