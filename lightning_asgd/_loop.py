@@ -330,12 +330,18 @@ class LeasedLoop:
 
     # ------------------------------------------------------------------ where all meet, and at the end
 
-    def leave(self, acknowledged: int) -> None:
-        """Train no more of this epoch, if there is something left of it."""
-        if not self._idle and not self._met:
-            self._batches_before += self._position
-            self._met = True
-            self.leases.stop(acknowledged)
+    def leave(self, acknowledged: int) -> bool:
+        """Train no more of this epoch, if there is something left of it.
+
+        Returns:
+            whether all have trained and pushed what there was until now, as far as this worker knows.
+        """
+        if self._idle or self._met:
+            return not self._idle
+        self._batches_before += self._position
+        self._met = True
+        self.leases.stop(acknowledged)
+        return False
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what has been trained of the present epoch."""

@@ -34,7 +34,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody end the epoch with the same weights."""
-        trainer.strategy.sync_point("epoch end")
+        trainer.strategy.end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the asynchronous phase also where training was no whole epoch."""

@@ -27,6 +27,7 @@ from lightning_asgd.supervisor import with_last_words
 from lightning_asgd.training_data import TrainingData
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
+from lightning_asgd.worker.meeting import meet
 from lightning_asgd.worker.meter import Meter, Waited
 from lightning_asgd.worker.sharing import Sharing
 
@@ -205,6 +206,11 @@ class Fit:
 
     # ------------------------------------------------------------------ where all meet
 
+    def end_epoch(self) -> None:
+        """Meet, unless all have done so for a validation, and nothing was trained since."""
+        if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
+            self.sync_point("epoch end")
+
     def sync_point(self, name: str) -> None:
         """Wait for all living workers and give them the servers' weights, the same bits everywhere.
 
@@ -217,37 +223,28 @@ class Fit:
         trainer, membership, sharing = self._trainer, self._membership, self.sharing
         membership.update()
         sharing.flush()
-        self.data.leave(sharing.stats.steps)
+        all_have_pushed = self.data.leave(sharing.stats.steps)
         self._collectives.phase = Phase.SYNC
         grown = self._has_grown()
-        restored = list(membership.client.restored)
         self.take_figures()
-        board = membership.board
+        board, waits = membership.board, self._config.algorithm.waits
         mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer), board.mine)
-        met: dict[int, Meeting] = self._collectives.gather("sync point", name, mine)
+        met = meet(
+            membership.client,
+            self._collectives,
+            sharing,
+            name,
+            mine,
+            all_have_pushed=all_have_pushed,
+            always=waits or membership.comes_and_goes,
+        )
         board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
-        # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
-        if any(m.moved for m in met.values()) or self._config.algorithm.waits or membership.comes_and_goes:
-            self._fetch_together(name, restored)
         if any(m.grown for m in met.values()):
             self.enter_again()
         for averaged in callback_modules(trainer):
             agree(self._collectives, named_state(averaged), mean=True)
-
-    def _fetch_together(self, name: str, restored: list[int]) -> None:
-        """Take the servers' weights, the same bits on all workers.
-
-        Args:
-            name: of the sync point.
-            restored: how often each server had been restored when this worker had pushed all.
-        """
-        client, again = self._membership.client, True
-        while again:  # where a server was lost some may have fetched before others had pushed again
-            self.sharing.fetch(park=True)
-            changed, restored = client.restored != restored, list(client.restored)
-            again = any(self._collectives.gather("barrier", f"{name}: all have the weights", changed).values())
 
     @with_last_words()
     def _agree_to_stop(self) -> None:

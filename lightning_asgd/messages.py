@@ -653,6 +653,8 @@ class Meeting:
         grown: whether there are trainable parameters that are not exchanged.
         checkpoints: what this worker's checkpoint callbacks know of the files.
         figures: this worker's.
+        versions: per server, of the weights that this worker has taken already, since it knew that all had pushed;
+            None if it has not.
     """
 
     moved: bool
@@ -660,6 +662,7 @@ class Meeting:
     grown: bool
     checkpoints: list[Any]
     figures: Figures | None = None
+    versions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -410,6 +410,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.sync_point(name)
 
+    @with_last_words()
+    def end_epoch(self) -> None:
+        """Let everybody end the epoch with the same weights: see :meth:`sync_point`."""
+        if self._fit is not None:
+            self._fit.end_epoch()
+
     def measure(self, epoch: Callable[[], float]) -> Meter | None:
         """Begin to count what this worker trains, and where its time goes.
 

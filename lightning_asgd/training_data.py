@@ -116,14 +116,16 @@ class TrainingData:
 
     # ------------------------------------------------------------------ where all meet, and at the end
 
-    def leave(self, acknowledged: int) -> None:
+    def leave(self, acknowledged: int) -> bool:
         """Train no more of this epoch, if there is something left of it.
 
         Args:
             acknowledged: optimizer steps of this worker that the servers have.
+
+        Returns:
+            whether this worker knows that all have trained what there was until this sync point, and pushed it.
         """
-        if self._loop is not None:
-            self._loop.leave(acknowledged)
+        return self._loop is not None and self._loop.leave(acknowledged)
 
     def restore(self) -> None:
         """Give Lightning its own dataloader and numbers back."""

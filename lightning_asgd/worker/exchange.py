@@ -138,6 +138,11 @@ class Exchanger(Sharing):
         self._epoch = ""
 
     @property
+    def final_once_pushed(self) -> bool:
+        """See :class:`Sharing`: not where servers do something when all stand at the sync point."""
+        return not self._algorithm.waits and not any(t.gathers for t in self._algorithm.transforms)
+
+    @property
     def unacknowledged(self) -> int:
         """See :class:`Sharing`."""
         return self._since_push + sum(each.local_steps for each in (self._leaving, self._pending) if each is not None)

@@ -485,7 +485,7 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
     python, array = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
             return list(sampler)

@@ -29,6 +29,11 @@ class Sharing:
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
 
     @property
+    def final_once_pushed(self) -> bool:
+        """Whether a fetch brings what all get, whose versions are :attr:`versions`, once all pushes have arrived."""
+        return False
+
+    @property
     def unacknowledged(self) -> int:
         """The latest of this worker's optimizer steps of which it does not know that the others have them."""
         return 0

@@ -36,7 +36,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Offer, Policy, Verdict, Watch
+from lightning_asgd.messages import Beat, Meeting, Offer, Policy, Verdict, Watch
 from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.service import Service
@@ -49,6 +49,7 @@ from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.meeting import meet
 from lightning_asgd.worker.recovery import Recovery
 from lightning_asgd.worker.replica import Replica
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
@@ -245,12 +246,8 @@ class World:
         """What the strategy does at a sync point."""
         collectives = Collectives(client)
         exchanger.flush()
-        restored, again = list(client.restored), True
-        collectives.gather("sync point", "end", None)
-        while again:
-            exchanger.fetch()
-            changed, restored = client.restored != restored, list(client.restored)
-            again = any(collectives.gather("barrier", "all have the weights", changed).values())
+        mine = Meeting(exchanger.moved, False, False, [])
+        meet(client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
 
     def note_back(self, rank: int) -> None:

@@ -11,14 +11,16 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.futures import Future
+from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Claim, Epoch, Grant
 from lightning_asgd.server.leases import Leases
-from lightning_asgd.worker.leases import DataLeases, Plan
+from lightning_asgd.worker.leases import DataLeases, Plan, in_common_order
 
 
 @dataclass
@@ -609,3 +611,14 @@ def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_a
     assert [leases.take() for _ in range(3)] == [[0], [1], [2]]
     assert all(leases.end_batch(1) for _ in range(3))
     assert leases.trained == ("0", 3)
+
+
+def test_the_order_of_an_epoch_changes_no_random_state_also_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(seed: int) -> None:
+        raise AssertionError("a device was seeded, whose state nobody puts back")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", touched)
+    before = torch.get_rng_state()
+    orders = [in_common_order(RandomSampler(range(50)), seed) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert torch.equal(torch.get_rng_state(), before)
