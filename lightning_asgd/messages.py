@@ -753,6 +753,7 @@ class Claim:
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
         size: units of one of its optimizer steps.
+        opens: the epoch, with the first claim in it, where workers meet: see :class:`OpenEpoch`.
     """
 
     urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
@@ -769,6 +770,7 @@ class Claim:
     wait: bool = False
     stop: bool = False
     size: int = 1
+    opens: Epoch | None = None
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class TrainingData:
         return math.inf if self._loop is None else self._loop.leases.left_s
 
     def ask_ahead(self, seconds: float) -> None:
-        """Ask for data to train in so many seconds, if there are not enough: nothing gets through meanwhile."""
+        """Ask for data to train in so many seconds, if there are not enough: see :meth:`DataLeases.ask_ahead`."""
         if self._loop is not None:
             self._loop.leases.ask_ahead(seconds)
 

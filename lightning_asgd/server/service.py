@@ -494,8 +494,11 @@ class Service:
         return future
 
     def _open_epoch(self, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
-        coordinator = self._member(message)
-        epoch, key = message.epoch, message.epoch.key
+        return self._open(self._member(message), message.epoch, message.worker).finished
+
+    def _open(self, coordinator: Coordinator, theirs: Epoch, worker: int) -> Leases:
+        """The leases of an epoch that a worker begins, which is checked to be that of the others."""
+        epoch, key = theirs, theirs.key
         if key not in self._leases:
             latest = self._latest_leases
             if self._run:
@@ -505,8 +508,8 @@ class Service:
             epoch = replace(epoch, done=self._done.pop(key, epoch.done))
             self._leases[key] = Leases(epoch, all_train=not self._run, before=latest, now=self._clock())
             self._meet(coordinator)
-        self._leases[key].check(message.epoch, message.worker)
-        return self._leases[key].finished
+        self._leases[key].check(theirs, worker)
+        return self._leases[key]
 
     def _in_its_turn(self, epoch: Epoch) -> Epoch:
         """An epoch of a run whose workers do not meet: some may be behind. One that was forgotten is over."""
@@ -523,7 +526,9 @@ class Service:
         return self._leases[max(self._leases, key=self._number)] if self._leases else None
 
     def _claim(self, message: Claim) -> Any:
-        self._member(message)
+        coordinator = self._member(message)
+        if message.opens is not None:
+            self._open(coordinator, message.opens, message.worker)
         leases = self._leases.get(message.key)
         if leases is None and self._run:
             raise WorkerAwayError(f"Worker {message.worker} claims units of epoch {message.key}, which is long over.")

@@ -118,6 +118,7 @@ class DataLeases:
         self._clock = clock
         self._plan: Plan | None = None
         self.granted_wait_s = self.others_wait_s = 0.0
+        self._exchange_s = 0.0  # that one takes, there and back
         self._reset()
 
     def _reset(self) -> None:
@@ -135,6 +136,7 @@ class DataLeases:
         self._reached = 0.0
         self._begun: float | None = None
         self._asked: _Asked | None = None
+        self._opens: Epoch | None = None  # what the next claim is to begin
         self.pace = self._trip = 0.0
         self._flushes: deque[float] = deque(maxlen=3)  # seconds that the latest ones took
 
@@ -151,10 +153,12 @@ class DataLeases:
         self._plan = plan
         self._reset()
         self.pace, self._trip, self._flushes = known
-        done = self._open(plan.epoch)
-        # Where workers do not meet, one that comes late has nothing to do with segments that are over.
-        over = done if not self._client().world_size else plan.epoch.done
-        first = next((last for start, last in sorted(over) if start == 0), 0)  # unit that is not done
+        done = plan.epoch.done
+        if self._client().world_size:
+            self._opens = plan.epoch
+        else:  # where workers do not meet, one that comes late has nothing to do with segments that are over
+            done = self._open(plan.epoch)
+        first = next((last for start, last in sorted(done) if start == 0), 0)  # unit that is not done
         self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         self._progress = float(sum(last - first for first, last in done))
 
@@ -172,7 +176,7 @@ class DataLeases:
         return batch.samples
 
     def _lasts_s(self, batches: int) -> float:
-        return batches * (self.plan.batch or 1) * self.pace
+        return batches * self.pace * (1 if self._plan is None else self._plan.batch or 1)
 
     def _ask_early(self, trip: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -303,11 +307,17 @@ class DataLeases:
     @property
     def _flush(self) -> float:
         """Seconds that it probably takes to push the rest. One flush may have waited for a server that was lost."""
-        return statistics.median(self._flushes) if self._flushes else 0.0
+        return statistics.median(self._flushes) if self._flushes else self._exchange_s / 2
 
     def ask_ahead(self, seconds: float) -> None:
-        """Ask for as much as lasts for so long, if there is less: an exchange is about to fill the network's queues."""
-        if self._plan is not None and self._lasts_s(len(self._loading) + len(self._waiting)) < seconds:
+        """Ask for as much as lasts for so long, if there is less: an exchange is about to fill the network's queues.
+
+        Args:
+            seconds: that it takes; 0 if that is not known.
+        """
+        self._exchange_s = seconds
+        lasts_s = self._lasts_s(len(self._loading) + len(self._waiting))
+        if self._plan is not None and (not seconds or lasts_s < seconds):
             self._ask_early(seconds)
 
     @contextmanager
@@ -390,6 +400,7 @@ class DataLeases:
             wait=wait,
             stop=stop,
             size=self.plan.step,
+            opens=self._opens,
             timeout_s=timeout_s,
         )
         asked = _Asked(future, self._trained, begun, timeout_s, stop, client, restored)
@@ -413,6 +424,7 @@ class DataLeases:
             self.others_wait_s += self._clock() - waiting_since
         if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop))
+        self._opens = None
         if asked.timeout_s is None:  # else it was held back
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)

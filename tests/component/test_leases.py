@@ -459,7 +459,7 @@ class Far:
     def claim(
         self, key: str, segment: int, trained: int, applied: int, pace: float, trip: float, **about: Any
     ) -> Future[Any]:
-        about.pop("timeout_s")
+        del about["timeout_s"], about["opens"]
         self.claims += 1
         claim = Claim("s", 0, key, segment, trained, applied, pace, trip, **about)
         ((_, grant),) = self.leases.claim(claim, self.now)
@@ -555,7 +555,7 @@ def test_a_worker_asks_before_an_exchange_that_lasts_longer_than_its_work() -> N
     leases.ask_ahead(0.05 * held - 0.01)  # enough for that
     assert far.claims == left[1]
     leases.ask_ahead(2.0)
-    leases.ask_ahead(2.0)  # it has
+    leases.ask_ahead(0.0)  # it has
     assert far.claims == left[1] + 1
     far.pass_time(0.01)
     far.away_s = 2.0  # the exchange
@@ -580,6 +580,8 @@ def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:
         leases.begin_batch()
         far.pass_time(0.1)
         leases.end_batch(trained)
+    leases.ask_ahead(0.4)  # half of it is a push
+    assert leases.left_s == pytest.approx((100 - leases.progress) / 2 * 0.1 - 0.2)
     for seconds in (0.5, 30.0, 0.5):  # once a server was lost
         with leases.flushing():
             far.pass_time(seconds)
