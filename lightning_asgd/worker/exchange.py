@@ -77,8 +77,8 @@ class Exchanger(Sharing):
         trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
         batch: samples of one of this worker's batches; 0 if unknown.
         left_s: seconds until the next sync point's :meth:`flush`; infinite if unknown.
-        before_busy: called before an exchange begins, with the seconds in which it will probably be under way, 0 if that
-            is not known: nothing else gets through to the servers meanwhile, where the network is slow.
+        before_busy: called before an exchange begins, with the seconds in which it will probably be under way, or 0 if
+            they are not known: nothing else gets through to the servers meanwhile, where the network is slow.
         measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
