@@ -118,7 +118,7 @@ class Fit:
             trained=self.data.trained,
             batch=lambda: self.data.batch,
             left_s=self.data.left_s,
-            before_busy=self.data.ask_ahead,
+            before_exchange=self.data.ask_ahead,
             late=not looks_at_gradients(module),
             fill=membership.fills,
             theirs=membership.layout,

@@ -725,6 +725,8 @@ class Epoch:
 class OpenEpoch:
     """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
 
+    Where workers meet, the first claim begins it: see :class:`Claim`.
+
     Attributes:
         session: session of the worker.
         worker: global rank of the sender.

@@ -79,7 +79,7 @@ class Leases:
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         self.epoch = epoch
         self._all_train = all_train
-        self._expected: dict[int, _Worker] = {}
+        self._expected: dict[int, _Worker] = {}  # who has not claimed yet, as in the epoch before
         if before is not None:
             for number, w in (before._expected | before._workers).items():
                 if number in before._living:
@@ -229,7 +229,7 @@ class Leases:
                 worker.waiting = None
                 if first < last:
                     self._take(worker, first, last)
-                    final = not self._wanted(number, worker, claim.segment, now)
+                    final = not self._units_for(number, worker, claim.segment, now)
                     grant = self._grant(worker, first, last, now, final=final)
                 elif worker.served < claim.segment:
                     grant = self._in_vain(worker, claim, now)
@@ -243,7 +243,7 @@ class Leases:
 
     def _choose(self, number: int, worker: _Worker, claim: Claim, now: float) -> tuple[int, int]:
         """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
-        units = self._wanted(number, worker, claim.segment, now)
+        units = self._units_for(number, worker, claim.segment, now)
         if units == 0:
             return 0, 0
         worker.served = claim.segment
@@ -252,7 +252,7 @@ class Leases:
             return first, last  # too little would be left for a step
         return first, min(last, first + units)
 
-    def _wanted(self, number: int, worker: _Worker, segment: int, now: float) -> int:
+    def _units_for(self, number: int, worker: _Worker, segment: int, now: float) -> int:
         """How many of the free units of a segment a worker should train next."""
         left = sum(last - first for first, last in self._free_in(segment))
         if not left:

@@ -46,7 +46,7 @@ def enter(
     trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
     batch: Callable[[], int] = lambda: 0,
     left_s: Callable[[], float] = lambda: math.inf,
-    before_busy: Callable[[float], None] = lambda seconds: None,
+    before_exchange: Callable[[float], None] = lambda seconds: None,
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
@@ -67,7 +67,7 @@ def enter(
         trained: see :class:`Exchanger`.
         batch: see :class:`Exchanger`.
         left_s: see :class:`Exchanger`.
-        before_busy: see :class:`Exchanger`.
+        before_exchange: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
@@ -142,7 +142,7 @@ def enter(
             "on_away": on_away,
             "batch": batch,
             "left_s": left_s,
-            "before_busy": before_busy,
+            "before_exchange": before_exchange,
             "measure": measure,
         }
         if len(parts) == 1:  # else a unit is done when all fragments have it

@@ -77,8 +77,8 @@ class Exchanger(Sharing):
         trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
         batch: samples of one of this worker's batches; 0 if unknown.
         left_s: seconds until the next sync point's :meth:`flush`; infinite if unknown.
-        before_busy: called before an exchange begins, with the seconds in which it will probably be under way, or 0 if
-            they are not known: nothing else gets through to the servers meanwhile, where the network is slow.
+        before_exchange: called before one begins, with the seconds in which it will probably be under way, or 0 if they
+            are not known: nothing else gets through to the servers meanwhile, where the network is slow.
         measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
@@ -98,7 +98,7 @@ class Exchanger(Sharing):
         trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
         batch: Callable[[], int] = lambda: 0,
         left_s: Callable[[], float] = lambda: math.inf,
-        before_busy: Callable[[float], None] = lambda seconds: None,
+        before_exchange: Callable[[float], None] = lambda seconds: None,
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -118,7 +118,7 @@ class Exchanger(Sharing):
         self._trained = trained
         self._batch = batch
         self._left_s = left_s
-        self._before_busy = before_busy
+        self._before_exchange = before_exchange
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
         self._clock = clock
@@ -224,7 +224,7 @@ class Exchanger(Sharing):
             yield from self._finish()
         elif self._left_s() < self._trip_s and self._since_push < self._max_offline_steps:
             return  # the flush would have to wait for it, and what it brings would be replaced at once
-        self._before_busy(self._trip_s)
+        self._before_exchange(self._trip_s)
         self._start(push=push, fetch=fetch)
         if not self.config.overlap:
             yield from self._finish()

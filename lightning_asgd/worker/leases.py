@@ -176,7 +176,8 @@ class DataLeases:
         return batch.samples
 
     def _lasts_s(self, batches: int) -> float:
-        return batches * self.pace * (1 if self._plan is None else self._plan.batch or 1)
+        """Seconds in which it trains so many batches."""
+        return batches * (self.plan.batch or 1) * self.pace
 
     def _ask_early(self, trip: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -316,8 +317,9 @@ class DataLeases:
             seconds: that it takes; 0 if that is not known.
         """
         self._exchange_s = seconds
-        lasts_s = self._lasts_s(len(self._loading) + len(self._waiting))
-        if self._plan is not None and (not seconds or lasts_s < seconds):
+        if self._plan is None:
+            return
+        if not seconds or self._lasts_s(len(self._loading) + len(self._waiting)) < seconds:
             self._ask_early(seconds)
 
     @contextmanager

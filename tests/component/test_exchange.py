@@ -209,7 +209,7 @@ def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() ->
 
 def test_before_an_exchange_begins_it_says_how_long_nothing_else_will_get_through() -> None:
     said: list[float] = []
-    worker, _, transport, train = far(100.0, before_busy=said.append)
+    worker, _, transport, train = far(100.0, before_exchange=said.append)
     assert said == [0.0]  # nothing is known before the first
     while len(said) < 2:
         before = len(transport.log)

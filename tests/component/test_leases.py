@@ -482,13 +482,18 @@ class Far:
         self.now = end
 
 
+def far_worker(epoch: Epoch, living: Sequence[int], away_s: float) -> tuple[DataLeases, Far]:
+    """Worker 0, and its connection to a coordinator."""
+    server = Leases(epoch)
+    server.meet(living, 0.0)
+    far = Far(server, away_s)
+    return DataLeases(lambda: far, clock=lambda: far.now), far  # type: ignore[arg-type, return-value]
+
+
 @pytest.mark.parametrize("away_s", [0.001, 0.1, 0.6])
 def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(away_s: float) -> None:
     epoch = Epoch("0", 400, (400,))
-    server = Leases(epoch)
-    server.meet([0], 0.0)
-    far = Far(server, away_s)
-    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases, far = far_worker(epoch, [0], away_s)
     leases.open(Plan(epoch, range(400), 1))
     trained: list[int] = []
     going = True
@@ -509,19 +514,16 @@ def test_a_worker_asks_before_its_work_is_out_also_where_the_answer_takes_long(a
 
 def test_a_worker_that_was_granted_its_last_asks_for_nothing_until_it_has_pushed_that() -> None:
     epoch = Epoch("0", 2, (2,))
-    server = Leases(epoch)
-    server.meet([0, 1], 0.0)
-    far = Far(server, 0.1)
-    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases, far = far_worker(epoch, [0, 1], 0.1)
     leases.open(Plan(epoch, range(2), 1))
-    server.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     assert leases.take() == [1]
     assert leases.take() is None
     leases.begin_batch()
     leases.end_batch(1)
     assert not leases.more(0)
     assert far.claims == 1
-    server.meet([0], far.now)
+    far.leases.meet([0], far.now)
     assert leases.wait(1)  # what the other one held
     assert leases.take() == [0]
     assert far.claims == 2
@@ -529,10 +531,7 @@ def test_a_worker_that_was_granted_its_last_asks_for_nothing_until_it_has_pushed
 
 def test_a_worker_asks_before_an_exchange_that_lasts_longer_than_its_work() -> None:
     epoch = Epoch("0", 400, (400,))
-    server = Leases(epoch)
-    server.meet([0], 0.0)
-    far = Far(server, 0.01)
-    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases, far = far_worker(epoch, [0], 0.01)
     leases.ask_ahead(10.0)  # before the first epoch
     assert far.claims == 0
     leases.open(Plan(epoch, range(400), 1))
@@ -549,14 +548,14 @@ def test_a_worker_asks_before_an_exchange_that_lasts_longer_than_its_work() -> N
 
     while trained < 3:
         train()
-    left = server.worker(0)[1], far.claims, leases.part
-    assert left[2] is not None
-    held = sum(last - first for first, last in left[2].granted) - trained
+    claims, part = far.claims, leases.part
+    assert part is not None
+    held = sum(last - first for first, last in part.granted) - trained
     leases.ask_ahead(0.05 * held - 0.01)  # enough for that
-    assert far.claims == left[1]
+    assert far.claims == claims
     leases.ask_ahead(2.0)
     leases.ask_ahead(0.0)  # it has
-    assert far.claims == left[1] + 1
+    assert far.claims == claims + 1
     far.pass_time(0.01)
     far.away_s = 2.0  # the exchange
     while far.now < 1.9:
@@ -567,12 +566,9 @@ def test_a_worker_asks_before_an_exchange_that_lasts_longer_than_its_work() -> N
 
 def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:
     epoch = Epoch("0", 100, (100,))
-    server = Leases(epoch)
-    server.meet([0, 1], 0.0)
-    far = Far(server, 0.0)
-    leases = DataLeases(lambda: far, clock=lambda: far.now)  # type: ignore[arg-type, return-value]
+    leases, far = far_worker(epoch, [0, 1], 0.0)
     assert leases.left_s == math.inf  # nothing is known yet
-    server.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     leases.open(Plan(epoch, range(100), 1))
     for trained in (1, 2, 3):
         assert leases.more(trained - 1)

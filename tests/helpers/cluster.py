@@ -50,7 +50,7 @@ class Cluster:
         shared: bool = False,
         measure: bool = False,
         left_s: Callable[[], float] = lambda: math.inf,
-        before_busy: Callable[[float], None] = lambda seconds: None,
+        before_exchange: Callable[[float], None] = lambda seconds: None,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -64,7 +64,7 @@ class Cluster:
             shared: whether to exchange through shared memory.
             measure: for the exchanger.
             left_s: for the exchanger.
-            before_busy: for the exchanger.
+            before_exchange: for the exchanger.
             **settings: of :class:`ExchangeConfig`.
         """
         config = ExchangeConfig.create(**settings)
@@ -87,7 +87,7 @@ class Cluster:
         shards = [layout.shard(s) for s in range(layout.num_servers)]
         codes = streams(config.compression, shards, seen)
         about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure}
-        about |= {"left_s": left_s, "before_busy": before_busy}
+        about |= {"left_s": left_s, "before_exchange": before_exchange}
         exchanger = Exchanger(client, replica, config, codes=codes, **about)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
