@@ -220,24 +220,26 @@ class Leases:
             again = False
             for number, worker in self._workers.items():
                 claim = worker.waiting
-                if claim is None:
-                    continue
-                first, last = self._choose(number, worker, claim, now)
-                over = first == last and self._over(claim.segment)
-                if first == last and not over:
-                    continue
-                worker.waiting = None
-                if first < last:
-                    self._take(worker, first, last)
-                    final = not self._units_for(number, worker, claim.segment, now)
-                    grant = self._grant(worker, first, last, now, final=final)
-                elif worker.served < claim.segment:
-                    grant = self._in_vain(worker, claim, now)
-                else:
-                    grant = self._grant(worker, 0, 0, now, over=True)
-                answers.append((claim, grant))
-                again = True
+                grant = None if claim is None else self._answer(number, worker, claim, now)
+                if claim is not None and grant is not None:
+                    worker.waiting = None
+                    answers.append((claim, grant))
+                    again = True
         return answers
+
+    def _answer(self, number: int, worker: _Worker, claim: Claim, now: float) -> Grant | None:
+        """What a worker that waits is granted; None if it is to wait on."""
+        first, last = self._choose(number, worker, claim, now)
+        if first < last:
+            self._take(worker, first, last)
+            worker.waiting = None
+            final = not self._units_for(number, worker, claim.segment, now)
+            return self._grant(worker, first, last, now, final=final)
+        if not self._over(claim.segment):
+            return None
+        if worker.served < claim.segment:
+            return self._in_vain(worker, claim, now)
+        return self._grant(worker, 0, 0, now, over=True)
 
     # ------------------------------------------------------------------ choosing
 
@@ -286,7 +288,8 @@ class Leases:
         if loads and through > _LATE * _through(loads, left):
             return 0
         faster = [load for load in loads if load[1] * _MANY < worker.pace]
-        if faster and through > _SOONER * _through(faster, left):
+        # Where all wait each would leave it to another; who is through first by the rule above has to take it.
+        if faster and not self._all_wait and through > _SOONER * _through(faster, left):
             return 0
         share = max(0.0, _through([*loads, (mine, worker.pace, worker.size)], left) - mine) / worker.pace
         units = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
@@ -295,8 +298,14 @@ class Leases:
 
     def _others(self, number: int) -> list[_Worker]:
         known = self._expected | self._workers
-        peers = (known.get(n, _Worker()) for n in self._living if n != number)
-        return [worker for worker in peers if not worker.stopped]
+        if self._all_train:  # else one that has just come may take long to set up, and others should not wait for it
+            known = {n: _Worker() for n in self._living} | known
+        return [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether nobody trains any more: none of those who have claimed will come back and take what is left."""
+        return all(w.stopped or w.waiting is not None for n, w in self._workers.items() if n in self._living)
 
     def _unserved(self, number: int, segment: int) -> list[_Worker]:
         """The others that need something of the segment yet, or they would not notice its end."""

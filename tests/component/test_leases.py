@@ -412,6 +412,28 @@ def test_a_worker_that_saves_next_to_nothing_has_to_be_through_sooner(needs_s: f
     assert (grant.last > grant.first) is gets_it
 
 
+def test_no_epoch_of_a_far_worker_and_a_slow_one_ends_in_waiting() -> None:
+    """Who is near is through with the last units sooner, but so slow that it saves nothing: each could leave them to
+    the other for ever."""
+    random = Random(0)
+    for _ in range(1000):
+        pace = random.uniform(0.001, 0.02)
+        paces, flush = [pace, pace * random.uniform(4.0, 12.0)], random.uniform(0.0, 0.3)
+        run = Run(60, (60,), paces, flushes=[flush, 0.0])
+        run.segment()  # all have met
+        assert run.counts() == Counter(range(60)), (paces, flush)
+
+
+def test_nobody_waits_for_one_that_has_come_and_has_not_begun() -> None:
+    """It may load its data for long. Another one, who pushes for 0.1 s, would leave it the rest of the epoch."""
+    leases = Leases(Epoch("0", 2, (2,)), all_train=False)
+    leases.meet({1, 2}, 0.0)
+    for trained in (0, 1):
+        ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, trained, trained, 0.01, flush=0.1, wait=trained > 0), 0.0)
+        assert grant is not None
+        assert (grant.first, grant.last) == (trained, trained + 1)
+
+
 def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
     run = Run(20, (10, 20), [1.0, 2.0], done=((0, 3), (5, 10), (12, 14)))
     run.segment()
