@@ -48,7 +48,7 @@ class Wire:
     def __init__(self, services: list[Service]) -> None:
         self.services = services
         self.queues: dict[tuple[int, int, bool], deque[tuple[Any, Future[Any]]]] = {}
-        self.unanswered: list[set[Future[Any]]] = [set() for _ in services]
+        self.unanswered: list[dict[Future[Any], None]] = [{} for _ in services]  # in the order in which they were sent
 
     @property
     def busy(self) -> list[tuple[int, int, bool]]:
@@ -61,7 +61,7 @@ class Wire:
 
         def give(value: Any) -> None:
             if future in waiting:
-                waiting.remove(future)
+                del waiting[future]
                 future.set_result(value)
 
         if isinstance(answer, Future):
@@ -83,7 +83,7 @@ class Wire:
                     break
                 self.services[server].handle(message)
         self.services[server] = successor
-        lost, self.unanswered[server] = self.unanswered[server], set()
+        lost, self.unanswered[server] = self.unanswered[server], {}
         for future in lost:
             future.set_exception(RuntimeError("eof"))
 
@@ -112,7 +112,7 @@ class End(Transport):
             return future
         key = (self._worker, server, getattr(message, "urgent", False))
         self._wire.queues.setdefault(key, deque()).append((copy.deepcopy(message), future))
-        self._wire.unanswered[server].add(future)
+        self._wire.unanswered[server][future] = None
         return future
 
     def close(self) -> None:
@@ -120,14 +120,33 @@ class End(Transport):
 
 
 class World:
-    """Servers and workers whose order of events is a seed's."""
+    """Servers and workers whose order of events is a seed's.
+
+    Args:
+        seed: the same one makes the same world.
+        workers: number of them.
+        sleeps: whether they fall asleep now and then, for up to 12 s.
+        dies: whether the last one never wakes from it.
+        kills: servers that are lost, per second and server.
+        servers: number of them.
+        epochs: number of them.
+    """
 
     algorithm: Algorithm = ASGD("sum")
 
     def __init__(
-        self, seed: int, workers: int, *, sleeps: bool, dies: bool = False, kills: float = 0.0, servers: int = 2
+        self,
+        seed: int,
+        workers: int,
+        *,
+        sleeps: bool,
+        dies: bool = False,
+        kills: float = 0.0,
+        servers: int = 2,
+        epochs: int = 1,
     ) -> None:
         self.now = 0.0
+        self.epochs = epochs
         self.kills = kills  # of servers, per second
         self.killed = 0
         self.sleeps = sleeps
@@ -146,7 +165,8 @@ class World:
         self.replicas: list[Replica] = []
         self.came_back = 0
         self.lost: dict[int, str] = {}  # why
-        self.fetched: dict[int, list[torch.Tensor]] = {}  # by segment, the weights that workers had at its end
+        # By epoch and segment, the weights that workers had at its end.
+        self.fetched: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.layout = build_layout([("w", self.weights[0])], [], len(self.services))
         self.joined = 0
         self.ready = 0
@@ -239,8 +259,7 @@ class World:
 
     def live(self, rank: int) -> None:
         """What the strategy does with a worker."""
-        workers = len(self.weights)
-        weight, trained = self.weights[rank], 0
+        workers, weight = len(self.weights), self.weights[rank]
         end = End(self.wire, rank)
         client = Client(end, "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
         collectives = Collectives(client)
@@ -261,40 +280,48 @@ class World:
         Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         exchanger.begin()
-        epoch = Epoch("0", UNITS, ENDS)
-        leases.open(Plan(epoch, range(UNITS), 1))
-        for segment in ENDS:
-            going = True
-            while going:
-                batch = leases.take()  # as a loader that is one batch ahead
-                while batch is not None:
-                    following = leases.take()
-                    self.turns.wait_until(lambda: True)
-                    exchanger.advance()
-                    leases.begin_batch()
-                    learn(weight, batch)
-                    trained += 1
-                    exchanger.count_step()
-                    self.turns.wait_until(lambda: True)
-                    if not leases.end_batch(trained):
-                        exchanger.fetch()
-                    batch = following
-                going = leases.more(trained - exchanger.unacknowledged)
-                if not going:
-                    exchanger.flush()
-                    going = leases.wait(trained - exchanger.unacknowledged)
-                    if going:
-                        exchanger.begin()
-            exchanger.flush()
-            mine = Meeting(exchanger.moved, False, False, [])
-            meet(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
-            self.fetched.setdefault(segment, []).append(weight.clone())
-            exchanger.begin()
-            leases.meet()
+        for epoch in range(self.epochs):
+            leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), 1))
+            for segment in ENDS:
+                self.train_segment(rank, leases, exchanger)
+                mine = Meeting(exchanger.moved, False, False, [])
+                meet(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
+                self.fetched.setdefault((epoch, segment), []).append(weight.clone())
+                exchanger.begin()
+                leases.meet()
         self.ended[rank] = True
         while True:  # others may not have been answered, and what they miss was lost with a server
             self.turns.wait_until(lambda: True)
             client.attend()
+
+    def train_segment(self, rank: int, leases: DataLeases, exchanger: Exchanger) -> None:
+        """Train until all of a segment is, and is pushed: what the strategy does with batches."""
+        stats, going = exchanger.stats, True
+        while going:
+            batch = leases.take()  # as a loader that is one batch ahead
+            while batch is not None:
+                following = leases.take()
+                self.turns.wait_until(lambda: True)
+                self.before_batch(rank)
+                exchanger.advance()
+                leases.begin_batch()
+                assert 0 < len(batch) <= leases.plan.step
+                learn(self.weights[rank], batch)
+                exchanger.count_step()
+                self.turns.wait_until(lambda: True)
+                if not leases.end_batch(stats.steps):
+                    exchanger.fetch()
+                batch = following
+            going = leases.more(stats.steps - exchanger.unacknowledged)
+            if not going:
+                exchanger.flush()
+                going = leases.wait(stats.steps - exchanger.unacknowledged)
+                if going:
+                    exchanger.begin()
+        exchanger.flush()
+
+    def before_batch(self, rank: int) -> None:
+        """What else happens to a worker."""
 
     def come_back(self, exchanger: Exchanger) -> None:
         self.came_back += 1

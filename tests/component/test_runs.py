@@ -377,7 +377,7 @@ class RunWorld(World):
         self.batches = batches  # sizes of the workers', in turns
         self.leaves = leaves
         self.left = 0
-        super().__init__(seed, workers, **about)
+        super().__init__(seed, workers, epochs=EPOCHS, **about)
 
     def serve(self, *, succeeds: bool = False) -> Service:
         return Service(lambda: self.now, run="s", succeeds=succeeds)
@@ -410,7 +410,7 @@ class RunWorld(World):
                 self.turns.wait_until(lambda: True)
 
     def take_part(self, rank: int) -> None:
-        random, weight, trained = self.turns.random, self.weights[rank], 0
+        weight = self.weights[rank]
         client = Client(End(self.wire, rank), "s", 0, 0, policy=Policy(silence_s=PATIENCE_S))
         attachment = Attachment(client)
         attachment.arrive("cpu")
@@ -429,41 +429,14 @@ class RunWorld(World):
         self.ready += 1
         self.joined += 1
         exchanger.begin()
-        stays = rank == 0 or not self.leaves
-        for epoch in range((attachment.progress or {"epochs": 0})["epochs"], EPOCHS):
+        for epoch in range((attachment.progress or {"epochs": 0})["epochs"], self.epochs):
             plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
             leases.open(plan)
             for _ in ENDS[leases.segment :]:
-                going = True
-                while going:
-                    batch = leases.take()
-                    while batch is not None:
-                        following = leases.take()
-                        self.turns.wait_until(lambda: True)
-                        if not stays and random.random() < 0.05:
-                            client.leave()
-                            del self.clients[rank]  # gives no sign of life any more
-                            self.left += 1
-                            self.ready -= 1
-                            self.ended[rank] = True
-                            return
-                        exchanger.advance()
-                        leases.begin_batch()
-                        assert 0 < len(batch) <= plan.step
-                        learn(weight, batch)
-                        trained += 1
-                        exchanger.count_step()
-                        self.turns.wait_until(lambda: True)
-                        if not leases.end_batch(trained):
-                            exchanger.fetch()
-                        batch = following
-                    going = leases.more(trained - exchanger.unacknowledged)
-                    if not going:
-                        exchanger.flush()
-                        going = leases.wait(trained - exchanger.unacknowledged)
-                        if going:
-                            exchanger.begin()
-                exchanger.flush()
+                try:
+                    self.train_segment(rank, leases, exchanger)
+                except Left:
+                    return
                 exchanger.fetch(park=True)
                 exchanger.begin()
                 leases.meet()
@@ -472,6 +445,20 @@ class RunWorld(World):
         while True:
             self.turns.wait_until(lambda: True)
             client.attend()
+
+
+    def before_batch(self, rank: int) -> None:
+        if rank > 0 and self.leaves and self.turns.random.random() < 0.05:
+            self.clients[rank].leave()
+            del self.clients[rank]  # gives no sign of life any more
+            self.left += 1
+            self.ready -= 1
+            self.ended[rank] = True
+            raise Left
+
+
+class Left(Exception):
+    """A worker has left the run."""
 
 
 def is_settled(service: Service) -> bool:
