@@ -48,6 +48,7 @@ from lightning_asgd.messages import (
 )
 from lightning_asgd.server.buffers import Buffers
 from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.epochs import Epochs, Ranges
 from lightning_asgd.server.gradients import Means
 from lightning_asgd.server.leases import Leases
 from lightning_asgd.server.restoration import Restoration
@@ -60,7 +61,6 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _TOLD_S = 20.0  # in which workers notice that a server was lost, and begin to tell the one in its place
-_EPOCHS = 4  # of a run, of which the data are known: a worker may be so many behind
 
 
 class Service:
@@ -97,11 +97,8 @@ class Service:
         self._coordinator: Coordinator | None = None
         self._shards: dict[int, Shard] = {}  # by fragment
         self._means = Means()
-        # By epoch, the present one last; a new layout in the midst of it changes nothing. Those before are kept for
-        # workers that have fallen behind.
-        self._leases: dict[str, Leases] = {}
+        self._epochs = Epochs(all_train=not run)  # a new layout in the midst of one changes nothing
         self._buffers = Buffers()
-        self._done: dict[str, tuple[tuple[int, int], ...]] = {}  # of epochs that restored weights hold units of
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
         # Messages that have no answer yet, by identity.
@@ -166,7 +163,7 @@ class Service:
                 self._deliver(coordinator.expire(self._clock()))
                 if coordinator.membership != before or coordinator.aborted:
                     self._meet(coordinator)
-            for leases in self._leases.values():
+            for leases in self._epochs:
                 self._hand_out(leases.retry(self._clock()))
             if coordinator is not None:
                 self._separate(coordinator)
@@ -213,9 +210,9 @@ class Service:
             if not self._changed:
                 return None  # the one before is as good
             self._changed = False
-            epochs = (replace(leases.epoch, done=leases.finished) for leases in self._leases.values())
             about = coordinator.session, coordinator.index, coordinator.policy, coordinator.admitted, dict(self._notes)
-            return Snapshot(*about, tuple(epochs), {number: shard.snapshot() for number, shard in shards.items()})
+            kept = {number: shard.snapshot() for number, shard in shards.items()}
+            return Snapshot(*about, self._epochs.progress, kept)
 
     @property
     def replaceable(self) -> bool:
@@ -256,7 +253,7 @@ class Service:
         self._to_be_restored, self._restoration = False, None
         self._notes = {**snapshot.notes, **self._notes}
         self._shards = {n: Shard.revive(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
-        self._leases = {epoch.key: Leases(epoch, all_train=False) for epoch in snapshot.epochs}
+        self._epochs.remember(snapshot.epochs)
         self._meet(coordinator)
         self._take_up_early()
         return True
@@ -382,14 +379,14 @@ class Service:
             self._restoration = Restoration()
             self._to_be_restored = True
             self._notes.clear()
-            self._leases.clear()
+            self._epochs.clear()
         if self._restoration is not None and self._to_be_restored:
             self._restoration.expect(message.worker, tells=message.restore)
             if message.restore:
                 coordinator.restore(self._clock(), message.holding, message.admitted)
         coordinator.join(message.worker, self._clock())
         if message.again:
-            for leases in self._leases.values():
+            for leases in self._epochs:
                 self._hand_out(leases.forget(message.worker, self._clock()))
         self._meet(coordinator)
         return Joined(os.getpid(), coordinator.terms.get(message.worker, 0))
@@ -470,8 +467,8 @@ class Service:
         except Exception:
             del self._held[id(message)]
             raise
-        if message.push and message.epoch in self._leases:
-            self._leases[message.epoch].applied(message.worker, message.units)
+        if message.push:
+            self._epochs.applied(message.epoch, message.worker, message.units)
         self._answer(due, begun)
         return future.value() if future.done() else future
 
@@ -493,47 +490,20 @@ class Service:
             self._meet(coordinator)
         return future
 
-    def _open_epoch(self, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
+    def _open_epoch(self, message: OpenEpoch) -> Ranges:
         return self._open(self._member(message), message.epoch, message.worker).finished
 
     def _open(self, coordinator: Coordinator, theirs: Epoch, worker: int) -> Leases:
-        """The leases of an epoch that a worker begins, which is checked to be that of the others."""
-        epoch, key = theirs, theirs.key
-        if key not in self._leases:
-            latest = self._latest_leases
-            if self._run:
-                epoch = self._in_its_turn(epoch)
-            elif not (coordinator.away or coordinator.behind):
-                self._leases.clear()
-            epoch = replace(epoch, done=self._done.pop(key, epoch.done))
-            self._leases[key] = Leases(epoch, all_train=not self._run, before=latest, now=self._clock())
-            self._meet(coordinator)
-        self._leases[key].check(theirs, worker)
-        return self._leases[key]
-
-    def _in_its_turn(self, epoch: Epoch) -> Epoch:
-        """An epoch of a run whose workers do not meet: some may be behind. One that was forgotten is over."""
-        kept = sorted(self._leases, key=self._number)
-        for key in kept[: max(0, len(kept) + 1 - _EPOCHS)]:
-            del self._leases[key]
-        return replace(epoch, done=((0, epoch.units),)) if kept and epoch.number < self._number(kept[-1]) else epoch
-
-    def _number(self, key: str) -> int:
-        return self._leases[key].epoch.number
-
-    @property
-    def _latest_leases(self) -> Leases | None:
-        return self._leases[max(self._leases, key=self._number)] if self._leases else None
+        leases, new = self._epochs.open(theirs, worker, self._clock())
+        if new:
+            self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
+        return leases
 
     def _claim(self, message: Claim) -> Any:
         coordinator = self._member(message)
         if message.opens is not None:
             self._open(coordinator, message.opens, message.worker)
-        leases = self._leases.get(message.key)
-        if leases is None and self._run:
-            raise WorkerAwayError(f"Worker {message.worker} claims units of epoch {message.key}, which is long over.")
-        if leases is None:
-            raise ProtocolError(f"Worker {message.worker} claims units of epoch {message.key}, which was not opened.")
+        leases = self._epochs.find(message.key, message.worker)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
         self._hand_out(leases.claim(message, self._clock()))
@@ -605,7 +575,7 @@ class Service:
         coordinator = self._coordinator
         if coordinator is None:
             return View(self._run)
-        return view(coordinator, self._shards.get(0), self._latest_leases, self._clock())
+        return view(coordinator, self._shards.get(0), self._epochs.latest, self._clock())
 
     # ------------------------------------------------------------------ helpers
 
@@ -638,7 +608,7 @@ class Service:
         self._give(self._means.meet(coordinator.living))
         for shard in self._shards.values():
             self._answer(shard.meet(coordinator.living))
-        for leases in self._leases.values():
+        for leases in self._epochs:
             self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
         if coordinator.aborted:
             for _, future in self._held.values():
@@ -659,16 +629,8 @@ class Service:
             coordinator.resume(restoration.answered, restoration.terms, stale)
             if coordinator.index == 0:
                 self._notes = restoration.notes
-                done = self._done = {held.epoch: held.done for held in newest}
                 parts = {w: o.part for w, o in restoration.offers.items() if o.part is not None and w not in stale}
-                for worker, part in sorted(parts.items(), key=lambda item: -item[1].epoch.number):
-                    epoch = part.epoch
-                    key = epoch.key
-                    if key not in self._leases:
-                        begun = replace(epoch, done=done.get(key, epoch.done))
-                        begun = self._in_its_turn(begun) if self._run else begun
-                        self._leases[key] = Leases(begun, all_train=not self._run)
-                    self._leases[key].rejoin(worker, part)
+                self._epochs.restore(parts, {held.epoch: held.done for held in newest if held.epoch})
             for worker in stale:
                 del restoration.offers[worker]
             self._release(Offer, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale)
@@ -734,8 +696,7 @@ class Service:
                 continue
             reply = replace(each.reply, weights=self._buffers.encode(each.message, each.reply))
             if each.message.fetch:
-                epoch = max(self._leases, key=self._number, default="") if self._run else each.message.epoch
-                done = self._leases[epoch].finished if epoch in self._leases else ()
+                epoch, done = self._epochs.done
                 reply = replace(reply, epoch=epoch, done=done, terms=self._terms, left=self._left)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 

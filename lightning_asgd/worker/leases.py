@@ -295,6 +295,8 @@ class DataLeases:
         self._trained = self._applied = self._since = 0
         self._final = False
         self._begun = None
+        if self._plan is not None:  # a server that was restored meanwhile may know nothing of it
+            self._opens = self._plan.epoch
 
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch in this segment, as far as is known without waiting.
@@ -416,8 +418,6 @@ class DataLeases:
             grant = client.granted(asked.future, asked.timeout_s)
         except WorkerAwayError:
             self._come_back()
-            if not client.world_size:  # the others may have gone on so far that the epoch was forgotten
-                self._open(self.plan.epoch)
         except ServerLostError as error:
             client.recover(COORDINATOR, asked.restored, error)
         if asked.timeout_s is None:

@@ -44,7 +44,7 @@ from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.leases import DataLeases, Plan
 from lightning_asgd.worker.recovery import Recovery
-from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World, learn
+from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 EPOCHS = 3
@@ -445,7 +445,6 @@ class RunWorld(World):
         while True:
             self.turns.wait_until(lambda: True)
             client.attend()
-
 
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:

@@ -173,13 +173,13 @@ def test_what_a_worker_behind_holds_is_granted_to_others_when_it_is_silent_again
     passes(s, clock, 11, 0)
     s.handle(Contribution("s", 0, 1, "barrier", "missed"))
     s.handle(Join("s", 1, 2, Policy(silence_s=10.0), again=True))  # it is behind
-    epoch = Epoch("e", 2, (2,))
+    epoch = Epoch("e/0", 2, (2,))
     for rank in range(2):
         s.handle(OpenEpoch("s", rank, epoch))
-    held = s.handle(Claim("s", 1, "e", 0, 0, 0, 0.0))
-    mine = s.handle(Claim("s", 0, "e", 0, 0, 0, 0.1))
+    held = s.handle(Claim("s", 1, "e/0", 0, 0, 0, 0.0))
+    mine = s.handle(Claim("s", 0, "e/0", 0, 0, 0, 0.1))
     assert {held.first, mine.first} == {0, 1}
-    waiting = s.handle(Claim("s", 0, "e", 0, 1, 1, 0.1, wait=True))
+    waiting = s.handle(Claim("s", 0, "e/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 11, 0)
     assert waiting.done()
     assert (waiting.value().first, waiting.value().last) == (held.first, held.last)
@@ -188,11 +188,11 @@ def test_what_a_worker_behind_holds_is_granted_to_others_when_it_is_silent_again
 def test_a_claim_that_waits_is_answered_when_its_worker_is_away() -> None:
     clock = Clock()
     s = watched(clock)
-    s.handle(OpenEpoch("s", 0, Epoch("e", 2, (2,))))
-    s.handle(OpenEpoch("s", 1, Epoch("e", 2, (2,))))
+    s.handle(OpenEpoch("s", 0, Epoch("e/0", 2, (2,))))
+    s.handle(OpenEpoch("s", 1, Epoch("e/0", 2, (2,))))
     for rank in range(2):
-        s.handle(Claim("s", rank, "e", 0, 0, 0, 0.0))
-    waiting = s.handle(Claim("s", 1, "e", 0, 1, 1, 0.1, wait=True))
+        s.handle(Claim("s", rank, "e/0", 0, 0, 0, 0.0))
+    waiting = s.handle(Claim("s", 1, "e/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 11, 0)
     assert failure(waiting)[0] == "WorkerAwayError"
 

@@ -449,7 +449,7 @@ class Blackouts(RunWorld):
 @pytest.mark.parametrize("leaves", [False, True])
 def test_whenever_serve_is_started_again_every_unit_is_applied_once_per_epoch(leaves: bool) -> None:
     killed = 0
-    for seed in range(20):
+    for seed in range(40):
         world = Blackouts(seed, 4, sleeps=False, servers=1, kills=0.03, leaves=leaves)
         world.run()
         assert torch.equal(world.weights_at_the_end, torch.full((2 * UNITS_OF_WORLD,), float(EPOCHS))), seed

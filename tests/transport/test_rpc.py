@@ -222,7 +222,7 @@ class Step:
         n = client.num_servers
         updates = [(torch.ones(2),) for _ in range(n)]
         self.futures = client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
-        self.claim = client.claim("storm epoch", 0, granted, granted, 0.001, 0.0)
+        self.claim = client.claim("storm/0", 0, granted, granted, 0.001, 0.0)
 
     def end(self) -> int:
         """The number of units granted by now."""
@@ -240,7 +240,7 @@ class Step:
         client.join()
         n = client.num_servers
         client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
-        client.open_epoch(Epoch("storm epoch", 100_000, (100_000,)))
+        client.open_epoch(Epoch("storm/0", 100_000, (100_000,)))
         return client
 
 
