@@ -52,7 +52,6 @@ class _Operation:
     deadline: float
     contributions: dict[int, Any] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # those who have not been answered by a predecessor
-    answer: dict[int, Any] = field(default_factory=dict)  # what the others were
 
     def signature(self) -> tuple[object, ...]:
         return _signature(self.first)
@@ -225,7 +224,9 @@ class Coordinator:
             terms: how often workers were declared away.
             lapsed: those who do not know it yet.
         """
-        self.terms, self.lapsed = dict(terms), self.lapsed | lapsed
+        # Whom this one has declared away meanwhile, the next one must not take for somebody who was there.
+        self.terms = {w: terms.get(w, 0) + self.terms.get(w, 0) for w in {*terms, *self.terms}}
+        self.lapsed |= lapsed
         self._forgotten = max(0, answered - 1)
         self.news.append("A server was lost, and restored from what the workers hold.")
 
@@ -272,6 +273,8 @@ class Coordinator:
         worker, seq = message.worker, message.seq
         if worker in self.left:
             return [Delivery(worker, seq, error=self._gone(worker, message))]
+        for earlier in [earlier for earlier in self._missed if earlier < seq]:
+            self._caught_up(worker, earlier)  # it was answered, perhaps by a predecessor
         if self.aborted:
             return [Delivery(worker, seq, error=WorkerLostError(self.aborted))]
         if seq in self._missed and worker in self._missed[seq].absent:
@@ -296,12 +299,19 @@ class Coordinator:
             error = self._disagree(message, operation.first, set(operation.contributions))
             return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
         operation.contributions[worker] = message.payload
+        if message.answer is not None and message.target in (None, worker):
+            # A predecessor had completed it: the rest is answered likewise, now or when it comes.
+            return self._complete(seq, message.answer, self._expected - set(self.left))
         if message.answer is None:
             operation.waiting.add(worker)
-        else:
-            operation.answer = operation.answer or message.answer
         operation.deadline = max(operation.deadline, now + message.timeout_s)
         return self._settle(seq)
+
+    def at_odds(self, claiming: Collection[int]) -> set[int]:
+        """Those who wait in a collective while all the others wait for data; nobody if it is not so."""
+        others = self.living - set(claiming)
+        waits = any(others <= operation.waiting for operation in self._operations.values())
+        return others if waits and self.living & set(claiming) else set()
 
     def separate(self, claiming: dict[int, str]) -> list[Delivery]:
         """Fail a collective that some wait in while all the others wait for data: neither would ever end.
@@ -309,11 +319,10 @@ class Coordinator:
         Args:
             claiming: workers that wait for data, and of which epoch. They are to be told the same.
         """
-        training = self.living & set(claiming)
-        others = self.living - training
+        training, others = self.living & set(claiming), self.at_odds(claiming)
         due: list[Delivery] = []
         for seq, operation in list(self._operations.items()):
-            if training and others and others <= operation.waiting:
+            if others and others <= operation.waiting:
                 first = operation.first
                 error = CollectiveMismatchError(
                     f"Workers disagree about what follows in session {self.session!r}: {_workers(others)} called "
@@ -414,8 +423,8 @@ class Coordinator:
         if not self._missed[seq].absent:
             del self._missed[seq]
 
-    def _keep_for_the_absent(self, seq: int, operation: _Operation, values: dict[int, Any]) -> None:
-        absent = (set(self.away) | self.behind) - set(operation.contributions)
+    def _keep(self, seq: int, operation: _Operation, values: dict[int, Any], absent: set[int]) -> None:
+        """Keep what a collective came to for workers that have yet to call it."""
         if not absent:
             return
         kept = values if operation.first.target is None else {}
@@ -466,14 +475,16 @@ class Coordinator:
             return self._fail(seq, error)
         if not self._awaited <= set(operation.contributions):
             return []
-        del self._operations[seq]
         values = dict(sorted(operation.contributions.items()))
         source = operation.first.source
-        if operation.answer:
-            values = operation.answer
-        elif source is not None:
+        if source is not None:
             values = {source: values[source]}
-        self._keep_for_the_absent(seq, operation, values)
+        return self._complete(seq, values, set(self.away) | self.behind)
+
+    def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Delivery]:
+        """Answer those who have called a collective, and keep it for others."""
+        operation = self._operations.pop(seq)
+        self._keep(seq, operation, values, others - set(operation.contributions))
         target = operation.first.target
         return [
             Delivery(worker, seq, value=values if target in (None, worker) else {})

@@ -155,6 +155,16 @@ class Leases:
         """
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
+    def go_without(self, numbers: Collection[int], now: float) -> list[Answer]:
+        """Keep nothing for workers that are past the segment: another server, which was lost, told them so.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        for number in numbers:
+            self._workers.setdefault(number, _Worker()).stopped = True
+        return self.retry(now)
+
     def rejoin(self, number: int, part: Part) -> None:
         """Take a worker's word for what it was granted, where the coordinator that did it was lost."""
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)

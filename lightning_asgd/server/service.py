@@ -669,8 +669,16 @@ class Service:
                 self._held.pop(key)[1].set_result(answer)
 
     def _separate(self, coordinator: Coordinator) -> None:
-        """Tell workers that wait for each other, some in a collective and the rest for data, that they do."""
+        """Tell workers that wait for each other, some in a collective and the rest for data, that they do.
+
+        Where a server was lost some may have been told that a segment is over, of which others train a part again.
+        """
         claims = {key: message for key, (message, _) in self._held.items() if isinstance(message, Claim)}
+        past = coordinator.at_odds({claim.worker for claim in claims.values()}) if self._restoration else set()
+        if past:
+            for leases in self._epochs:
+                self._hand_out(leases.go_without(past, self._clock()))
+            claims = {key: message for key, message in claims.items() if key in self._held}
         due = coordinator.separate({claim.worker: claim.key for claim in claims.values()})
         if due:
             for key in claims:

@@ -527,6 +527,85 @@ def test_ranks_of_another_session_cannot_leave() -> None:
     c.check(0)
 
 
+# ---------------------------------------------------------------- in a lost one's place
+
+
+def successor(workers: int, answered: int, *, terms: dict[int, int] | None = None) -> Coordinator:
+    c = coordinator(workers)
+    c.resume(answered, terms or {}, set())
+    return c
+
+
+def test_a_collective_that_a_lost_server_had_answered_waits_for_nobody() -> None:
+    """Not for worker 0 either, which is away; it gets the same answer when it wakes."""
+    c = Coordinator("7.1", 3, Policy(silence_s=10.0))
+    for rank in range(3):
+        c.join(rank, 0.0)
+    c.resume(4, {}, set())
+    for now in range(1, 12):
+        c.hear(1, now)
+        c.hear(2, now)
+        c.expire(now)
+    assert c.living == {1, 2}
+    everything = {0: "a", 1: "b", 2: "c"}
+    assert c.contribute(say(1, 4), 11.0) == []  # it was not answered
+    assert values(c.contribute(say(2, 4, answer=everything), 11.0)) == {1: everything, 2: everything}
+    c.join(0, 12.0)
+    assert values(c.contribute(say(0, 4), 12.0)) == {0: everything}
+    assert not c._missed
+
+
+def test_who_calls_it_later_is_answered_as_the_others_were_by_the_lost_server() -> None:
+    c = successor(3, answered=4)
+    everything = {0: "a", 1: "b", 2: "c"}
+    assert values(c.contribute(say(1, 4, answer=everything), 0.0)) == {1: everything}
+    assert c.contribute(say(1, 5), 0.0) == []  # it goes on, and waits for the others there
+    assert values(c.contribute(say(0, 4), 0.0)) == {0: everything}
+    assert values(c.contribute(say(2, 4, answer=everything), 0.0)) == {2: everything}
+    c.contribute(say(0, 5), 0.0)
+    assert set(values(c.contribute(say(2, 5), 0.0))) == {0, 1, 2}
+    assert not c._missed
+
+
+def test_what_one_alone_wants_is_waited_for_where_only_the_others_were_answered() -> None:
+    c = successor(2, answered=4)
+    assert c.contribute(say(1, 4, kind="gather", target=0, answer={}), 0.0) == []
+    due = c.contribute(say(0, 4, kind="gather", target=0), 0.0)
+    assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {}}
+
+
+def test_nothing_is_kept_for_a_worker_that_calls_a_later_one() -> None:
+    """It was answered the earlier one by a server that was lost, and says no more about it."""
+    c = successor(3, answered=4)
+    c.contribute(say(1, 4, answer={0: "a"}), 0.0)
+    for rank in (0, 2):
+        c.contribute(say(rank, 5), 0.0)
+    assert not c._missed
+
+
+def test_whom_a_coordinator_declares_away_before_it_knows_of_earlier_times_the_next_one_knows_of() -> None:
+    c = Coordinator("7.1", 2, Policy(silence_s=10.0))
+    for rank in range(2):
+        c.join(rank, 0.0)
+    for now in range(1, 12):
+        c.hear(0, now)
+        c.expire(now)
+    assert c.away
+    c.resume(0, {1: 3}, set())  # three times before, as the workers tell, and once now
+    assert c.terms == {1: 4}
+
+
+def test_workers_are_at_odds_where_some_wait_in_a_collective_and_all_others_for_data() -> None:
+    c = coordinator(3)
+    assert c.at_odds({0, 1, 2}) == set()
+    c.contribute(say(2), 0.0)
+    assert c.at_odds({0}) == set()  # worker 1 is busy
+    assert c.at_odds({0, 1}) == {2}
+    c.contribute(say(1), 0.0)
+    c.contribute(say(0), 0.0)
+    assert c.at_odds(set()) == set()
+
+
 def test_a_coordinator_that_slept_declares_nobody_away() -> None:
     c = watched(2)
     pass_time(c, 5, 0, 1)

@@ -27,6 +27,7 @@ from lightning_asgd.messages import (
     Leave,
     Offer,
     OpenEpoch,
+    Part,
     Policy,
     Reply,
     Role,
@@ -382,6 +383,22 @@ def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer()
     assert s.handle(Offer("s", 0, (held,))) is None
     assert failure(early)[0] == "WorkerAwayError"
     assert s.status()["version"] == 5
+
+
+def test_what_was_lost_with_a_server_is_trained_by_those_who_are_not_past_the_segment() -> None:
+    """The lost server had told worker 1 that all of it was trained: it waits for worker 0, which trained it last."""
+    s = to_be_restored(Clock())
+    epoch = Epoch("fit/0", 2, (2,))
+    s.handle(Offer("s", 0, (Held(0, 4, (torch.zeros(3),), {}),), part=Part(epoch, ((0, 1),), 1, 0)))
+    s.handle(Offer("s", 1, (Held(0, 5, (torch.ones(3),), {}),)))
+    claim = s.handle(Claim("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
+    s.tick()
+    assert not claim.done()  # a unit is kept for worker 1
+    s.handle(Contribution("s", 1, 1, "sync point", "end"))
+    s.tick()
+    grant = claim.wait()
+    assert (grant.first, grant.last) == (1, 2)
+    assert s.handle(Claim("s", 0, "fit/0", 0, 2, 2, 0.1, wait=True)).over
 
 
 def test_who_has_offered_what_it_holds_is_not_given_up_while_the_others_are_awaited() -> None:
