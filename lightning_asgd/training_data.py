@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,13 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.membership import Membership
 from lightning_asgd.messages import Part
 from lightning_asgd.resume import Resumption
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["TrainingData"]
 
 
-class TrainingData:
+class TrainingData(Data):
     """The training data of one fit of one worker.
 
     Args:
@@ -156,13 +156,15 @@ class TrainingData:
         if self._loop is not None:
             self._loop.leases.lose()
 
+    @property
     def trained(self) -> tuple[str, int]:
         """The epoch, and how many of its units this worker has trained."""
-        return ("", 0) if self._loop is None else self._loop.leases.trained
+        return super().trained if self._loop is None else self._loop.leases.trained
 
+    @property
     def left_s(self) -> float:
         """Seconds until this worker will probably push the rest for the next sync point; infinite if unknown."""
-        return math.inf if self._loop is None else self._loop.leases.left_s
+        return super().left_s if self._loop is None else self._loop.leases.left_s
 
     def ask_ahead(self, seconds: float) -> None:
         """Ask for data to train in so many seconds, if there are not enough: see :meth:`DataLeases.ask_ahead`."""

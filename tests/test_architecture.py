@@ -133,6 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.replica": {"algorithms.base", "errors", "finite", "layout", "messages", "transport.shared_memory"}
     | {"worker.lane"},
     "worker.sharing": {"layout", "messages", "stats"},
+    "worker.data": set(),
     "worker.pace": set(),
     "worker.exchange": {
         "algorithms.base",
@@ -142,6 +143,7 @@ ALLOWED: dict[str, set[str]] = {
         "stats",
         "streams",
         "worker.client",
+        "worker.data",
         "worker.pace",
         "worker.replica",
         "worker.sharing",
@@ -160,7 +162,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.meeting": {"messages", "worker.client", "worker.collectives", "worker.sharing"},
     "worker.meter": {"messages", "stats"},
     "worker.recovery": {"errors", "messages", "worker.client", "worker.sharing"},
-    "worker.leases": {"errors", "messages", "worker.client"},
+    "worker.leases": {"errors", "messages", "worker.client", "worker.data"},
     "worker.layerwise": {"layout", "worker.client", "worker.sharing"},
     "worker.entry": {
         "algorithms",
@@ -174,6 +176,7 @@ ALLOWED: dict[str, set[str]] = {
         "transport.shared_memory",
         "worker.client",
         "worker.collectives",
+        "worker.data",
         "worker.exchange",
         "worker.fragments",
         "worker.hogwild",
@@ -288,7 +291,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker.heartbeat",
     },
     "training_data": {"_lightning", "_loop", "algorithms.base", "config", "membership", "messages", "resume"}
-    | {"worker.sharing"},
+    | {"worker.data", "worker.sharing"},
     "fit": {
         "_lightning",
         "config",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from lightning_asgd.streams import streams
 from lightning_asgd.transport import shared_memory
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.hogwild import SharedWeights
@@ -42,11 +42,7 @@ def enter(
     versions: list[int] | None = None,
     on_refused: Callable[[], None] = lambda: None,
     lr: Callable[[], float] = lambda: 0.0,
-    on_away: Callable[[], None] = lambda: None,
-    trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
-    batch: Callable[[], int] = lambda: 0,
-    left_s: Callable[[], float] = lambda: math.inf,
-    before_exchange: Callable[[float], None] = lambda seconds: None,
+    data: Data | None = None,
     late: bool = False,
     fill: bool | None = None,
     theirs: Any = None,
@@ -63,11 +59,7 @@ def enter(
         versions: per server, to count on from; worker 0's count.
         on_refused: see :class:`Exchanger`.
         lr: see :class:`Exchanger`.
-        on_away: see :class:`Exchanger`.
-        trained: see :class:`Exchanger`.
-        batch: see :class:`Exchanger`.
-        left_s: see :class:`Exchanger`.
-        before_exchange: see :class:`Exchanger`.
+        data: see :class:`Exchanger`.
         late: whether nobody looks at gradients between backward and the optimizer's step.
         fill: whether the servers are to have this worker's weights; None: if it is worker 0.
         theirs: description of the layout that servers have already; None if they have none.
@@ -136,18 +128,21 @@ def enter(
                 replica.drop_block(server)
         codes = streams(config.compression, shards, seen)
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        about: dict[str, Any] = {
-            "on_refused": on_refused,
-            "lr": lr,
-            "on_away": on_away,
-            "batch": batch,
-            "left_s": left_s,
-            "before_exchange": before_exchange,
-            "measure": measure,
-        }
-        if len(parts) == 1:  # else a unit is done when all fragments have it
-            about["trained"] = trained
-        exchangers.append(Exchanger(client, replica, config, fragment=number, lead=lead, codes=codes, **about))
+        exchangers.append(
+            Exchanger(
+                client,
+                replica,
+                config,
+                on_refused=on_refused,
+                lr=lr,
+                fragment=number,
+                whole=len(parts) == 1,
+                lead=lead,
+                codes=codes,
+                data=data,
+                measure=measure,
+            )
+        )
     collectives.barrier("servers have the weights")
     sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
     sharing.fetch()

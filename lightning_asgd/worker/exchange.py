@@ -30,6 +30,7 @@ from lightning_asgd.messages import Exchange, Held, Initialise, Reply, Verdict, 
 from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.streams import Streams
 from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.pace import Pace
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sharing import Sharing
@@ -71,14 +72,10 @@ class Exchanger(Sharing):
         on_refused: called after a server refused an update; the weights are the servers' again by then.
         lr: the worker's present learning rate.
         fragment: number of the part of the module that it exchanges.
+        whole: whether that is all of it. Else its pushes count no units: one is done when all fragments have it.
         lead: steps by which its first exchange comes earlier than after ``nsync``.
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
-        on_away: called when the others have gone on without this worker, before it joins again.
-        trained: the epoch, and how many of the units granted in it this worker has trained; see :class:`Exchange`.
-        batch: samples of one of this worker's batches; 0 if unknown.
-        left_s: seconds until the next sync point's :meth:`flush`; infinite if unknown.
-        before_exchange: called before one begins, with the seconds in which it will probably be under way, or 0 if they
-            are not known: nothing else gets through to the servers meanwhile, where the network is slow.
+        data: what this worker trains; None if nobody shares that.
         measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
@@ -92,13 +89,10 @@ class Exchanger(Sharing):
         on_refused: Callable[[], None] = lambda: None,
         lr: Callable[[], float] = lambda: 0.0,
         fragment: int = 0,
+        whole: bool = True,
         lead: int = 0,
         codes: Sequence[Streams | None] = (),
-        on_away: Callable[[], None] = lambda: None,
-        trained: Callable[[], tuple[str, int]] = lambda: ("", 0),
-        batch: Callable[[], int] = lambda: 0,
-        left_s: Callable[[], float] = lambda: math.inf,
-        before_exchange: Callable[[float], None] = lambda seconds: None,
+        data: Data | None = None,
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -112,13 +106,10 @@ class Exchanger(Sharing):
         self._on_refused = on_refused
         self._lr = lr
         self._fragment = fragment
+        self._whole = whole
         self._lead = lead
         self._codes = list(codes) or [None] * client.num_servers
-        self._on_away = on_away
-        self._trained = trained
-        self._batch = batch
-        self._left_s = left_s
-        self._before_exchange = before_exchange
+        self._data = data or Data()
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
         self._clock = clock
@@ -222,9 +213,9 @@ class Exchanger(Sharing):
             if self._since_push < self._max_offline_steps:
                 return
             yield from self._finish()
-        elif self._left_s() < self._trip_s and self._since_push < self._max_offline_steps:
+        elif self._data.left_s < self._trip_s and self._since_push < self._max_offline_steps:
             return  # the flush would have to wait for it, and what it brings would be replaced at once
-        self._before_exchange(self._trip_s)
+        self._data.ask_ahead(self._trip_s)
         self._start(push=push, fetch=fetch)
         if not self.config.overlap:
             yield from self._finish()
@@ -282,7 +273,7 @@ class Exchanger(Sharing):
                 done_within(future, self.client.timeout_s)
         owed = self._owed(pending)
         self.client.resent, self._pending, self._pushed = False, None, []
-        self._on_away()
+        self._data.lose()
         self.client.join(again=True)
         for messages, futures in owed:
             for server in self.client.may_lack:
@@ -400,7 +391,7 @@ class Exchanger(Sharing):
             self._pace = (self.stats.steps, begun)
         if fetch:
             self._since_fetch = 0
-        epoch, units = self._trained()
+        epoch, units = self._data.trained if self._whole else ("", 0)
         about = {
             "push": push,
             "fetch": fetch,
@@ -414,7 +405,7 @@ class Exchanger(Sharing):
             "full": full,
             "epoch": epoch,
             "units": units,
-            "batch": self._batch(),
+            "batch": self._data.batch,
         }
         pending = _Pending(push, fetch, epoch, begun, self.stats.steps, local_steps, common, step_s, about)
         pending.cost_s = self._clock() - begun

@@ -25,6 +25,7 @@ from torch.futures import Future
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.messages import Epoch, Part
 from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.data import Data
 
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
 
@@ -90,7 +91,7 @@ class _Asked:
     answered: list[float] = field(default_factory=list)
 
 
-class DataLeases:
+class DataLeases(Data):
     """A worker's part of the epochs that all share.
 
     Args:

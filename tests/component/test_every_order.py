@@ -48,6 +48,7 @@ from lightning_asgd.worker import exchange as exchange_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.meeting import meet
 from lightning_asgd.worker.recovery import Recovery
@@ -152,6 +153,16 @@ class End(Transport):
         pass
 
 
+class Back(Data):
+    """Notes that a worker came back."""
+
+    def __init__(self, world: World, worker: int) -> None:
+        self._world, self._worker = world, worker
+
+    def lose(self) -> None:
+        self._world.back[self._worker] += 1
+
+
 class World:
     """See the module's docstring."""
 
@@ -201,7 +212,7 @@ class World:
         end = End(self, rank)
         client = self.clients[rank] = Client(end, "s", *who, policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
-        exchanger = Exchanger(client, replica, self.config, on_away=partial(self.note_back, rank), clock=lambda: 0.0)
+        exchanger = Exchanger(client, replica, self.config, data=Back(self, rank), clock=lambda: 0.0)
         try:
             self.come(rank, client, replica)
             exchanger.fetch()
@@ -249,9 +260,6 @@ class World:
         mine = Meeting(exchanger.moved, False, False, [])
         meet(client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
-
-    def note_back(self, rank: int) -> None:
-        self.back[rank] += 1
 
     # ------------------------------------------------------------------ what can happen
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_asgd.compression import find
 from lightning_asgd.errors import ProtocolError, ServerLostError
 from lightning_asgd.messages import Exchange, Leave, Verdict
 from lightning_asgd.transport import shared_memory
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange import Exchanger
 from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
 from tests.helpers.reference import Reference
@@ -176,11 +178,22 @@ def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatc
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4, [5.0] * 4]
 
 
-def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTransport, Callable[..., None]]:
-    """A worker whose exchanges take 2 s; a list with the seconds left; its wire; and what lets it train a batch."""
+@dataclass
+class Left(Data):
+    """Data that a sync point follows, and what exchanges have said."""
+
+    left_s: float = math.inf
+    said: list[float] = field(default_factory=list)
+
+    def ask_ahead(self, seconds: float) -> None:
+        self.said.append(seconds)
+
+
+def far(left_s: float, **settings: Any) -> tuple[Worker, Left, ScriptedTransport, Callable[..., None]]:
+    """A worker whose exchanges take 2 s; its data; its wire; and what lets it train a batch."""
     cluster, transport = scripted()
-    now, left = [0.0], [left_s]
-    worker = Worker(cluster, nsync=2, clock=lambda: now[0], left_s=lambda: left[0], **settings)
+    now, data = [0.0], Left(left_s)
+    worker = Worker(cluster, nsync=2, clock=lambda: now[0], data=data, **settings)
     transport.log.clear()
     transport.hold()
 
@@ -191,42 +204,41 @@ def far(left_s: float, **settings: Any) -> tuple[Worker, list[float], ScriptedTr
 
     for _ in range(3):
         train()
-    return worker, left, transport, train
+    return worker, data, transport, train
 
 
 def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() -> None:
-    worker, left, transport, train = far(100.0, scale="sum")
+    worker, data, transport, train = far(100.0, scale="sum")
     assert len(transport.log) == 1
-    left[0] = 1.9
+    data.left_s = 1.9
     for _ in range(3):
         train()
     assert len(transport.log) == 1
     assert worker.exchanger.stats.deferred == 0
-    left[0] = 2.1  # it takes longer than was thought
+    data.left_s = 2.1  # it takes longer than was thought
     train()
     assert [m.update[0].tolist() for m in transport.log] == [[2.0] * 4, [5.0] * 4]
 
 
 def test_before_an_exchange_begins_it_says_how_long_nothing_else_will_get_through() -> None:
-    said: list[float] = []
-    worker, _, transport, train = far(100.0, before_exchange=said.append)
-    assert said == [0.0]  # nothing is known before the first
-    while len(said) < 2:
+    worker, data, transport, train = far(100.0)
+    assert data.said == [0.0]  # nothing is known before the first
+    while len(data.said) < 2:
         before = len(transport.log)
         train()
-    assert said == [0.0, 2.0]
+    assert data.said == [0.0, 2.0]
     assert len(transport.log) == before + 1  # it begins right after
     transport.release()
     worker.exchanger.flush()
     worker.exchanger.fetch()
-    assert len(said) == 2  # nobody trains meanwhile
+    assert len(data.said) == 2  # nobody trains meanwhile
 
 
 def test_one_exchange_that_took_very_long_does_not_put_the_next_off() -> None:
-    _, left, transport, train = far(100.0)
+    _, data, transport, train = far(100.0)
     while not transport.in_flight:
         train()
-    left[0] = 10.0
+    data.left_s = 10.0
     train(60.0)  # a server was lost, and replaced
     transport.log.clear()
     for _ in range(2):
@@ -236,16 +248,16 @@ def test_one_exchange_that_took_very_long_does_not_put_the_next_off() -> None:
 
 @pytest.mark.parametrize("settings", [{"max_offline_steps": 3}, {"algorithm": ASGD(transforms=[StaleSynchronous(2)])}])
 def test_an_exchange_begins_also_late_if_it_must(settings: dict[str, Any]) -> None:
-    _, left, transport, train = far(100.0, **settings)
-    before, left[0] = len(transport.log), 0.0
+    _, data, transport, train = far(100.0, **settings)
+    before, data.left_s = len(transport.log), 0.0
     for _ in range(3):
         train()
     assert len(transport.log) > before
 
 
 def test_an_exchange_that_took_very_long_is_not_the_last_before_a_sync_point() -> None:
-    worker, left, transport, train = far(100.0)
-    left[0] = 1.0
+    worker, data, transport, train = far(100.0)
+    data.left_s = 1.0
     transport.release()
     for _ in range(4):
         worker.exchanger.fetch()

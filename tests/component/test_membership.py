@@ -267,7 +267,7 @@ class World:
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
-        exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
+        exchanger = Exchanger(client, replica, self.config, data=leases, clock=self.clock)
         client.join()
         if rank > 0:
             self.turns.wait_until(lambda: self.joined > 0)

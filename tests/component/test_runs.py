@@ -419,7 +419,7 @@ class RunWorld(World):
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
-        exchanger = Exchanger(client, replica, self.config, on_away=leases.lose, trained=lambda: leases.trained)
+        exchanger = Exchanger(client, replica, self.config, data=leases, clock=self.clock)
         refs = [None if block is None else block.ref for block in blocks]
         client.initialise(self.layout, self.config.algorithm, refs, replica.weights() if attachment.founder else None)
         if attachment.founder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from lightning_asgd.transport import shared_memory
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.transport.inprocess import InProcessTransport
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange import Exchanger
 from lightning_asgd.worker.replica import replica_for
 
@@ -49,8 +49,7 @@ class Cluster:
         on_refused: Callable[[], None] = lambda: None,
         shared: bool = False,
         measure: bool = False,
-        left_s: Callable[[], float] = lambda: math.inf,
-        before_exchange: Callable[[float], None] = lambda seconds: None,
+        data: Data | None = None,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -63,8 +62,7 @@ class Cluster:
             on_refused: for the exchanger.
             shared: whether to exchange through shared memory.
             measure: for the exchanger.
-            left_s: for the exchanger.
-            before_exchange: for the exchanger.
+            data: for the exchanger.
             **settings: of :class:`ExchangeConfig`.
         """
         config = ExchangeConfig.create(**settings)
@@ -86,8 +84,7 @@ class Cluster:
         assert seen == [ref is not None for ref in refs]
         shards = [layout.shard(s) for s in range(layout.num_servers)]
         codes = streams(config.compression, shards, seen)
-        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure}
-        about |= {"left_s": left_s, "before_exchange": before_exchange}
+        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure, "data": data}
         exchanger = Exchanger(client, replica, config, codes=codes, **about)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
