@@ -556,7 +556,7 @@ def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
             speeds = [r["samples_per_s"] for r in runs[str(system)]]
             axis.bar(place, statistics.median(speeds), color=colours[system.kind])
             axis.plot([place] * len(speeds), speeds, "k.", markersize=4)
-        labels = [str(system).replace(" nsync", "\nnsync") for system in scenario.systems]
+        labels = [str(system).replace(" nsync", "\nnsync").replace("one ", "one\n") for system in scenario.systems]
         axis.set_xticks(range(len(labels)), labels, fontsize=8)
         axis.set_title(scenario.name, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

@@ -76,8 +76,7 @@ class Epochs:
         number = theirs.number
         new = number not in self._known
         if new:
-            before = self.latest
-            self._keep(theirs, before, now)
+            self._keep(theirs, self.latest, now)
         self._known[number].check(theirs, worker)
         return self._known[number], new
 
@@ -118,8 +117,8 @@ class Epochs:
         """
         self.clear()
         self._held = dict(held)
-        for key in [*held, *(part.epoch.key for part in parts.values())]:  # weights may be of the fit before
-            self._fit = key.rpartition("/")[0]
+        for key in [*held, *(part.epoch.key for part in parts.values())]:
+            self._fit = key.rpartition("/")[0]  # the parts', if there are any: weights may be of the fit before
         for key in held:
             fit, _, number = key.rpartition("/")
             if fit == self._fit:
