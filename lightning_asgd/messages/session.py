@@ -177,6 +177,8 @@ class Beaten:
         holding: where workers come and go, those that hold the weights.
         admitted: the highest number that one of them was given.
         lapsed: whether the sender must join again before it trains.
+        needed: number of the first collective that somebody who is away may still ask for: what it came to is to be
+            told again if this server is lost.
     """
 
     news: tuple[str, ...] = ()
@@ -186,6 +188,7 @@ class Beaten:
     holding: tuple[int, ...] = ()
     admitted: int = 0
     lapsed: bool = False
+    needed: int = 0
 
 
 @dataclass(frozen=True)

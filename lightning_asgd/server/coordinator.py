@@ -102,6 +102,7 @@ class Coordinator:
     _missed: dict[int, _Missed] = field(default_factory=dict)
     _last_seq: dict[int, int] = field(default_factory=dict)
     _forgotten: int = 0  # collectives that a predecessor has completed
+    _completed: int = 0  # number of the latest that this one has
 
     @property
     def living(self) -> set[int]:
@@ -126,6 +127,14 @@ class Coordinator:
     def expected_back(self) -> set[int]:
         """Workers that are away, but for those that may have gone before they were let in."""
         return set(self.away) - self.unheard
+
+    @property
+    def needed(self) -> int:
+        """Number of the first collective that somebody may still ask for: one before those that it has missed.
+
+        It took part in that, and may not have been answered.
+        """
+        return max(0, min(self._missed, default=self._completed) - 1)
 
     @property
     def membership(self) -> tuple[frozenset[int], ...]:
@@ -220,7 +229,7 @@ class Coordinator:
 
         Args:
             answered: number of the latest collective that anybody was answered. Some may not have been: all make it
-                again.
+                again. What earlier ones came to workers tell, as far as somebody who was not there needs it.
             terms: how often workers were declared away.
             lapsed: those who do not know it yet.
         """
@@ -279,6 +288,8 @@ class Coordinator:
             return [Delivery(worker, seq, error=WorkerLostError(self.aborted))]
         if seq in self._missed and worker in self._missed[seq].absent:
             return [self._tell(message)]
+        if seq <= self._forgotten and message.answer is not None:
+            return self._take_over(message, message.answer)
         if seq <= self._forgotten:
             error: ASGDError = WorkerLostError(
                 f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
@@ -423,12 +434,17 @@ class Coordinator:
         if not self._missed[seq].absent:
             del self._missed[seq]
 
-    def _keep(self, seq: int, operation: _Operation, values: dict[int, Any], absent: set[int]) -> None:
+    def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Delivery]:
+        """Take a worker's word for what a collective came to that a predecessor had completed without others."""
+        if message.seq not in self._missed:
+            self._keep(message, answer, self._expected - set(self.left) - {message.worker, message.target})
+        return [Delivery(message.worker, message.seq, value=answer)]
+
+    def _keep(self, first: Contribution, values: dict[int, Any], absent: set[int]) -> None:
         """Keep what a collective came to for workers that have yet to call it."""
         if not absent:
             return
-        kept = values if operation.first.target is None else {}
-        self._missed[seq] = _Missed(operation.first, kept, absent)
+        self._missed[first.seq] = _Missed(first, values if first.target is None else {}, absent)
         if len(self._missed) > _MISSED_AT_MOST:
             for worker in list(self._missed[min(self._missed)].absent):
                 self._give_up(worker, f"it missed more than {_MISSED_AT_MOST} collectives")
@@ -484,7 +500,8 @@ class Coordinator:
     def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Delivery]:
         """Answer those who have called a collective, and keep it for others."""
         operation = self._operations.pop(seq)
-        self._keep(seq, operation, values, others - set(operation.contributions))
+        self._completed = max(self._completed, seq)
+        self._keep(operation.first, values, others - set(operation.contributions))
         target = operation.first.target
         return [
             Delivery(worker, seq, value=values if target in (None, worker) else {})

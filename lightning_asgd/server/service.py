@@ -417,6 +417,7 @@ class Service:
             tuple(sorted(coordinator.living & self._have_weights)),
             coordinator.admitted,
             message.worker in coordinator.lapsed,
+            coordinator.needed,
         )
 
     def _initialise(self, message: Initialise) -> bool:

@@ -114,7 +114,8 @@ class Client:
         self._after = after
         self._collectives = 0
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
-        self._answered: tuple[Contribution, dict[int, Any]] | None = None  # the latest that was, and the answer
+        # Collectives that were answered, by number, and the answers: the latest, and those that others may need yet.
+        self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
         self._term = [0] * transport.num_servers  # how often each server had declared this worker away
         self._terms: list[dict[int, int]] = [{} for _ in self._term]  # and others, as far as is known
         self._left: list[dict[int, str]] = [{} for _ in self._term]  # who each says is gone
@@ -533,7 +534,9 @@ class Client:
             except ServerLostError as error:
                 self.recover(COORDINATOR, restored, error)
             else:
-                self._answered = message, values
+                self._answers[message.seq] = message, values
+                for seq in [seq for seq in self._answers if seq < min(self._heard.needed, message.seq)]:
+                    del self._answers[seq]
                 return {rank: _opened(f"worker {rank}", value) for rank, value in values.items()}
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
@@ -649,7 +652,7 @@ class Client:
             ServerLostError: one does not answer.
             WorkerAwayError: the others have gone on without this worker.
         """
-        answered = 0 if self._answered is None else self._answered[0].seq
+        answered = max(self._answers, default=0)
         about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
         others = {s: (self._term[s], self._terms[s], self._left[s]) for s in shards}
         notes = {s: self._notes if s == COORDINATOR else {} for s in shards}
@@ -666,9 +669,8 @@ class Client:
             raise WorkerAwayError(f"Worker {self.worker} was away. Expected it to join again.")
 
     def repeat(self) -> None:
-        """Send the part in the latest collective again that was answered here, and may not have been elsewhere."""
-        if self._answered is not None:
-            message, answer = self._answered
+        """Send the part in collectives again that were answered here, and may not have been elsewhere."""
+        for message, answer in self._answers.values():
             self._send(COORDINATOR, replace(message, answer=answer), message.timeout_s + _GRACE_S)
 
     def settle(self, servers: Collection[int]) -> None:

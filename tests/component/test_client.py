@@ -11,7 +11,18 @@ from lightning_asgd import errors
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Contribution, Exchange, Failure, Initialise, Join, Joined, Leave, Reply, Verdict
+from lightning_asgd.messages import (
+    Beaten,
+    Contribution,
+    Exchange,
+    Failure,
+    Initialise,
+    Join,
+    Joined,
+    Leave,
+    Reply,
+    Verdict,
+)
 from lightning_asgd.transport.base import Transport
 from lightning_asgd.worker import client as client_module
 from lightning_asgd.worker.client import Client, done_within
@@ -196,3 +207,15 @@ def test_waiting_ends_with_the_answer_or_with_the_time() -> None:
     done.set_result(1)
     assert done_within(done, 0.0)
     assert not done_within(Future(), 0.01)
+
+
+@pytest.mark.parametrize(("needed", "again"), [(0, [1, 2, 3, 4, 5]), (3, [3, 4, 5]), (4, [4, 5]), (9, [5])])
+def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed: int, again: list[int]) -> None:
+    transport = Answers({3: "x"}, None)
+    c = client(transport)
+    for _ in range(5):
+        c.hear(Beaten(needed=needed))
+        c.collective("barrier", "x", timeout_s=1.0)
+    transport.sent.clear()
+    c.repeat()
+    assert [(m.seq, m.answer) for _, m, _ in transport.sent] == [(seq, {3: "x"}) for seq in again]

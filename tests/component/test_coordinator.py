@@ -595,6 +595,40 @@ def test_whom_a_coordinator_declares_away_before_it_knows_of_earlier_times_the_n
     assert c.terms == {1: 4}
 
 
+def test_what_a_worker_that_sleeps_has_missed_outlives_the_server_that_kept_it() -> None:
+    """The others tell the next one, and the one after that."""
+    sleeps = Coordinator("7.1", 3, Policy(silence_s=10.0))
+    for rank in range(3):
+        sleeps.join(rank, 0.0)
+    told: dict[int, dict[int, Any]] = {}
+    for seq in (1, 2, 3):
+        if seq == 2:
+            for now in range(1, 12):
+                sleeps.hear(0, now)
+                sleeps.hear(1, now)
+                sleeps.expire(now)
+        for rank in (0, 1) if seq > 1 else (2, 0, 1):
+            for due in sleeps.contribute(say(rank, seq), 12.0):
+                told[seq] = due.value or {}
+    assert sleeps.needed == 1  # it has called the first one, but perhaps knows of no answer
+    for _ in range(2):
+        after = successor(3, answered=3)
+        for rank, seq in ((0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)):
+            assert values(after.contribute(say(rank, seq, answer=told[seq]), 0.0))[rank] == told[seq]
+    for seq in (1, 2, 3):
+        assert values(after.contribute(say(2, seq), 0.0)) == {2: told[seq]}
+    assert not after._missed
+    assert [len(after.contribute(say(rank, 4), 0.0)) for rank in range(3)] == [0, 0, 3]
+    assert after.needed == 3
+
+
+def test_what_one_alone_wanted_of_a_collective_is_not_kept_for_the_others() -> None:
+    after = successor(3, answered=3)
+    answer = {rank: f"value {rank}" for rank in range(3)}
+    after.contribute(say(0, 1, kind="gather", target=0, answer=answer), 0.0)
+    assert values(after.contribute(say(2, 1, kind="gather", target=0), 0.0)) == {2: {}}
+
+
 def test_workers_are_at_odds_where_some_wait_in_a_collective_and_all_others_for_data() -> None:
     c = coordinator(3)
     assert c.at_odds({0, 1, 2}) == set()

@@ -17,7 +17,6 @@ from lightning_asgd.messages import (
     Attach,
     Attached,
     Beat,
-    Beaten,
     Claim,
     Epoch,
     Exchange,
@@ -373,7 +372,6 @@ class RunWorld(World):
     def __init__(
         self, seed: int, workers: int, *, leaves: bool = True, batches: tuple[int, ...] = (1,), **about: Any
     ) -> None:
-        self.clients: dict[int, Client] = {}
         self.batches = batches  # sizes of the workers', in turns
         self.leaves = leaves
         self.left = 0
@@ -381,13 +379,6 @@ class RunWorld(World):
 
     def serve(self, *, succeeds: bool = False) -> Service:
         return Service(lambda: self.now, run="s", succeeds=succeeds)
-
-    def beat(self, rank: int, service: Service) -> None:
-        client = self.clients.get(rank)
-        if client is not None:
-            answer = service.handle(Beat("s", client.worker))
-            if service is self.services[0] and isinstance(answer, Beaten):
-                client.hear(answer)
 
     @property
     def begun(self) -> bool:
