@@ -233,8 +233,10 @@ class Coordinator:
             terms: how often workers were declared away.
             lapsed: those who do not know it yet.
         """
-        # Whom this one has declared away meanwhile, the next one must not take for somebody who was there.
-        self.terms = {w: terms.get(w, 0) + self.terms.get(w, 0) for w in {*terms, *self.terms}}
+        # Whom this one has declared away meanwhile, and who does not know, the next one must not take for one that was
+        # there.
+        own = {worker: term for worker, term in self.terms.items() if worker in self.lapsed}
+        self.terms = {worker: terms.get(worker, 0) + own.get(worker, 0) for worker in {*terms, *own}}
         self.lapsed |= lapsed
         self._forgotten = max(0, answered - 1)
         self.news.append("A server was lost, and restored from what the workers hold.")
@@ -320,6 +322,8 @@ class Coordinator:
 
     def at_odds(self, claiming: Collection[int]) -> set[int]:
         """Those who wait in a collective while all the others wait for data; nobody if it is not so."""
+        if self.behind - set(claiming):
+            return set()  # one that nobody waits for in collectives may train what others wait for
         others = self.living - set(claiming)
         waits = any(others <= operation.waiting for operation in self._operations.values())
         return others if waits and self.living & set(claiming) else set()

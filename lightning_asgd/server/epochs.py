@@ -46,9 +46,12 @@ class Epochs:
 
     @property
     def done(self) -> tuple[str, Ranges]:
-        """Key of the present epoch, and what of it has been applied."""
+        """Key of the present epoch, and what of it has been applied; an empty one before the first."""
         latest = self.latest
-        return ("", ()) if latest is None else (latest.epoch.key, latest.finished)
+        if latest is not None:
+            return latest.epoch.key, latest.finished
+        key = f"{self._fit}/{self._latest}" if self._latest >= 0 else ""  # those who were in it are gone
+        return key, self._held.get(key, ())
 
     @property
     def progress(self) -> tuple[Epoch, ...]:

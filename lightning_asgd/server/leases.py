@@ -315,7 +315,8 @@ class Leases:
     @property
     def _all_wait(self) -> bool:
         """Whether nobody trains any more: none of those who have claimed will come back and take what is left."""
-        return all(w.stopped or w.waiting is not None for n, w in self._workers.items() if n in self._living)
+        there = (worker for number, worker in self._workers.items() if number in self._living)
+        return all(worker.stopped or (worker.waiting is not None and worker.waiting.wait) for worker in there)
 
     def _unserved(self, number: int, segment: int) -> list[_Worker]:
         """The others that need something of the segment yet, or they would not notice its end."""

@@ -370,7 +370,9 @@ class Service:
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
         untouched = bool(self._run) and not coordinator.joined  # nobody goes on from its snapshot: workers know more
-        if self._run and message.restore and message.worker in coordinator.joined and not self._restoration:
+        known = self._restoration or self._to_be_restored or begins or untouched
+        another = message.worker in coordinator.joined or (not known and message.worker > coordinator.admitted)
+        if self._run and message.restore and another and not self._restoration:
             raise WorkerLostError(
                 f"Worker {message.worker} waited for servers that were started again, but others came first and began "
                 f"run {self._run!r} anew. Start it again to take part."
@@ -507,7 +509,12 @@ class Service:
         leases = self._epochs.find(message.key, message.worker)
         future: Future[Any] = Future()
         self._held[id(message)] = (message, future)
-        self._hand_out(leases.claim(message, self._clock()))
+        try:
+            answers = leases.claim(message, self._clock())
+        except Exception:
+            del self._held[id(message)]  # else its worker would count as one that waits
+            raise
+        self._hand_out(answers)
         return future.value() if future.done() else future
 
     def _watch(self, message: Watch) -> Future[Any]:

@@ -534,10 +534,19 @@ class Client:
             except ServerLostError as error:
                 self.recover(COORDINATOR, restored, error)
             else:
-                self._answers[message.seq] = message, values
-                for seq in [seq for seq in self._answers if seq < min(self._heard.needed, message.seq)]:
-                    del self._answers[seq]
+                self._remember(message, values)
                 return {rank: _opened(f"worker {rank}", value) for rank, value in values.items()}
+
+    def _remember(self, message: Contribution, answer: dict[int, Any]) -> None:
+        """Keep what a collective came to, for those who need it yet if the coordinator is lost."""
+        for seq, (earlier, _) in list(self._answers.items()):
+            if self.restorer is None or seq < self._heard.needed:
+                del self._answers[seq]
+            elif earlier.target is not None:  # that one has its answer, and the others get nothing
+                self._answers[seq] = replace(earlier, payload=None), {}
+        if message.target is None:
+            message = replace(message, payload=None)  # the answer has it
+        self._answers[message.seq] = message, answer
 
     def leave(self, reason: str = "", worker: int | None = None) -> None:
         """Leave the session on every server, or report that another worker's process is gone.

@@ -209,13 +209,40 @@ def test_waiting_ends_with_the_answer_or_with_the_time() -> None:
     assert not done_within(Future(), 0.01)
 
 
+class Restores:
+    def restore(self, servers: Any) -> None:
+        pass
+
+    def watch(self, server: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize(("needed", "again"), [(0, [1, 2, 3, 4, 5]), (3, [3, 4, 5]), (4, [4, 5]), (9, [5])])
 def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed: int, again: list[int]) -> None:
     transport = Answers({3: "x"}, None)
     c = client(transport)
+    c.restorer = Restores()
     for _ in range(5):
         c.hear(Beaten(needed=needed))
         c.collective("barrier", "x", timeout_s=1.0)
     transport.sent.clear()
     c.repeat()
     assert [(m.seq, m.answer) for _, m, _ in transport.sent] == [(seq, {3: "x"}) for seq in again]
+
+
+def test_answers_are_not_kept_where_no_server_can_be_restored() -> None:
+    c = client(Answers({3: "x"}, None))
+    for _ in range(5):
+        c.collective("barrier", "x", timeout_s=1.0)
+    assert list(c._answers) == [5]
+
+
+def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
+    transport = Answers({3: "large"}, None)
+    c = client(transport)
+    c.restorer = Restores()
+    for _ in range(2):
+        c.collective("gather", "x", "mine", target=3, timeout_s=1.0)
+    transport.sent.clear()
+    c.repeat()
+    assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]

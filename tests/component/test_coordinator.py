@@ -629,6 +629,18 @@ def test_what_one_alone_wanted_of_a_collective_is_not_kept_for_the_others() -> N
     assert values(after.contribute(say(2, 1, kind="gather", target=0), 0.0)) == {2: {}}
 
 
+def test_whom_a_coordinator_has_let_in_again_was_not_away() -> None:
+    c = Coordinator("7.1", 2, Policy(silence_s=10.0))
+    for rank in range(2):
+        c.join(rank, 0.0)
+    for now in range(1, 12):
+        c.hear(0, now)
+        c.expire(now)
+    c.join(1, 12.0)  # with its offer: it tells all that it knows
+    c.resume(0, {1: 3}, set())
+    assert c.terms == {1: 3}
+
+
 def test_workers_are_at_odds_where_some_wait_in_a_collective_and_all_others_for_data() -> None:
     c = coordinator(3)
     assert c.at_odds({0, 1, 2}) == set()

@@ -131,3 +131,12 @@ def test_what_was_written_down_is_gone_on_from() -> None:
     after.remember(before.progress)
     assert after.progress == before.progress
     assert after.done == ("s/1", ((0, 2),))
+
+
+def test_what_restored_weights_hold_of_an_epoch_is_told_although_nobody_is_in_it() -> None:
+    """Else the next server would not know of it."""
+    epochs = Epochs(all_train=False)
+    epochs.restore({2: part("s/0")}, {"s/1": ((0, 2),)})
+    assert epochs.done == ("s/1", ((0, 2),))
+    epochs.open(epoch("s/1"), 2, 0.0)
+    assert epochs.done == ("s/1", ((0, 2),))

@@ -424,6 +424,22 @@ def test_no_epoch_of_a_far_worker_and_a_slow_one_ends_in_waiting() -> None:
         assert run.counts() == Counter(range(60)), (paces, flush)
 
 
+def test_one_that_asks_ahead_does_not_wait() -> None:
+    """The slow one is not to take what the other, who still trains, has not asked for yet."""
+    leases = Leases(Epoch("0", 21, (21,)))
+    leases.meet({0, 1}, 0.0)
+    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1), 0.0)
+    trained, now = 0, 0.0
+    while now < 0.1:  # until the slow one is through with its step
+        ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, trained, trained, 0.01), now)
+        assert grant is not None
+        trained, now = grant.last - 1, now + 0.01 * (grant.last - grant.first)
+    now -= 0.01
+    assert leases.claim(Claim("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
+    answers = leases.claim(Claim("s", 1, "0", 0, trained - 1, 0, 0.01), now)
+    assert [claim.worker for claim, _ in answers] == [1]
+
+
 def test_nobody_waits_for_one_that_has_come_and_has_not_begun() -> None:
     """It may load its data for long. Another one, who pushes for 0.1 s, would leave it the rest of the epoch."""
     leases = Leases(Epoch("0", 2, (2,)), all_train=False)

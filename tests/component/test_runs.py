@@ -352,6 +352,15 @@ def test_who_has_left_is_granted_nothing() -> None:
     assert "it had left" in answer.message
 
 
+def test_a_worker_of_a_run_s_earlier_life_does_not_take_part_in_the_new_one() -> None:
+    """Nobody has its number yet; its epochs would make those of the new life seem over."""
+    service = founded()
+    service.handle(Beat("s", 2))
+    answer = service.handle(Join("s", 2, 0, restore=True, holding=(2,), admitted=2))
+    assert isinstance(answer, Failure)
+    assert "others came first and began run 's' anew" in answer.message
+
+
 def test_a_founder_that_was_silent_meanwhile_founds_the_run_all_the_same() -> None:
     clock = Clock()
     service = Service(clock, run="s")

@@ -31,6 +31,7 @@ from lightning_asgd.messages import (
     Policy,
     Reply,
     Role,
+    Settled,
     Verdict,
 )
 from lightning_asgd.server.service import Service
@@ -363,6 +364,51 @@ def test_one_that_trains_no_more_and_one_that_waits_for_it_are_told_so() -> None
         error, text = failure(answer)
         assert error == "CollectiveMismatchError"
         assert "worker 1 called gather 'train end', where data of epoch fit/3 were expected by worker 0" in text
+
+
+def test_a_claim_that_is_refused_does_not_count_as_waiting() -> None:
+    """It was sent before its worker had joined again, and comes after."""
+    s = service()
+    epoch = Epoch("fit/0", 9, (9,))
+    s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1, opens=epoch))
+    s.handle(Join("s", 1, 2, again=True))
+    assert failure(s.handle(Claim("s", 1, "fit/0", 0, 1, 1, 0.1)))[0] == "WorkerAwayError"
+    assert s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1)).last > 0
+    end = s.handle(Contribution("s", 0, 1, "sync point", "end"))
+    s.tick()
+    assert not end.done()  # worker 1 trains
+
+
+def test_who_waits_for_data_of_one_that_is_behind_is_not_at_odds_with_those_who_wait_in_a_collective() -> None:
+    clock = Clock()
+    s = watched(clock, workers=3)
+    passes(s, clock, 11, 0, 1)
+    for rank in range(2):
+        s.handle(Contribution("s", rank, 1, "sync point", "missed"))
+    s.handle(Join("s", 2, 3, Policy(silence_s=10.0), again=True))
+    assert s.handle(Contribution("s", 2, 1, "sync point", "missed")).done()  # it catches up, and trains
+    epoch = Epoch("fit/0", 2, (2,))
+    assert s.handle(Claim("s", 2, "fit/0", 0, 0, 0, 0.1, opens=epoch)).last == 1
+    s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1, stop=True))
+    end = s.handle(Contribution("s", 1, 2, "sync point", "end"))
+    assert s.handle(Claim("s", 0, "fit/0", 0, 0, 0, 0.1)).last == 2
+    claim = s.handle(Claim("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
+    passes(s, clock, 1, 0, 1, 2)
+    assert not claim.done()
+    assert not end.done()
+    s.handle(Claim("s", 2, "fit/0", 0, 1, 1, 0.1))
+    assert claim.wait().over
+
+
+def test_who_was_away_before_its_offer_and_was_let_in_with_it_is_none_that_the_next_server_refuses() -> None:
+    clock = Clock()
+    s = to_be_restored(clock)
+    passes(s, clock, 90, 0)  # worker 1 is away meanwhile
+    offers = [s.handle(Offer("s", rank, (Held(0, 5, (torch.ones(3),), {}),))) for rank in (1, 0)]
+    assert [offer if offer is None else offer.wait() for offer in offers] == [None, None]
+    for rank in range(2):
+        s.handle(Settled("s", rank))
+    assert s.handle(fetch(worker=0)).terms == {}
 
 
 def to_be_restored(clock: Clock) -> Service:
