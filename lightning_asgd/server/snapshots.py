@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -82,6 +83,7 @@ class Snapshots:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(snapshot.server)
         beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
+        self._clear(snapshot.server)
         try:
             with beside.open("wb") as file:
                 torch.save(content, file)
@@ -90,6 +92,13 @@ class Snapshots:
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
+
+    def _clear(self, server: int) -> None:
+        """Remove what a server that was killed had begun to write."""
+        for begun in self.folder.glob(f"server{server}.*.part"):
+            process = begun.name.split(".")[1]
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
+                begun.unlink(missing_ok=True)
 
     def read(self, server: int) -> Snapshot | None:
         """A server's snapshot; None if there is none, or the first server has none: then the run had not begun.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable
@@ -475,6 +477,22 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert read.shards[0]["weights"][1].shape == (0,)
     assert (read.notes, read.epochs, read.admitted) == (snapshot().notes, snapshot().epochs, 5)
     assert [path.name for path in snapshots.folder.iterdir()] == ["server0.pt"]
+
+
+def test_what_a_server_had_begun_to_write_when_it_was_killed_is_removed(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    for name in (
+        f"server0.{killed.pid}.part",
+        f"server0.{os.getppid()}.part",
+        f"server1.{killed.pid}.part",
+        "mine.part",
+    ):
+        (tmp_path / name).touch()
+    snapshots.write(snapshot())
+    kept = {"server0.pt", f"server0.{os.getppid()}.part", f"server1.{killed.pid}.part", "mine.part"}
+    assert {path.name for path in tmp_path.iterdir()} == kept  # that of a process which may be writing yet, for one
 
 
 def test_a_second_servers_snapshot_counts_if_the_first_has_one(tmp_path: Path) -> None:
