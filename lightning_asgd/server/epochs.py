@@ -88,7 +88,7 @@ class Epochs:
 
         Raises:
             ProtocolError: it was not.
-            WorkerAwayError: it is long over, and was forgotten.
+            WorkerAwayError: it is over, and was forgotten.
         """
         leases = next((leases for leases in self if leases.epoch.key == key), None)
         if leases is not None:

@@ -242,7 +242,7 @@ class Leases:
         first, last = self._choose(number, worker, claim, now)
         if first < last:
             self._take(worker, first, last)
-            worker.waiting = None
+            worker.waiting = None  # or it would count among those who wait
             final = not self._units_for(number, worker, claim.segment, now)
             return self._grant(worker, first, last, now, final=final)
         if not self._over(claim.segment):

@@ -370,9 +370,9 @@ class Service:
             self._coordinator = Coordinator(*about, left, away)
         coordinator = self._session(message.session)
         untouched = bool(self._run) and not coordinator.joined  # nobody goes on from its snapshot: workers know more
-        known = self._restoration or self._to_be_restored or begins or untouched
-        another = message.worker in coordinator.joined or (not known and message.worker > coordinator.admitted)
-        if self._run and message.restore and another and not self._restoration:
+        goes_on = self._to_be_restored or begins or untouched  # else others may have begun it anew
+        earlier = message.worker in coordinator.joined or (not goes_on and message.worker > coordinator.admitted)
+        if self._run and message.restore and earlier and not self._restoration:
             raise WorkerLostError(
                 f"Worker {message.worker} waited for servers that were started again, but others came first and began "
                 f"run {self._run!r} anew. Start it again to take part."
