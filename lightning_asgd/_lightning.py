@@ -30,6 +30,8 @@ __all__ = [
     "checkpoint_states",
     "follow_progress",
     "is_environment",
+    "keep_sigterm_local",
+    "let_metrics_ask",
     "logged_step",
     "looks_at_gradients",
     "metrics_of",
@@ -260,6 +262,40 @@ def metrics_of(*owners: Any) -> list[Any]:
             held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
             found |= {id(m): m for item in held for m in parts(item) if isinstance(m, torchmetrics.Metric)}
     return list(found.values())
+
+
+def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
+    """Have every torchmetrics ``Metric`` that is made from now on ask this before it syncs with other processes."""
+    import torchmetrics.metric
+
+    torchmetrics.metric.jit_distributed_available = distributed_available
+
+
+def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from asking worker 0 for a SIGTERM before every batch, by torch.distributed (since 2.5.2).
+
+    That would put all workers in lock-step with worker 0. A worker that gets the signal ends after its batch, as it
+    does without a process group.
+
+    Returns:
+        a function that takes it back.
+    """
+    signals, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+
+    def note(signum: int, _: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not signals.received_sigterm:
+            launcher.kill(signum)
+        signals.received_sigterm = True
+
+    signals._sigterm_notifier_fn = note
+    loop._broadcast_sigterm_tensor = lambda: None
+
+    def undo() -> None:
+        vars(signals).pop("_sigterm_notifier_fn", None)
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
 
 
 def callback_modules(trainer: Any) -> list[Any]:

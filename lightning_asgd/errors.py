@@ -12,7 +12,8 @@
     ├── LayoutMismatchError                    workers hold modules of different shape
     ├── ProtocolError                          a message that does not fit the session
     ├── CollectiveMismatchError                workers called different collectives
-    └── CollectiveTimeoutError                 a collective was not answered in time
+    ├── CollectiveTimeoutError                 a collective was not answered in time
+    └── CollectiveUnavailableError             a collective of torch.distributed that cannot be served there
 
 Each takes one message string, because an exception crosses a process boundary as text only. A message names what
 failed, the value, what was expected and what to do.
@@ -24,6 +25,7 @@ __all__ = [
     "ASGDError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "CollectiveUnavailableError",
     "ConfigurationError",
     "LaunchError",
     "LayoutMismatchError",
@@ -83,6 +85,10 @@ class CollectiveTimeoutError(ASGDError):
     """A collective was not completed in time; the message names the workers that are missing."""
 
 
+class CollectiveUnavailableError(ASGDError):
+    """A collective of ``torch.distributed`` was called where not all workers take part in it, as in a training step."""
+
+
 _BY_NAME: dict[str, type[ASGDError]] = {
     cls.__name__: cls
     for cls in (
@@ -97,6 +103,7 @@ _BY_NAME: dict[str, type[ASGDError]] = {
         ProtocolError,
         CollectiveMismatchError,
         CollectiveTimeoutError,
+        CollectiveUnavailableError,
     )
 }
 

@@ -157,6 +157,16 @@ class Job:
         _connected = True
         return _transport
 
+    def store(self) -> Any:
+        """A key-value store that all workers of the present session reach.
+
+        Raises:
+            LaunchError: the main process is gone.
+        """
+        if self.address is None:
+            raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
+        return Rendezvous.connect(*self.address, self.start_timeout_s).shared(f"session/{self.session}/")
+
     def successor(self, server: int) -> str:
         """Wait for the server in the place of a lost one, which this process was connected to.
 
@@ -360,6 +370,8 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             if rank and not self.policy.abort and isinstance(error, Exception):
                 log.warning("Worker %d failed; the others go on without it.", rank, exc_info=True)
             raise
+        finally:
+            self._strategy.leave_job()  # such a process ends without calling what is registered for its exit
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         super()._recover_results_in_main_process(worker_output, trainer)

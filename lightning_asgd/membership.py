@@ -6,7 +6,9 @@ come and go, stands in ``runs.py``, and nowhere else.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +30,7 @@ from lightning_asgd.worker.heartbeat import Heartbeat
 from lightning_asgd.worker.recovery import Recovery
 from lightning_asgd.worker.sharing import Sharing
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "leave_resting", "resting"]
 
 log = logging.getLogger(__name__)
 
@@ -263,19 +265,42 @@ class Membership:
     # ------------------------------------------------------------------ leaving
 
     def leave(self) -> None:
-        """Wait for the others and end the session, unless this worker has failed. Servers and connection stay."""
+        """Wait for the others and end the session, unless this worker has failed. Servers and connection stay.
+
+        Where there are other workers this one stays a member, at rest, until the next session or the process's end: its
+        collectives are still real.
+        """
+        stays = not self._failed and not self.alone and not self.comes_and_goes
         try:
             if not self._failed:
                 self.collectives.phase = Phase.SYNC
                 self.collectives.barrier("teardown")
+        except BaseException:
+            stays = False
+            raise
         finally:
-            self._stop()
+            if stays:
+                self._stop_restoring()
+            else:
+                self._stop()
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.rest()
+        if stays:
+            _rest(self)
+        else:
+            self.quit()
+
+    def quit(self) -> None:
+        """Be a member no more."""
+        self._stop()
         if not self._failed:
+            self._failed = True  # nothing is said to the others any more
             self.client.leave()
+        self.collectives.phase = Phase.OFFLINE
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(None)
-            overseer.rest()
 
     def fail(self, why: str) -> None:
         """Tell the others at once, so that nobody waits for this worker."""
@@ -283,11 +308,47 @@ class Membership:
         self._stop()
         self.client.leave(why)
 
-    def _stop(self) -> None:
-        """Restore no servers and give no signs of life any more."""
+    def _stop_restoring(self) -> None:
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
+
+    def _stop(self) -> None:
+        """Restore no servers and give no signs of life any more."""
+        self._stop_restoring()
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
+
+
+_resting: Membership | None = None  # of this process's latest session, if that is over and no other has begun
+
+
+def resting() -> Membership | None:
+    """This process's membership between two sessions."""
+    return _resting
+
+
+@atexit.register
+def leave_resting() -> None:
+    """Leave the latest session for good: another one begins, or the process ends."""
+    global _resting
+    membership, _resting = _resting, None
+    if membership is not None:
+        membership.quit()
+
+
+def _rest(membership: Membership) -> None:
+    global _resting
+    _resting = membership
+    # Before the transport's own: what is registered last is called first.
+    atexit.unregister(leave_resting)
+    atexit.register(leave_resting)
+
+
+def _after_fork() -> None:
+    global _resting
+    _resting = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -63,7 +63,11 @@ class Rendezvous:
                 "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, on all machines alike."
             ) from error
         port = listener.getsockname()[1]
-        store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        try:
+            store = _dist.TCPStore(host, port, **options)
+        except NotImplementedError:  # of torch 2.6: its usual store cannot take a socket over
+            store = _dist.TCPStore(host, port, use_libuv=False, **options)
         return cls(store, (host, port))
 
     @classmethod
@@ -126,6 +130,10 @@ class Rendezvous:
         """Let workers find a run with :meth:`find_run`."""
         self.put(f"session/{run_id}", keys)
         self.put("run", {"run_id": run_id, "transport": transport})
+
+    def shared(self, prefix: str) -> Any:
+        """The store itself, below a prefix, for other parts of torch."""
+        return _dist.PrefixStore(prefix, self._store)
 
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""

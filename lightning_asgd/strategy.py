@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_asgd import world
 from lightning_asgd._lightning import (
     Extension,
     StrategyExtension,
     follow_progress,
+    keep_sigterm_local,
+    let_metrics_ask,
     metrics_of,
     rank_zero_warn,
 )
@@ -24,10 +26,11 @@ from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.fit import Fit
 from lightning_asgd.launcher import Job, MultiProcessLauncher, ScriptLauncher
-from lightning_asgd.membership import Membership
+from lightning_asgd.membership import Membership, leave_resting, resting
 from lightning_asgd.messages import Policy
 from lightning_asgd.monitor import ASGDMonitor
 from lightning_asgd.optim import PosteriorSampler
+from lightning_asgd.process_group import Place
 from lightning_asgd.resume import KEY, Resumption, resumed
 from lightning_asgd.runs import RunMembership, check_attaches, check_is_one_worker
 from lightning_asgd.stats import Board, ExchangeStats
@@ -224,14 +227,16 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._resume = Resumption()
         self._membership: Membership | None = None  # from set-up to teardown
         self._fit: Fit | None = None  # the same, while it fits
-        self._offline = Collectives()  # before and after
+        self._offline = Collectives()  # before, and after where there is nobody else
+        self._undo_sigterm: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ who this worker is
 
     @property
     def collectives(self) -> Collectives:
-        """What this worker does together with the others."""
-        return self._offline if self._membership is None else self._membership.collectives
+        """What this worker does together with the others, also between two sessions."""
+        membership = self._membership or resting()
+        return self._offline if membership is None else membership.collectives
 
     @property
     def global_rank(self) -> int:
@@ -265,11 +270,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Join the session instead of a process group."""
         self.tree.reset_seed()
         self.set_world_ranks()
-        if dist.is_available() and dist.is_initialized() and self.world_size > 1:
-            rank_zero_warn(
-                "torch.distributed is initialized, by an earlier strategy of this process perhaps: Lightning will "
-                "keep all workers in lock-step with worker 0. Run A-SGD in a process of its own."
-            )
+        leave_resting()
         trainer = self.lightning_module.trainer
         self.board = Board(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
@@ -280,7 +281,27 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._membership is not None:
             with with_last_words():
                 self._membership.join()
+        self._announce()
+        self._undo_sigterm = keep_sigterm_local(trainer)
         self._add_callbacks(trainer)
+
+    def _announce(self) -> None:
+        """Tell programs that ask torch.distributed or the environment who this worker is."""
+        environment = self.cluster_environment
+        world.announce(
+            Place(
+                rank=self.global_rank,
+                world_size=self.world_size,
+                local_rank=self.local_rank,
+                local_world_size=self.num_processes,
+                node_rank=environment.node_rank() if environment is not None else 0,
+                num_nodes=self.num_nodes,
+                collectives=lambda: self.collectives,
+                meets=not self._job.attaches,
+                store=self._job.store,
+            )
+        )
+        let_metrics_ask(world.collectives_are_real)
 
     def _is_fitting(self, trainer: Any) -> bool:
         return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
@@ -301,6 +322,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
                 "is no common batch. Each normalises by its own batches; the running statistics are averaged."
             )
+        world.check_module(self.lightning_module)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         for metric in metrics_of(self.lightning_module, *trainer.callbacks):
@@ -346,7 +368,16 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.close()
             self._fit = None
+        self._undo_sigterm()
         super().teardown()
+        if resting() is None:  # this worker is alone again
+            world.withdraw()
+        else:
+            self._announce()  # Lightning's environment has taken a variable away
+
+    def leave_job(self) -> None:
+        """Leave the session in which this worker rests since its latest one, before its process ends."""
+        leave_resting()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others at once, so that nobody waits for this worker."""

@@ -257,6 +257,8 @@ ALLOWED: dict[str, set[str]] = {
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
+    "process_group": {"errors", "worker.collectives"},
+    "world": {"errors", "process_group"},
     "membership": {
         "algorithms.base",
         "config",
@@ -321,6 +323,8 @@ ALLOWED: dict[str, set[str]] = {
         "messages",
         "monitor",
         "optim",
+        "process_group",
+        "world",
         "resume",
         "runs",
         "stats",

@@ -1,13 +1,15 @@
 """Barrier, broadcast, reduce and gather among the living workers, through the coordinator.
 
-There is no process group: ``torch.distributed.is_initialized()`` stays False. In the *asynchronous phase* workers take
-different numbers of steps, so calls could not pair up: there every collective is local to its worker, and worker 0's
-decisions are the ones that matter since it alone logs and writes. At *sync points* they are real.
+In the *asynchronous phase* workers take different numbers of steps, so calls could not pair up: there every collective
+is local to its worker, and worker 0's decisions are the ones that matter since it alone logs and writes. At *sync
+points* they are real.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from lightning_asgd.worker.client import Client
 
-__all__ = ["Collectives", "Phase", "reduce_op_name"]
+__all__ = ["Collectives", "Phase", "combine", "reduce_op_name"]
 
 T = TypeVar("T")
 
@@ -90,23 +92,12 @@ class Collectives:
             name: in error texts.
 
         Returns:
-            a new tensor on ``tensor``'s device; ``tensor`` itself where nobody else is reached.
+            a new tensor on ``tensor``'s device, see :func:`combine`; ``tensor`` itself where nobody else is reached.
         """
         if not self.real:
             return tensor
-        parts = torch.stack(list(self.gather("reduce", name or op, tensor.detach().cpu()).values()))
-        if op == "mean":
-            total = parts.sum(0)
-            result = total / len(parts) if total.is_floating_point() or total.is_complex() else total // len(parts)
-        elif op == "sum":
-            result = parts.sum(0)
-        elif op == "max":
-            result = parts.amax(0)
-        elif op == "min":
-            result = parts.amin(0)
-        else:
-            result = parts.prod(0)
-        return result.to(device=tensor.device, dtype=tensor.dtype)
+        parts = self.gather("reduce", name or op, tensor.detach().cpu()).values()
+        return combine(op, list(parts)).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, name: str = "") -> list[Tensor]:
         """Everybody's tensor in the order of ranks; shapes may differ."""
@@ -127,8 +118,36 @@ class Collectives:
             self.waited_s += time.perf_counter() - begun
 
 
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda parts: parts.sum(0) / len(parts),
+    "sum": lambda parts: parts.sum(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "product": lambda parts: parts.prod(0),
+    "band": lambda parts: functools.reduce(torch.bitwise_and, parts),
+    "bor": lambda parts: functools.reduce(torch.bitwise_or, parts),
+    "bxor": lambda parts: functools.reduce(torch.bitwise_xor, parts),
+}
+
+
+def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
+    """Reduce tensors of equal shape to one.
+
+    Args:
+        op: one of :func:`reduce_op_name`'s results.
+        parts: at least one.
+
+    Returns:
+        a tensor of the same dtype; but the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
+    """
+    result = _REDUCTIONS[op](torch.stack(list(parts)))
+    if parts[0].dtype is torch.bool:
+        return result.floor().bool() if op == "mean" else result.bool()  # whether all are set
+    return result if op == "mean" else result.to(parts[0].dtype)
+
+
 def reduce_op_name(op: Any) -> str:
-    """Lightning's and torch's names of a reduction, as one of ``mean``, ``sum``, ``max``, ``min``, ``product``.
+    """Lightning's and torch's names of a reduction as one of ``mean``, ``sum``, ``max``, ``min``, ``product``, ...
 
     Args:
         op: a string, a ``torch.distributed.ReduceOp``, or None for the mean.
@@ -138,8 +157,11 @@ def reduce_op_name(op: Any) -> str:
     """
     if op is None:
         return "mean"
+    kinds = getattr(torch.distributed, "ReduceOp", None)
+    if kinds is not None and isinstance(op, kinds):  # it does not print its name, but equals a member that does
+        op = next((name for name, member in kinds.RedOpType.__members__.items() if op == member), op)
     name = str(op).rsplit(".", 1)[-1].lower()
     name = {"avg": "mean", "prod": "product"}.get(name, name)
-    if name not in ("mean", "sum", "max", "min", "product"):
-        raise ValueError(f"reduce_op={op!r} is unknown. Expected 'mean', 'sum', 'max', 'min' or 'product'.")
+    if name not in _REDUCTIONS:
+        raise ValueError(f"reduce_op={op!r} is unknown. Expected one of {', '.join(map(repr, _REDUCTIONS))}.")
     return name

@@ -176,7 +176,8 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
     Args:
         collectives: all workers call this together.
         tensors: by name; changed in place.
-        mean: everybody's mean instead of worker 0's value. All workers must give the same names.
+        mean: everybody's mean (the largest, of integers) instead of worker 0's value. All workers must give the same
+            names.
     """
     if not collectives.real or not tensors:
         return
@@ -191,7 +192,8 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
     with torch.no_grad():
         if mean:
             for name, tensor in tensors.items():
-                tensor.copy_(collectives.reduce(tensor, "mean", f"state {name}"))
+                op = "mean" if tensor.is_floating_point() or tensor.is_complex() else "max"
+                tensor.copy_(collectives.reduce(tensor, op, f"state {name}"))
             return
         mine = {n: t.detach().cpu() for n, t in tensors.items()} if collectives.rank == 0 else {}
         for name, value in collectives.broadcast(mine, name="state").items():

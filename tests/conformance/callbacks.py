@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_asgd.errors import WorkerLostError
@@ -457,20 +456,6 @@ def collectives(lab: Lab) -> Any:
     lab.fit(module)
     assert module.heard == [[0.0, 1.0], 3.0, {"from": 1}]
     return {"heard": module.heard}
-
-
-@case(
-    CALLS,
-    "`torch.distributed` called by the module itself",
-    refused="Default process group has not been initialized",
-    note="There is no process group; use `self.all_gather`, `trainer.strategy.reduce` and `broadcast` at epoch ends.",
-)
-def raw_collectives(lab: Lab) -> Any:
-    class Raw:
-        def on_train_epoch_end(self: Any) -> None:
-            torch.distributed.all_reduce(Tensor([1.0]))
-
-    lab.fit(lab.regression(Raw))
 
 
 assert SAMPLES % (STEPS * WORKERS) == 0

@@ -40,12 +40,14 @@ class Lab:
         make_strategy: a new strategy for every Trainer.
         folder: empty, the same for all ranks.
         rank: of this process.
+        asynchronous: whether it is the case's turn under A-SGD.
     """
 
     pl: Any
     make_strategy: Callable[..., Any]
     folder: Path
     rank: int
+    asynchronous: bool
     records: list[Record] = field(default_factory=list)
 
     def trainer(self, *, callbacks: Any = (), strategy: Any = None, ddp: Any = None, **options: Any) -> Any:

@@ -17,6 +17,7 @@ ORDER = (
     "Callbacks",
     "Trainer options",
     "Calls",
+    "Libraries that ask torch.distributed",
     "Metrics",
     "Loggers",
 )

@@ -135,7 +135,7 @@ class Pair:
     def _run(self, rank: int, case: Any, folder: Path) -> Outcome:
         import torch
 
-        lab = Lab(self._pl, self._make_strategy, folder, rank)
+        lab = Lab(self._pl, self._make_strategy, folder, rank, self.strategy == ASGD)
         torch.manual_seed(0)
         outcome = Outcome(records=lab.records)
         try:

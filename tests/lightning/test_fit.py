@@ -30,7 +30,7 @@ def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path, monkey
     for a, b in zip(zero, one, strict=True):
         assert a["digest"] == b["digest"], a["what"]
         assert a["metrics"].get("val_loss") == b["metrics"].get("val_loss")
-    assert not any(r["initialized"] for r in (*zero, *one))
+    assert all(r["initialized"] for r in (*zero, *one))  # for libraries that ask torch.distributed
     assert digest(module) == zero[-1]["digest"] != before
     assert min(zero[-1]["stats"]["pushes"], one[-1]["stats"]["pushes"]) >= 4
     assert strategy.stats.pushes == zero[-1]["stats"]["pushes"]

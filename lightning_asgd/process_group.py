@@ -1,0 +1,371 @@
+# ruff: noqa: D102 - the methods without docstrings are those that torch declares
+"""A backend of ``torch.distributed`` whose collectives go through the coordinator.
+
+Workers are connected to the parameter servers, not to each other. At sync points and outside of a fit a collective of
+this group reaches all living workers. In the asynchronous phase workers take steps at different times, so it could not
+pair up: it raises :class:`~lightning_asgd.errors.CollectiveUnavailableError` at once. Rank, world size and groups of a
+single rank are served at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asgd.errors import CollectiveUnavailableError
+from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
+
+__all__ = ["BACKEND", "GuardedStore", "Place", "group_class", "reachable"]
+
+log = logging.getLogger(__name__)
+
+BACKEND = "asgd"
+"""Name of the backend, as ``torch.distributed.get_backend()`` returns it."""
+
+_dist: Any = dist  # a build without it lacks the names below; asked for only when used
+
+
+@dataclass
+class Place:
+    """Where a worker stands among the others.
+
+    Args:
+        rank: of the worker.
+        world_size: number of workers.
+        local_rank: of the worker on its machine.
+        local_world_size: number of workers on its machine.
+        node_rank: of its machine.
+        num_nodes: number of machines.
+        collectives: gives what it reaches the others by, which may change.
+        meets: whether there are moments in which all workers meet. In a run that workers join and leave there are none.
+        store: gives a key-value store that all workers reach, for process groups of other backends; None without one.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    collectives: Callable[[], Collectives]
+    meets: bool = True
+    store: Callable[[], Any] | None = None
+    forked: bool = False
+    """Whether this process is one that the worker has forked, such as a DataLoader's."""
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that libraries read in place of ``torch.distributed``."""
+        return {
+            "RANK": str(self.rank),
+            "GLOBAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "NODE_RANK": str(self.node_rank),
+            "NNODES": str(self.num_nodes),
+        }
+
+
+class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ignore[misc]
+    """The store behind the default group, which only process groups of other backends use.
+
+    It connects to the job's rendezvous when it is first used, and refuses to where not all workers meet.
+
+    Args:
+        place: gives the worker's.
+    """
+
+    def __init__(self, place: Callable[[], Place | None]) -> None:
+        super().__init__()
+        self._place = place
+        self._store: Any = None
+
+    def _open(self) -> Any:
+        place = self._place()
+        if place is None or place.store is None or not place.meets or place.collectives().phase is Phase.ASYNC:
+            raise CollectiveUnavailableError(
+                "A process group with a backend of torch's own was asked for where A-SGD workers do not meet. Expected "
+                "new_group(backend=...) outside of training steps, in a job whose workers start together: call it in "
+                "setup() or on_fit_start()."
+            )
+        if self._store is None:
+            self._store = place.store()
+            log.warning(
+                "A process group with a backend of torch's own was made. Its calls wait for all of its ranks, also "
+                "between two sync points: call them at sync points and outside of fit only."
+            )
+        return self._store
+
+    def set(self, key: Any, value: Any) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: Any) -> Any:
+        return self._open().get(key)
+
+    def add(self, key: Any, amount: int) -> int:
+        return int(self._open().add(key, amount))
+
+    def check(self, keys: Any) -> bool:
+        return bool(self._open().check(keys))
+
+    def wait(self, keys: Any, *timeout: Any) -> None:
+        self._open().wait(keys, *timeout)
+
+    def compare_set(self, key: Any, expected: Any, desired: Any) -> Any:
+        return self._open().compare_set(key, expected, desired)
+
+    def delete_key(self, key: Any) -> bool:
+        return bool(self._open().delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._open().num_keys())
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Every call says how long it waits."""
+
+
+@functools.cache
+def group_class() -> Any:
+    """The class of our process groups; made when it is first needed, since a torch build may lack its base."""
+
+    class Done(_dist.distributed_c10d.Work):  # type: ignore[misc]
+        """The work of a collective that is over."""
+
+        def __init__(self, result: Any) -> None:
+            super().__init__()
+            self._future: Any = torch.futures.Future()
+            self._future.set_result(result)
+
+        def wait(self, *_: Any) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def is_success(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            return self._future.value()
+
+        def get_future(self) -> Any:
+            return self._future
+
+    class WorkersGroup(_dist.ProcessGroup):  # type: ignore[misc]
+        """All workers, or this one alone. Its methods are what ``torch.distributed``'s functions call.
+
+        Args:
+            rank: of this process in it.
+            size: number of its ranks.
+            place: gives the worker's; None for a group of this process alone.
+        """
+
+        def __init__(self, rank: int, size: int, place: Callable[[], Place | None] = lambda: None) -> None:
+            super().__init__(rank, size)
+            self._place = place
+
+        def rank(self) -> int:
+            place = self._place()
+            return 0 if place is None else place.rank
+
+        def size(self) -> int:
+            place = self._place()
+            return 1 if place is None else place.world_size
+
+        def getBackendName(self) -> str:
+            return BACKEND
+
+        @property
+        def pg_name(self) -> str:
+            return str(_dist.distributed_c10d._world.pg_names[self])
+
+        @property
+        def group_name(self) -> str:
+            return self.pg_name
+
+        def __repr__(self) -> str:
+            return f"<A-SGD process group, rank {self.rank()} of {self.size()}>"
+
+        # -------------------------------------------------------------- what reaches the others
+
+        def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
+            """The tensors of every rank, in the order of ranks; an empty list for a rank that is gone.
+
+            Args:
+                call: the function of ``torch.distributed``, for errors.
+                mine: this rank's.
+                root: the rank whose tensors are wanted; None for all.
+            """
+            if self.size() == 1:
+                return [list(mine)]
+            collectives = reachable(call, self._place())
+            sent = [t.detach().cpu() for t in mine] if root in (None, self.rank()) else []
+            name = call if root is None else f"{call} from rank {root}"
+            found = collectives.gather("torch.distributed", name, sent)
+            if root is not None and root not in found:
+                _lack(call, [root])
+            return [found.get(rank, []) for rank in range(self.size())]
+
+        def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
+            """As above, where no rank may be missing."""
+            found = self._everybody(call, mine)
+            missing = [rank for rank, tensors in enumerate(found) if not tensors]
+            if missing:
+                _lack(call, missing)
+            return found
+
+        def barrier(self, *_: Any, **__: Any) -> Any:
+            self._everybody("barrier")
+            return Done([])
+
+        def broadcast(self, tensors: Any, options: Any) -> Any:
+            found = self._everybody("broadcast", tensors, options.rootRank)[options.rootRank]
+            if self.rank() != options.rootRank:
+                _fill(tensors, found)
+            return Done(tensors)
+
+        def allreduce(self, tensors: Any, options: Any = None) -> Any:
+            parts = [found for found in self._everybody("all_reduce", tensors) if found]
+            op = "sum" if options is None else reduce_op_name(options.reduceOp)
+            _fill(tensors, [combine(op, each) for each in zip(*parts, strict=True)])
+            return Done(tensors)
+
+        allreduce_coalesced = allreduce
+
+        def reduce(self, tensors: Any, options: Any) -> Any:
+            parts = [found for found in self._everybody("reduce", tensors) if found]
+            if self.rank() == options.rootRank:
+                _fill(tensors, [combine(reduce_op_name(options.reduceOp), each) for each in zip(*parts, strict=True)])
+            return Done(tensors)
+
+        def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            found = self._complete("all_gather", inputs)
+            for index, output in enumerate(outputs):
+                _fill(output, [tensors[index] for tensors in found])
+            return Done(outputs)
+
+        def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            for output, tensors in zip(outputs, self._complete("all_gather_coalesced", inputs), strict=True):
+                _fill(output, tensors)
+            return Done(outputs)
+
+        def all_gather_single(self, output: Any, input: Any, *_: Any, **__: Any) -> Any:
+            found = self._complete("all_gather_into_tensor", [input])
+            _fill([output.view(-1)], [torch.cat([tensors[0].reshape(-1) for tensors in found])])
+            return Done([output])
+
+        _allgather_base = all_gather_single
+
+        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            for output, input in zip(outputs, inputs, strict=True):
+                self.all_gather_single(output, input)
+            return Done(outputs)
+
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+        def gather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            found = self._complete("gather", inputs)
+            if self.rank() == options.rootRank:
+                _fill(outputs[0], [tensors[0] for tensors in found])
+            return Done(outputs)
+
+        def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            mine = inputs[0] if self.rank() == options.rootRank else []
+            found = self._everybody("scatter", mine, options.rootRank)[options.rootRank]
+            _fill(outputs, [found[self.rank()]])
+            return Done(outputs)
+
+        def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            found = self._complete("reduce_scatter", inputs[0])
+            _fill(outputs, [combine(reduce_op_name(options.reduceOp), [tensors[self.rank()] for tensors in found])])
+            return Done(outputs)
+
+        def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:
+            parts = [part.view(output.shape) for part in input.reshape(-1).chunk(self.size())]
+            return self.reduce_scatter([output], [parts], options)
+
+        _reduce_scatter_base = reduce_scatter_single
+
+        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            for output, input in zip(outputs, inputs, strict=True):
+                self.reduce_scatter_single(output, input, options)
+            return Done(outputs)
+
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+        def alltoall(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            found = self._complete("all_to_all", inputs)
+            _fill(outputs, [tensors[self.rank()] for tensors in found])
+            return Done(outputs)
+
+        def all_to_all_single(self, output: Any, input: Any, to: Any, sizes: Any, *_: Any, **__: Any) -> Any:
+            rows = input.split(list(sizes) or len(input) // self.size())
+            found = self._complete("all_to_all_single", rows)
+            _fill([output], [torch.cat([tensors[self.rank()] for tensors in found])])
+            return Done([output])
+
+        alltoall_base = all_to_all_single
+
+        def _unsupported(self, call: str) -> Any:
+            raise CollectiveUnavailableError(
+                f"torch.distributed.{call} was called. Expected a collective of all workers: A-SGD's workers are "
+                "connected to the parameter servers, not to each other. Use broadcast or all_gather at a sync point."
+            )
+
+        def send(self, *_: Any, **__: Any) -> Any:
+            return self._unsupported("send")
+
+        def recv(self, *_: Any, **__: Any) -> Any:
+            return self._unsupported("recv")
+
+        recv_anysource = recv
+
+    return WorkersGroup
+
+
+def reachable(call: str, place: Place | None) -> Collectives:
+    """The collectives of a worker, where the others take part in them now.
+
+    Raises:
+        CollectiveUnavailableError: they do not.
+    """
+    if place is None:
+        why, what = "after this process has left its job", "the call before the Trainer's end"
+    elif place.forked:
+        why = "in a process that a worker has started, such as a DataLoader's"
+        what = "it in the worker itself"
+    elif not place.meets:
+        why = "in a run that workers join and leave, where there is no moment in which all of them meet"
+        what = "no collective: let one worker do by itself what it is for"
+    elif place.collectives().phase is Phase.ASYNC:
+        why = "in the asynchronous phase, where workers take their steps at different times and nobody waits"
+        what = (
+            "it at a sync point (on_train_epoch_end, on_validation_*, on_fit_start, on_train_end) or outside of fit. "
+            "Where a library calls it in every step, switch its synchronisation off; values are reduced by "
+            "self.log(..., on_epoch=True, sync_dist=True)"
+        )
+    elif place.collectives().real:
+        return place.collectives()
+    else:
+        why, what = "after this worker has lost its job", "the call before that"
+    raise CollectiveUnavailableError(f"torch.distributed.{call} was called {why}. Expected {what}.")
+
+
+def _lack(call: str, ranks: list[int]) -> None:
+    raise CollectiveUnavailableError(
+        f"torch.distributed.{call} needs every rank, and {ranks} are gone. Expected a call that the living ranks can "
+        "complete, such as all_reduce or barrier. Look at the output of the missing ranks."
+    )
+
+
+def _fill(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value.view(target.shape))
