@@ -80,6 +80,11 @@ class Membership:
         return self._rank
 
     @property
+    def standing(self) -> tuple[int, int]:
+        """The worker's rank among those that take part, and their number."""
+        return self._rank, self._world_size
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other worker, and none will come."""
         return self._world_size == 1

@@ -61,16 +61,18 @@ class Place:
     """Whether this process is one that the worker has forked, such as a DataLoader's."""
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that libraries read in place of ``torch.distributed``."""
-        return {
-            "RANK": str(self.rank),
-            "GLOBAL_RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "NODE_RANK": str(self.node_rank),
-            "NNODES": str(self.num_nodes),
-        }
+        """The environment variables that libraries read in place of ``torch.distributed``.
+
+        None for a worker that is alone in its job: a later Trainer with several devices would take them for those of a
+        process that was launched by somebody else.
+        """
+        if self.meets and self.world_size == 1:
+            return {}
+        found = {"RANK": self.rank, "GLOBAL_RANK": self.rank, "WORLD_SIZE": self.world_size}
+        if self.meets:  # else nobody knows the others' machines
+            found |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_world_size}
+            found |= {"NODE_RANK": self.node_rank, "NNODES": self.num_nodes}
+        return {name: str(value) for name, value in found.items()}
 
 
 class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ignore[misc]

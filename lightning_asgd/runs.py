@@ -98,6 +98,12 @@ class RunMembership(Membership):
         return 0 if self._attachment.chief else self.client.worker
 
     @property
+    def standing(self) -> tuple[int, int]:
+        """The worker's place among those that it has heard of, and their number."""
+        living = sorted({*self.board.living, self.client.worker})
+        return living.index(self.client.worker), len(living)
+
+    @property
     def alone(self) -> bool:
         """Others may come."""
         return False
@@ -121,7 +127,8 @@ class RunMembership(Membership):
         """Attach the worker; waits while another one brings the run's first weights."""
         heard = self._arrive()
         become_global_zero(self.rank)
-        self.board.living = (self.client.worker,)
+        now = self.client.beat(heard, self._config.timeouts.silence_s)
+        self.board.living = (self.client.worker,) if now is None else now.living
         about = (self._tell, self.board, self._attachment.follow, heard)
         self._heartbeat = Heartbeat(self.client, self._config.timeouts.silence_s, *about)
 

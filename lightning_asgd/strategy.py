@@ -282,16 +282,18 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             with with_last_words():
                 self._membership.join()
         self._announce()
+        let_metrics_ask(world.collectives_are_real)
         self._undo_sigterm = keep_sigterm_local(trainer)
         self._add_callbacks(trainer)
 
     def _announce(self) -> None:
         """Tell programs that ask torch.distributed or the environment who this worker is."""
-        environment = self.cluster_environment
+        environment, membership = self.cluster_environment, self._membership
+        rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.standing
         world.announce(
             Place(
-                rank=self.global_rank,
-                world_size=self.world_size,
+                rank=rank,
+                world_size=size,
                 local_rank=self.local_rank,
                 local_world_size=self.num_processes,
                 node_rank=environment.node_rank() if environment is not None else 0,
@@ -301,7 +303,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 store=self._job.store,
             )
         )
-        let_metrics_ask(world.collectives_are_real)
 
     def _is_fitting(self, trainer: Any) -> bool:
         return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
@@ -421,6 +422,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
         if self._fit is not None:
             self._fit.data.share()
+            if self._job.attaches:  # others may have joined or left since the latest epoch
+                self._announce()
 
     @with_last_words()
     def end_batch(self) -> None:

@@ -41,9 +41,7 @@ def announce(place: Place) -> None:
     """
     global _place, _store
     _place = place
-    # A worker that is alone keeps its environment: a later Trainer with several devices would take the variables for
-    # those of a process that was launched by somebody else.
-    for name, value in place.variables().items() if place.world_size > 1 and place.meets else ():
+    for name, value in place.variables().items():
         _replaced.setdefault(name, os.environ.get(name))
         os.environ[name] = value
     if not dist.is_available():

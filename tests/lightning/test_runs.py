@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
@@ -75,6 +76,7 @@ class Diary(pl.Callback):
             "planned": trainer.lightning_module.planned,
             "rank": trainer.global_rank,
             "chief": trainer.is_global_zero,
+            "world": [dist.get_rank(), dist.get_world_size(), os.environ["RANK"], os.environ["WORLD_SIZE"]],
             "lr": optimizer.param_groups[1]["lr"],
             "seen": trainer.lightning_module.seen.tolist(),
             "fixed": trainer.lightning_module.fixed.tolist(),
@@ -207,6 +209,8 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     assert end["step"] == EPOCHS * SAMPLES // 2
     assert [entry["chief"] for entry in (diaries["a"][0], diaries["b"][0], diaries["c"][0], end)] == [1, 0, 0, 1]
     assert diaries["b"][0]["rank"] == 2
+    assert diaries["a"][0]["world"] == [0, 1, "0", "1"]
+    assert diaries["b"][0]["world"] == [1, 2, "1", "2"]  # of those that take part, whatever its number
     for name in "bc":
         first = diaries[name][0]
         assert first["epoch"] > 0
