@@ -1,0 +1,127 @@
+"""Other users of torch.distributed in the workers' processes, which somebody else has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.config import RENDEZVOUS_ENV
+from tests.lightning.models import Regression, digest, loader, trainer
+from tests.lightning.test_processes import mains
+
+__all__ = ["mains"]
+
+SAMPLES, BATCH = 512, 8
+
+
+class Slow(Regression):
+    """One of the ranks takes much longer for a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+
+class Terminated(Regression):
+    """One of the ranks gets SIGTERM in its fifth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(folder: Path, module: Regression, **options: Any) -> Any:
+    run = trainer(folder, ASGDStrategy(nsync=4), max_epochs=1, **options)
+    run.fit(module, loader(SAMPLES, BATCH))
+    return run
+
+
+def not_in_step(folder: Path, rank: int, port: int) -> Any:
+    """Whether ranks keep their own pace although a script has made a process group of torch's."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
+    module = Slow()
+    fit(folder, module)
+    return {"batches": len(module.losses), "backend": dist.get_backend()}
+
+
+def ddp_afterwards(folder: Path, rank: int, port: int) -> Any:
+    """A-SGD and then DDP in the same processes."""
+    fit(folder, Regression())
+    module = Regression()
+    trainer(folder, "ddp", max_epochs=1).fit(module, loader(SAMPLES, BATCH))
+    return {"batches": len(module.losses), "digest": digest(torch.nn.ParameterList(module.parameters()))}
+
+
+def one_is_terminated(folder: Path, rank: int, port: int) -> Any:
+    """Rank 1 gets SIGTERM, and the other trains all there is."""
+    module = Terminated()
+    run = fit(folder, module)
+    return {"batches": len(module.losses), "step": run.global_step}
+
+
+def _process(job: Callable[..., Any], folder: Path, rank: int, port: int) -> None:
+    with (folder / f"output{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.pop(RENDEZVOUS_ENV, None)
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    (folder / f"result{rank}.json").write_text(json.dumps(job(folder, rank, port)))
+
+
+def run(mains: Any, job: Callable[..., Any], folder: Path, seconds: float = 50) -> tuple[list[Any], list[int | None]]:
+    """Results and exit codes of both ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [mains(target=_process, args=(job, folder, rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    files = [folder / f"result{rank}.json" for rank in range(2)]
+    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    said = "\n".join((folder / f"output{rank}").read_text()[-3000:] for rank in range(2))
+    assert None not in codes, f"not over after {seconds} s:\n{said}"
+    assert results[0] is not None, said
+    return results, codes
+
+
+def test_a_process_group_of_somebody_else_does_not_put_workers_in_step(tmp_path: Path, mains: Any) -> None:
+    (zero, one), codes = run(mains, not_in_step, tmp_path)
+    assert codes == [0, 0]
+    assert zero["backend"] == one["backend"] == "gloo"
+    assert zero["batches"] + one["batches"] == SAMPLES // BATCH
+    assert zero["batches"] > 2 * one["batches"]  # in step they would be equal
+
+
+def test_ddp_in_the_same_processes_afterwards(tmp_path: Path, mains: Any) -> None:
+    (zero, one), codes = run(mains, ddp_afterwards, tmp_path)
+    assert codes == [0, 0]
+    assert zero == one
+    assert zero["batches"] == SAMPLES // BATCH // 2
+
+
+def test_a_worker_that_gets_sigterm_ends_and_the_others_go_on(tmp_path: Path, mains: Any) -> None:
+    (zero, one), codes = run(mains, one_is_terminated, tmp_path)
+    assert codes == [0, 0]  # Lightning ends with SystemExit
+    assert one is None
+    assert zero["batches"] > SAMPLES // BATCH // 2
+    assert "Error" not in (tmp_path / "output1").read_text()
