@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytorch_lightning as pl
+import lightning.pytorch as pl
 import torch
 from harness import Run
 from torch.nn import functional

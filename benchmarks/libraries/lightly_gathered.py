@@ -1,4 +1,4 @@
-"""Lightly's SimCLR as its multi-GPU page shows: the loss gathers all workers' images; batch norm is synchronized."""
+"""Lightly's SimCLR as its multi-GPU page shows: the loss gathers the images of all workers."""
 
 from lightly_simclr import main
 

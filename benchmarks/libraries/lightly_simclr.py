@@ -76,7 +76,7 @@ def main(*, gather: bool) -> None:
     transform = SimCLRTransform(input_size=32, gaussian_blur=0.0, hf_prob=0.0, min_scale=0.5)
     data, module = Digits(transform), SimCLR(gather)
     loader = DataLoader(data, batch_size=32, shuffle=True, drop_last=True, num_workers=2)
-    trainer = pl.Trainer(max_epochs=3, sync_batchnorm=gather and run.workers > 1, **run.trainer_options())
+    trainer = pl.Trainer(max_epochs=3, **run.trainer_options())
     trainer.fit(module, loader)
     run.finish(error=error(module.backbone.eval(), data), trivial=0.9)
 

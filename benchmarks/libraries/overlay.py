@@ -14,7 +14,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["OverlayError", "held", "overlay"]
+__all__ = ["OverlayError", "held", "overlay", "reason"]
 
 HELD = ("torch", "torchvision", "pytorch-lightning", "lightning", "torchmetrics")
 INSTALL_S = 1800.0
@@ -57,7 +57,7 @@ def overlay(folder: Path, requirements: tuple[str, ...]) -> Path:
     except subprocess.TimeoutExpired as error:
         raise OverlayError(f"pip was not done within {INSTALL_S:g} s") from error
     if pip.returncode != 0:
-        raise OverlayError(_reason(pip.stderr or pip.stdout))
+        raise OverlayError(reason(pip.stderr or pip.stdout))
     done.write_text(stamp)
     return python
 
@@ -74,7 +74,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _reason(output: str) -> str:
+def reason(output: str) -> str:
     """The lines of pip's output that say why."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("WARNING")]
     first = next((number for number, line in enumerate(lines) if line.startswith("ERROR")), 0)

@@ -167,7 +167,7 @@ def describe(outcome: dict[str, Any]) -> str:
         parts.append(f"error {outcome['error']:.4g} (trivial {outcome['trivial']:.4g})")
     trained = dict.fromkeys(f"{e['trained']} samples, {e['distinct']} different" for e in outcome["epochs"].values())
     parts.append(f"{len(outcome['epochs'])} epochs of {' and of '.join(trained) or 'nothing'}")
-    twice = [name for name, times in outcome["files"].items() if times > 1]
+    twice = [name for name, writers in outcome["files"].items() if len(writers) > 1]
     parts.append(f"{len(outcome['files'])} files" + (f", by several processes: {', '.join(twice)}" if twice else ""))
     return "; ".join(parts)
 
@@ -191,7 +191,7 @@ def _run(row: Row, cell: Cell, python: Path | str, folder: Path, data: Path) -> 
         "problem": "" if code == 0 and len(finished) == cell.workers else _problem(text, code),
         "output": text[-4000:],
         "epochs": _epochs(folder / "seen"),
-        "files": _files(folder / "seen"),
+        "files": _files(folder / "seen", pid),
     }
     return outcome | finished.get(f"finished-{pid}", {})  # of rank 0, the process that the user started
 
@@ -252,9 +252,12 @@ def _epochs(seen: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _files(seen: Path) -> dict[str, int]:
-    """By file the number of processes that wrote it."""
+def _files(seen: Path, main: int) -> dict[str, list[str]]:
+    """By file which processes wrote it: ``"rank 0"``, ``"another"``."""
     writers: dict[str, set[str]] = {}
     for process, path in _lines(seen, "wrote-*"):
         writers.setdefault(path, set()).add(process)
-    return {path: len(processes) for path, processes in sorted(writers.items())}
+    return {
+        path: sorted("rank 0" if process == f"wrote-{main}" else "another" for process in processes)
+        for path, processes in sorted(writers.items())
+    }

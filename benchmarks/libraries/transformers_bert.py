@@ -10,7 +10,7 @@ import torch
 from harness import Run, rows
 from torch.utils.data import DataLoader, Dataset
 
-WORDS, LENGTH, SENTENCES = 64, 12, 640
+WORDS, LENGTH, SENTENCES = 64, 12, 960
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -54,7 +54,7 @@ class Classifier(pl.LightningModule):
 def main() -> None:
     run = Run(pl, lambda batch: rows(batch["input_ids"]), "transformers")
     data, module = Sentences(), Classifier()
-    trainer = pl.Trainer(max_epochs=4, **run.trainer_options())
+    trainer = pl.Trainer(max_epochs=10, **run.trainer_options())
     trainer.fit(module, DataLoader(data, batch_size=16, shuffle=True, num_workers=2))
     if trainer.is_global_zero:
         module.model.save_pretrained("bert")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,9 +58,9 @@ def _problems(row: Row, outcome: Mapping[str, Any], cells: Mapping[str, Mapping[
         found.append(
             f"samples per epoch: {_epochs(outcome)}, with {WAYS['ddp' if ddp in sound else 'one']} {_epochs(sound[-1])}"
         )
-    twice = _twice(outcome)
-    if twice and not (ddp and twice <= _twice(ddp)):
-        found.append(f"written by several workers: {', '.join(sorted(twice))}")
+    for fault, names in _faults(outcome).items():
+        if more := names - (_faults(ddp)[fault] if ddp else set()):
+            found.append(f"{fault}: {', '.join(sorted(more))}")
     if ddp and "error" in ddp and "error" in outcome:
         worst = ddp["error"] + MARGIN * max(0.0, ddp["trivial"] - ddp["error"])
         if not outcome["error"] <= worst:
@@ -89,8 +90,14 @@ def _epochs(outcome: Mapping[str, Any]) -> str:
     return ", ".join(f"{t}" if t == d else f"{t} ({d} different)" for t, d in seen) or "none"
 
 
-def _twice(outcome: Mapping[str, Any]) -> set[str]:
-    return {name for name, writers in outcome["files"].items() if writers > 1}
+def _faults(outcome: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Files by what is wrong with them."""
+    files = outcome["files"]
+    return {
+        "written by several workers": {name for name, writers in files.items() if len(writers) > 1},
+        "not written by rank 0": {name for name, writers in files.items() if "rank 0" not in writers},
+        "a second copy": {name for name in files if re.search(r"-v\d+\.", name)},
+    }
 
 
 def _verdict(row: Row, result: Result) -> str:
