@@ -16,7 +16,7 @@ def main() -> None:
 
     known, truth = waves()
     values = np.concatenate([known, truth], axis=1)[:16, 40:]
-    frames = [pd.DataFrame({"time_idx": range(len(v)), "value": v, "series": str(n)}) for n, v in enumerate(values)]
+    frames = [pd.DataFrame({"time_idx": range(len(v)), "value": v, "series": f"{n:02d}"}) for n, v in enumerate(values)]
     frame = pd.concat(frames, ignore_index=True)
     cut = values.shape[1] - AHEAD
     training = TimeSeriesDataSet(
@@ -36,7 +36,7 @@ def main() -> None:
     val = validation.to_dataloader(train=False, batch_size=32, num_workers=0)
     sizes = {"hidden_size": 8, "attention_head_size": 1, "hidden_continuous_size": 4, "dropout": 0.1}
     module = TemporalFusionTransformer.from_dataset(training, learning_rate=0.03, loss=QuantileLoss(), **sizes)
-    trainer = pl.Trainer(max_epochs=2, gradient_clip_val=0.1, **run.trainer_options())
+    trainer = pl.Trainer(max_epochs=5, gradient_clip_val=0.1, **run.trainer_options())
     trainer.fit(module, train_dataloaders=train, val_dataloaders=val)
     predicted = module.predict(val, trainer_kwargs={"accelerator": "cpu", "logger": False})
     truth = truth[:16]

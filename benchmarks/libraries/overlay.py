@@ -18,11 +18,11 @@ __all__ = ["OverlayError", "held", "overlay", "reason"]
 
 HELD = ("torch", "torchvision", "pytorch-lightning", "lightning", "torchmetrics")
 INSTALL_S = 1800.0
-_REASON_LINES = 12
+_REASON_LINES = 6
 
 
 class OverlayError(RuntimeError):
-    """pip cannot install a library beside this torch and this Lightning; the text is pip's reason."""
+    """A library cannot be used beside this torch and this Lightning; the text says why."""
 
 
 def overlay(folder: Path, requirements: tuple[str, ...]) -> Path:
@@ -50,14 +50,14 @@ def overlay(folder: Path, requirements: tuple[str, ...]) -> Path:
     (Path(packages) / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     command += ["--prefer-binary", "-c", constraints, *requirements]
     try:
         pip = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise OverlayError(f"pip was not done within {INSTALL_S:g} s") from error
     if pip.returncode != 0:
-        raise OverlayError(reason(pip.stderr or pip.stdout))
+        raise OverlayError(f"pip finds no version that goes with {', '.join(pins)}\n{reason(pip.stdout + pip.stderr)}")
     done.write_text(stamp)
     return python
 
@@ -75,8 +75,8 @@ def _installed(name: str) -> str | None:
 
 
 def reason(output: str) -> str:
-    """The lines of pip's output that say why."""
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("WARNING")]
-    first = next((number for number, line in enumerate(lines) if line.startswith("ERROR")), 0)
-    before = [line for line in lines[:first] if "depends on" in line or "requires" in line]
-    return "\n".join([*before, *lines[first:]][:_REASON_LINES])
+    """The lines of pip's output that say why it failed."""
+    lines = [line.strip() for line in output.splitlines()]
+    conflicts = [line for line in lines if "depends on" in line or "user requested" in line]
+    errors = [line for line in lines if line.startswith("ERROR") and "ResolutionImpossible" not in line]
+    return "\n".join(dict.fromkeys([*errors[:_REASON_LINES], *conflicts[:_REASON_LINES]]))

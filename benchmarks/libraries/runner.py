@@ -96,7 +96,7 @@ class Result:
 
     file: Path
     versions: dict[str, str] = field(default_factory=dict)
-    refused: str = ""  # pip's reason
+    refused: str = ""  # why it cannot be run
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -134,21 +134,17 @@ def run_row(row: Row, results: Path, report: Callable[[str], None], *, again: bo
     open_cells = [cell for cell in wanted if again or str(cell) not in result.cells]
     if not open_cells:
         return result
-    try:
-        python = overlay(results / "overlays" / row.package, row.requirements) if row.requirements else sys.executable
-    except OverlayError as error:
-        result.refused = str(error)
-        report(f"{row.name}: pip cannot install it beside this torch and Lightning:\n{error}")
-        result.save()
-        return result
     result.refused = ""
     with tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True) as name:
         data = Path(name) / "data"
         data.mkdir()
-        if row.samples:
-            made = _run(row, Cell("prepare"), python, Path(name) / "prepare", data)
-            if made["exit"]:
-                raise RuntimeError(f"{row.name}: its data could not be made.\n{made['output']}")
+        try:
+            python = _ready(row, results, Path(name) / "prepare", data)
+        except OverlayError as error:
+            result.refused = str(error)
+            result.save()
+            report(f"{row.name} cannot be run: {error}")
+            return result
         for cell in open_cells:
             outcome = _run(row, cell, python, Path(name) / str(cell).replace(" ", "-"), data)
             result.versions |= outcome.pop("versions", {})
@@ -156,6 +152,25 @@ def run_row(row: Row, results: Path, report: Callable[[str], None], *, again: bo
             result.save()
             report(f"{row.name}, {cell}: {outcome['seconds']:.0f} s, {describe(outcome)}")
     return result
+
+
+def _ready(row: Row, results: Path, folder: Path, data: Path) -> Path | str:
+    """Install what a row needs, and make its data.
+
+    Returns:
+        the Python to run it with.
+
+    Raises:
+        OverlayError: one of these cannot be done.
+    """
+    if not row.requirements:
+        return sys.executable
+    python = overlay(results / "overlays" / row.package, row.requirements)
+    if row.samples:
+        made = _run(row, Cell("prepare"), python, folder, data)
+        if made["exit"] != 0:
+            raise OverlayError(f"its data cannot be made\n{made['output'][-1000:]}\n{made['problem']}")
+    return python
 
 
 def describe(outcome: dict[str, Any]) -> str:
@@ -233,7 +248,8 @@ def _problem(text: str, code: int | None) -> str:
 
 def _lines(folder: Path, pattern: str) -> Iterator[tuple[str, Any]]:
     for file in sorted(folder.glob(pattern)):
-        for line in file.read_text().splitlines():
+        whole, _, _ = file.read_text().rpartition("\n")  # a killed process may leave part of a line
+        for line in whole.splitlines():
             yield file.name, json.loads(line)
 
 

@@ -23,7 +23,7 @@ def problems(row: Row, result: Result) -> list[str]:
         result: its cells.
     """
     if result.refused:
-        return [f"pip: {result.refused.splitlines()[-1]}"]
+        return [f"cannot be run: {result.refused.splitlines()[-1]}"]
     broken = [f"fails in one process: {one['problem']}" for one in _alone(row, result) if one["problem"]]
     if broken:
         return broken[:1]

@@ -84,9 +84,9 @@ def test_what_was_not_run_is_not_called_good() -> None:
 
 
 def test_pips_reason_is_reported() -> None:
-    assert problems(LIBRARY, Result(Path(), refused="a\nERROR: conflict")) == ["pip: ERROR: conflict"]
-    output = "WARNING: x\nThe conflict is caused by:\n    a 1 depends on torch<2\nERROR: ResolutionImpossible"
-    assert reason(output) == "a 1 depends on torch<2\nERROR: ResolutionImpossible"
+    assert problems(LIBRARY, Result(Path(), refused="a\nERROR: conflict")) == ["cannot be run: ERROR: conflict"]
+    output = "Collecting a\nThe conflict is caused by:\n    a 1 depends on torch<2\nERROR: Cannot install a\nWARNING: x"
+    assert reason(output) == "ERROR: Cannot install a\na 1 depends on torch<2"
 
 
 def test_a_cell_is_kept_until_what_it_depends_on_changes(tmp_path: Path) -> None:
