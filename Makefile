@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all check format bench monitor race convergence algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
+.PHONY: help demo docs test test-all check format bench monitor race convergence accuracy regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -55,8 +55,14 @@ convergence: $(VENV)/.installed-examples ## accuracy beside DDP
 algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, for docs/algorithms.md
 	@$(RUN) benchmarks/algorithms.py
 
-programs: $(VENV)/.installed-examples ## programs of others trained to DDP's loss
-	@$(RUN) benchmarks/programs.py
+programs: $(VENV)/.installed-examples ## other people's libraries and data sets beside one process and DDP; ONLY=<name>, PAGE=1
+	@$(RUN) -m benchmarks.programs $(if $(ONLY),--only '$(ONLY)') $(if $(PAGE),--page)
+
+regress: $(VENV)/.installed-examples ## speed and memory beside another commit's; BASE=<commit> (as root)
+	@$(RUN) benchmarks/regress.py $(or $(BASE),$(error Say which commit to compare with: make regress BASE=<commit>))
+
+accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: hours, goes on where it was interrupted
+	@$(RUN) benchmarks/accuracy.py
 
 compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the conformance tests, and run them all
 	@$(RUN) -m tests.conformance.page

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from typing import Any
 
 import psutil
 from network import Network, available, two_machines
-from ranks import clean_environment
+from ranks import clean_environment, servers_of
 from rich.console import Console
 from rich.table import Table
 from throughput import build_loader, build_module, trainer_options
@@ -205,8 +206,7 @@ def _processes(workers: list[subprocess.Popen[str]]) -> Iterator[tuple[str, int]
     for rank, worker in enumerate(workers):
         yield f"worker {rank}", worker.pid
         with contextlib.suppress(psutil.Error):
-            servers = [p for p in psutil.Process(worker.pid).children() if _SERVER in p.cmdline()]
-            yield from ((f"server {i}", p.pid) for i, p in enumerate(sorted(servers, key=lambda p: p.pid)))
+            yield from ((f"server {i}", p.pid) for i, p in enumerate(servers_of(psutil.Process(worker.pid))))
 
 
 def imported() -> Peaks:
@@ -227,6 +227,18 @@ def imported() -> Peaks:
 # ---------------------------------------------------------------------- the report
 
 
+def brief(args: argparse.Namespace) -> None:
+    """Measure one case, without judging it."""
+    import lightning_asgd
+
+    peaks = run(Case("A-SGD, 1 server", "asgd", servers=1), args.params, args.steps)
+    rss = {name: peak.training["rss"] for name, peak in sorted(peaks.items())}
+    CONSOLE.print(", ".join(f"{name}: {value / 1e6:.0f} MB" for name, value in rss.items()))
+    if args.json:
+        machine = {"library": str(Path(lightning_asgd.__file__).parent)}
+        args.json.write_text(json.dumps({"machine": machine, "rss": rss}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--params", type=float, default=17e6, help="parameters of the model (default %(default)g)")
@@ -234,6 +246,8 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     for name, default in (("--strategy", "auto"), ("--servers", 1), ("--workers", 1), ("--nodes", 1)):
         parser.add_argument(name, type=type(default), default=default, help=argparse.SUPPRESS)
+    parser.add_argument("--brief", action="store_true", help="only A-SGD with one server, without base lines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --brief: the peaks in bytes")
     args = parser.parse_args()
     args.params = int(args.params)
     if args.train:
@@ -242,7 +256,10 @@ def main() -> int:
 
     clean_environment()
     package = str(Path(__file__).resolve().parent.parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    if args.brief:
+        brief(args)
+        return 0
     unit = 4 * args.params
     cases = [
         Case("DDP", "ddp"),

@@ -1,203 +1,106 @@
-"""Programs that others wrote, unchanged but for the strategy, trained to the loss that DDP reaches.
+"""Programs of others, unchanged but for the strategy: one process, DDP and A-SGD side by side.
 
-* ``LightningTransformer`` and ``LightningLSTM`` from ``pytorch_lightning.demos``, with their own data loaders. Where
-  they expect Wikipedia's text they find the text of Python's standard library.
-* torchvision's ResNet-18 as a classifier of scikit-learn's digits.
+    python -m benchmarks.programs                      # all; over an hour on two cores the first time
+    python -m benchmarks.programs --only scvi-tools    # one of them
+    python -m benchmarks.programs --page               # and write the tables into docs/compatibility.md
 
-Every program is trained by two workers under DDP and under A-SGD from the same seeds with the same hyper-parameters;
-what counts is the loss of the trained weights over the training data, in one process. A-SGD must come as low as DDP,
-give or take 5 % of what DDP gained.
+* Libraries that train: each as its documentation shows, with two workers. What counts is the error of what was trained,
+  that every sample is trained once per epoch, that no file is written by two workers, and how the script ends.
+* Data sets that divide themselves by rank, with 1, 2, 3 workers and 0, 2 loader processes: no sample is trained twice,
+  none is missing.
+* What ships with Lightning and torchvision: see demos.py.
+
+Every library is installed into an environment of its own below results/programs/overlays, once. What a program did lies
+in results/programs/<name>.json; what is there is not run again until the program or lightning_asgd changes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import inspect
-import os
-import statistics
+import signal
+import subprocess
 import sys
-import tempfile
-import textwrap
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker, and forks that do not hang
-
-import pytorch_lightning as pl
-import torch
-from pytorch_lightning.demos.lstm import LightningLSTM
-from pytorch_lightning.demos.transformer import LightningTransformer, WikiText2
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_asgd import ASGDStrategy
+from benchmarks.libraries.catalogue import ROWS
+from benchmarks.libraries.runner import Result, Row, run_row
+from benchmarks.libraries.verdict import data_table, library_table, problems
 
-MARGIN = 0.05
-WORDS = 10_000
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results" / "programs"
+PAGE = ROOT / "benchmarks" / "libraries" / "page.md"
+DEMOS = ("LightningTransformer", "LightningLSTM", "torchvision resnet18")
+HEAD = """## Programs of others
 
-
-@dataclass(frozen=True)
-class Program:
-    """A module, its data, and the Trainer options it was written for."""
-
-    name: str
-    make: Callable[[], Any]
-    loss: Callable[[Any], float]
-    epochs: int
-    loader: Callable[[], Any] | None = None
-    options: dict[str, Any] | None = None
-
-
-def write_text(folder: Path) -> None:
-    """Put words of the standard library where the demos look for Wikipedia's."""
-    modules = (argparse, contextlib, inspect, textwrap, statistics, warnings)
-    words = " ".join(" ".join(inspect.getsource(module).split()) for module in modules).split()[:WORDS]
-    lines = [" ".join(words[i : i + 20]) for i in range(0, len(words), 20)]
-    (folder / "data").mkdir()
-    (folder / "data" / "wikitext-2.txt").write_text("\n".join(lines))
+Made by `make programs`, not by the tests: each library as its documentation shows it, on data made on the spot, in one
+process, with two workers under DDP and with two under `ASGDStrategy(nsync=10)`. Errors are of one seed, lower is
+better. The result is *as DDP* where the script ends well, as many samples are trained per epoch as without A-SGD, no
+file is written by two workers that DDP writes once, and the error is DDP's, give or take a tenth of what DDP gained.
+"""
+DATA = """
+Data sets that divide themselves among the workers, with 0 and with 2 loader processes:
+"""
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def text_loss(module: Any, *, batch: int = 32) -> float:
-    """Mean negative log-likelihood per word over the text."""
-    module.eval()
-    module.hidden = None
-    total = count = 0.0
-    for inputs, target in DataLoader(WikiText2(download=False), batch_size=batch, drop_last=True):
-        if isinstance(module, LightningLSTM):
-            output, _ = module.model(inputs, module.model.init_hidden(len(inputs)))
-        else:
-            output = module(inputs, target)
-        total += float(nn.functional.nll_loss(output, target.view(-1))) * target.numel()
-        count += target.numel()
-    return total / count
+def show(title: str, heads: list[str], lines: list[list[str]]) -> None:
+    """Print a table, unless it is empty."""
+    if not lines:
+        return
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head)
+    for line in lines:
+        table.add_row(*line)
+    CONSOLE.print(table)
 
 
-class Classifier(pl.LightningModule):
-    """A torchvision model, trained as its documentation does: cross entropy, SGD with momentum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import torchvision
-
-        self.model = torchvision.models.resnet18(num_classes=10)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(self.model(images), labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+def markdown(heads: list[str], lines: list[list[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def digits() -> TensorDataset:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    images = nn.functional.interpolate(images, scale_factor=4).expand(-1, 3, -1, -1)
-    return TensorDataset(images, torch.tensor(data.target))
-
-
-def digits_loss(module: Any) -> float:
-    module.eval()
-    images, labels = digits().tensors
-    losses = [
-        nn.functional.cross_entropy(module.model(x), y, reduction="sum")
-        for x, y in zip(images.split(128), labels.split(128), strict=True)
-    ]
-    return float(sum(losses)) / len(labels)
-
-
-def programs() -> list[Program]:
-    vocabulary = WikiText2(download=False).vocab_size
-    return [
-        Program("LightningTransformer", lambda: LightningTransformer(vocabulary), text_loss, 4),
-        Program(
-            "LightningLSTM",
-            lambda: LightningLSTM(vocabulary),
-            text_loss,
-            6,
-            # its batch sampler is its own: every worker sees the whole text, under both strategies
-            options={"gradient_clip_val": 0.25, "use_distributed_sampler": False},
-        ),
-        Program(
-            "torchvision resnet18",
-            Classifier,
-            digits_loss,
-            4,  # after two, DDP's own loss is anything from 0.1 to 0.4
-            lambda: DataLoader(digits(), batch_size=16, shuffle=True),
-        ),
-    ]
-
-
-def train(program: Program, strategy: Any, seed: int, folder: Path) -> float:
-    """Train with two workers.
-
-    Returns:
-        the loss of the trained weights over the training data.
-    """
-    pl.seed_everything(seed, verbose=False)
-    module = program.make()
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=program.epochs,
-        default_root_dir=folder,
-        **dict.fromkeys(off, False),
-        **(program.options or {}),
-    )
-    trainer.fit(module, program.loader() if program.loader else None)
-    with torch.no_grad():
-        return program.loss(module)
+def write_page(found: list[tuple[Row, Result]]) -> None:
+    """Write the tables where the page of what works takes them from, and that page."""
+    PAGE.write_text(HEAD + "\n" + markdown(*library_table(found)) + DATA + "\n" + markdown(*data_table(found)))
+    subprocess.run([sys.executable, "-m", "tests.conformance.page"], cwd=ROOT, check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--nsync", type=int, default=10)
     parser.add_argument("--only", help="part of a program's name")
+    parser.add_argument(
+        "--cells", default="", metavar="TEXT", help='only trainings whose name holds this, as "asgd 2x0"'
+    )
+    parser.add_argument("--again", action="store_true", help="run what has been run before, too")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/compatibility.md")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    table = Table(title=f"Loss over the training data, 2 workers, seeds {args.seeds}", title_justify="left")
-    for heading in ("program", "untrained", "DDP", "A-SGD", "A-SGD min - max", ""):
-        table.add_column(heading, justify="left" if heading == "program" else "right")
-    good = True
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_text(folder)
-        os.chdir(folder)  # the demos look for ./data
-        try:
-            for program in programs():
-                if args.only and args.only not in program.name:
-                    continue
-                pl.seed_everything(args.seeds[0], verbose=False)
-                with torch.no_grad():
-                    untrained = program.loss(program.make())
-                ddp, ours = [], []
-                for seed in args.seeds:
-                    ddp.append(train(program, "ddp_fork", seed, folder))
-                    ours.append(train(program, ASGDStrategy(nsync=args.nsync, start_method="fork"), seed, folder))
-                    CONSOLE.print(f"{program.name}, seed {seed}: DDP {ddp[-1]:.3f}, A-SGD {ours[-1]:.3f}")
-                median, base = statistics.median(ours), statistics.median(ddp)
-                fine = median <= base + MARGIN * (untrained - base)
-                good &= fine
-                spread = f"{min(ours):.3f} - {max(ours):.3f}"
-                row = (f"{untrained:.3f}", f"{base:.3f}", f"{median:.3f}", spread, "PASS" if fine else "FAIL")
-                table.add_row(program.name, *row)
-        finally:
-            os.chdir(before)
-    CONSOLE.print(table)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no training is left behind
+    every = (*DEMOS, *ROWS)
+    names = [name for name in every if not args.only or args.only in name]
+    if not names:
+        parser.error(f"--only {args.only}: there is no such program. Expected part of one of {', '.join(every)}.")
+    found = []
+    for name in names:
+        if name in ROWS:
+            row = ROWS[name]
+            found.append((row, run_row(row, RESULTS, CONSOLE.print, again=args.again, only=args.cells)))
+    show("Libraries", *library_table(found))
+    show("Data sets that divide themselves: 0 / 2 loader processes", *data_table(found))
+    wrong = {row.name: problems(row, result) for row, result in found}
+    for name, texts in wrong.items():
+        for text in texts:
+            CONSOLE.print(f"FAIL {name}: {text}")
+    if args.page:
+        write_page([(row, Result.of(row, RESULTS)) for row in ROWS.values()])
+    good = not any(wrong.values())
+    for name in names:
+        if name in DEMOS:
+            command = [sys.executable, ROOT / "benchmarks" / "demos.py", "--only", name]
+            good &= subprocess.run(command, check=False).returncode == 0
     return 0 if good else 1
 
 

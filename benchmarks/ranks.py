@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
+import psutil
 from network import Network
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["Slowness", "clean_environment", "run_ranks", "told_of_errors"]
+__all__ = ["Slowness", "clean_environment", "run_ranks", "servers_of", "told_of_errors"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers
 
@@ -79,6 +80,16 @@ def told_of_errors(console: Console) -> Iterator[None]:
     except RuntimeError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         sys.exit(1)
+
+
+def servers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The servers that a process has started, oldest first: children that run a module of the servers' package."""
+    found = []
+    for child in process.children():
+        with contextlib.suppress(psutil.Error):
+            if any(word.startswith("lightning_asgd.server") for word in child.cmdline()):
+                found.append(child)
+    return sorted(found, key=lambda server: (server.create_time(), server.pid))
 
 
 def run_ranks(

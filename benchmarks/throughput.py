@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 from network import Network, available, two_machines
-from ranks import Slowness, clean_environment, run_ranks, told_of_errors
+from ranks import Slowness, clean_environment, run_ranks, servers_of, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -40,6 +40,7 @@ from rivals import local_sgd
 WARM_UP_S = 1.5  # training before the window starts
 AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
 NETWORKS = ("cnn", "alexnet", "googlenet")
+KINDS = ("one alone", "DDP", "local SGD", "A-SGD")
 TOGETHER = ("DDP", "local SGD", "A-SGD")  # their ranks belong to one Trainer
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
@@ -66,6 +67,7 @@ class Scenario:
     num_servers: int = 1
     compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
+    kinds: tuple[str, ...] = ()  # of the systems to run; all if empty
 
     @property
     def pixels(self) -> int:
@@ -81,7 +83,8 @@ class Scenario:
         alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
         alone += [System("bare torch")] if self.bare else []
         local = [System("local SGD", n) for n in self.nsync[:1] if n != "auto" and self.workers > 1]
-        return [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
+        systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
+        return [system for system in systems if not self.kinds or system.kind in self.kinds]
 
     def describe(self) -> str:
         model = f"{self.params / 1e6:g} M parameters" if self.network == "cnn" else self.network
@@ -295,10 +298,7 @@ def _figures(strategy: Any) -> dict[str, float]:
     }
     stats = getattr(strategy, "stats", None)
     if stats is not None:
-        from lightning_asgd import supervisor
-
-        overseer = supervisor.current()
-        times = [psutil.Process(pid).cpu_times() for pid in (overseer.server_pids if overseer else [])]
+        times = [server.cpu_times() for server in servers_of(psutil.Process())]
         figures["server_cpu_s"] = sum(t.user + t.system for t in times)
         for key in ("steps", "exchanges", "pushes", "deferred", "wait_s", "round_trip_s", "staleness_sum"):
             figures[key] = getattr(stats, key)
@@ -441,13 +441,16 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the scenario's tables."""
     speeds = Table(title=f"{scenario.name}: {scenario.describe()}", title_justify="left", min_width=90)
     bases = [base for base in ("DDP", "local SGD") if any(name.startswith(base) for name in runs)]
-    titles = ["samples/s", *(f"/ {base}" for base in bases), "/ sum of speeds"]
+    titles = ["samples/s", *(f"/ {base}" for base in bases)]
+    if "one alone" in runs:
+        bases.append("ideal")
+        titles.append("/ sum of speeds")
     headings = [name for title in titles for name in (title, "min", "max")]
     for heading in ("", *headings):
         speeds.add_column(heading, justify="right" if heading else "left")
     for name, results in runs.items():
         row = [name, *_spread([r["samples_per_s"] for r in results], "{:.0f}")]
-        for base in (*bases, "ideal"):
+        for base in bases:
             same = name.startswith((base, "one alone"))
             row += ["", "", ""] if same else _spread(ratios(scenario, runs, name, base), "{:.2f}")
         speeds.add_row(*row)
@@ -574,7 +577,10 @@ def save(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
     import pytorch_lightning
     import torch
 
+    import lightning_asgd
+
     machine = {
+        "library": str(Path(lightning_asgd.__file__).parent),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
@@ -631,6 +637,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
     parser.add_argument("--bare", action="store_true", help="the same without Lightning and data loader: the ceiling")
+    parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")
     parser.add_argument("--check", action="store_true", help="say PASS or FAIL per target; exit code 1 if one fails")
@@ -646,6 +653,8 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     args = parser.parse_args()
     if args.workers < 1 or args.repeats < 1 or any(n != "auto" and n < 1 for n in args.nsync):
         parser.error("--workers, --repeats and --nsync must be at least 1")
+    if args.systems and args.check:
+        parser.error("--check needs the ratios of all systems: leave --systems out")
     base = Scenario(
         name="custom",
         params=int(args.params),
@@ -662,6 +671,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         unconnected=args.unconnected,
         bare=args.bare,
         num_servers=args.servers,
+        kinds=tuple(args.systems or ()),
     )
     if args.suite:
         return whole_suite(base), args

@@ -9,7 +9,9 @@ from tests.conformance.cases import CASES
 
 __all__ = ["PAGE", "page"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+PROGRAMS = ROOT / "benchmarks" / "libraries" / "page.md"  # written by benchmarks/programs.py --page
 ORDER = (
     "Optimization",
     "Modules",
@@ -27,6 +29,7 @@ Every line is a test that trains with two workers under `strategy="ddp"` and und
 `pytorch_lightning` and of `lightning.pytorch`, and compares: the same sync points after the same number of steps, the
 same names of metrics, the same files, a loss as low as DDP's; and the same bits on all workers at every sync point
 (`pytest tests/conformance`). This page is made from these tests by `make compatibility`; do not edit it.
+The tables at its end say what other people's libraries do.
 
 **refused**: by an error that says why. **compared with DDP**: *yes*; *DDP fails* where DDP raises an error; *no* where
 DDP hangs or has nothing of the kind.
@@ -63,7 +66,7 @@ def page() -> str:
         parts += [f"## {group}", "", "| feature | A-SGD | compared with DDP | note |", "|---|---|---|---|"]
         parts += [*(_row(case) for case in cases), *MORE.get(group, [])]
         parts.append("")
-    return "\n".join([*parts, LAUNCHERS])
+    return "\n".join([*parts, LAUNCHERS, PROGRAMS.read_text()])
 
 
 def _row(case: Case) -> str:
