@@ -477,10 +477,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @with_last_words()
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the servers' weights."""
+        """The module's state, with the servers' weights and all of this worker's steps."""
+        instead = {} if self._fit is None else self._fit.catch_up()
         state: dict[str, Any] = super().lightning_module_state_dict()
-        if self._fit is not None:
-            self._fit.put_fresh_weights(state)
+        state.update((key, value) for key, value in instead.items() if key in state)
         return state
 
     @with_last_words()
