@@ -263,8 +263,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
-        self.tree.reset_seed()
         self.set_world_ranks()
+        if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
+            self.tree.reset_seed()
         if dist.is_available() and dist.is_initialized() and self.world_size > 1:
             rank_zero_warn(
                 "torch.distributed is initialized, by an earlier strategy of this process perhaps: Lightning will "
