@@ -507,8 +507,8 @@ class Exchanger(Sharing):
             else:
                 if pending.push and merging_since >= self._measure_at:
                     self._measure(answers)
-                fresh = refused or (self._since_push == 0 and not self._alone)
-                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=self._alone)
+                fresh, alone = refused or self._since_push == 0, self._alone and not refused
+                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
         elif pending.push:
             self._pushed = self.client.latest(self._fragment)
         wishes = [r.nsync for r in replies if r.nsync]

@@ -96,7 +96,7 @@ class SharedWeights(Sharing):
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Sharing`: every step is in the shared weights, which the others go on changing."""
-        return {} if self._alone else self.peek()
+        return {} if self._alone and self._copies else self.peek()
 
     def close(self) -> None:
         """Give every tensor memory of its own again."""

@@ -266,8 +266,9 @@ class Replica:
         Args:
             answers: per server, one tensor per group; :attr:`wire` itself where it is shared.
             pushed: whether they answer a push.
-            fresh: whether nothing is to be kept, so that the answer can be taken as it is.
-            alone: whether no other worker pushes to these servers.
+            fresh: whether nothing was trained since, so that the answer can be taken as it is.
+            alone: whether no other worker pushes to these servers: then this one keeps its own rounding, and its own
+                integer buffers.
         """
         self._packed = False
         near = self._lane.bring(answers)
@@ -275,11 +276,11 @@ class Replica:
             for r, x in self._values(write=True):
                 answer = r.of(near)
                 if r.role is Role.PARAMETER:
-                    self._merge(r, x, answer, pushed, fresh)
-                elif r.role is Role.LARGEST and not fresh:
+                    self._merge(r, x, answer, pushed, fresh, alone)
+                elif r.role is Role.LARGEST and (alone or not fresh):
                     self._merge_largest(r, x, answer, alone)
                 else:
-                    self._rebase(r, x, answer, fresh)
+                    self._rebase(r, x, answer, fresh and not alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
         """Euclidean norm of the module's parameters minus the servers'.
@@ -308,9 +309,9 @@ class Replica:
         if r.spare is not None:
             wire.copy_(r.base - r.spare)
 
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if self.mix is None:
-            self._rebase(r, x, answer, fresh)
+            self._rebase(r, x, answer, fresh and not alone)
         else:
             x.lerp_(answer.to(x.device), 1 - self.mix)
             r.base.copy_(answer)
@@ -354,8 +355,7 @@ class Replica:
         Args:
             answers: see :meth:`merge`.
             park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
-            alone: whether no other worker has to have the same bits, and all of this one's steps are in the answer:
-                then it keeps its own rounding, and its own integer buffers.
+            alone: see :meth:`merge`; all of the worker's steps must be in the answers.
         """
         self._packed = False
         with torch.no_grad():
@@ -512,9 +512,12 @@ class GradientReplica(Replica):
     def _pack_again(self, r: _Run, wire: Tensor) -> None:
         wire.copy_(self._pushed[self._index[id(r)]])
 
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
+
     def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         self._accrued[self._index[id(r)]].zero_()
-        self._rebase(r, x, answer, True)  # the servers' optimizer took the steps, not the worker's
+        self._rebase(r, x, answer, True)
 
 
 class ElasticReplica(Replica):
@@ -525,7 +528,7 @@ class ElasticReplica(Replica):
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         wire.copy_(x, non_blocking=True)
 
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if pushed:
             x.sub_(answer.to(x.device))
 

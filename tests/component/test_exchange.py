@@ -943,6 +943,20 @@ def test_catching_up_brings_the_servers_weights_with_all_steps(overlap: bool, he
     assert bits(worker.w) == bits(other.w)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker_alone_takes_the_weights_that_the_servers_optimizer_has_made(overlap: bool) -> None:
+    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    worker = Worker(Cluster(3), 0, start.tolist(), nsync=1, overlap=overlap, algorithm=Downpour(lr=0.1))
+    for step in range(20):
+        worker.w.grad = change(step).repeat(10)
+        worker.step(0.01 * worker.w.grad)
+        worker.exchanger.advance()
+        assert bits(worker.w) == bits(worker.exchanger.peek()["w"])
+    worker.exchanger.flush()
+    worker.exchanger.fetch(park=True)
+    assert bits(worker.w) == bits(worker.exchanger.peek()["w"])
+
+
 def test_catching_up_pushes_gradients() -> None:
     cluster = Cluster(1, 2)
     worker = Worker(cluster, nsync=5, algorithm=Downpour(lr=1.0))
