@@ -307,20 +307,23 @@ class Fit:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def put_fresh_weights(self, state: dict[str, Any]) -> None:
-        """Put the servers' weights into a state of the module, on worker 0 between two sync points.
+    @property
+    def _writes_alone(self) -> bool:
+        """Whether this worker writes checkpoints without asking the others: worker 0 between two sync points."""
+        return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
 
-        Args:
-            state: of the module; changed in place.
+    def catch_up(self) -> dict[str, Tensor]:
+        """Bring the module to what a checkpoint is to hold, on worker 0 between two sync points.
+
+        Returns:
+            by key of the module's state, what the checkpoint is to hold instead.
         """
-        if self._collectives.phase is not Phase.ASYNC or not self._trainer.is_global_zero:
-            return
-        fresh = self.sharing.peek()
+        instead = self.sharing.catch_up() if self._writes_alone else {}
+        if not instead:
+            return {}
         names = {id(t): name for name, t in named_state(self._module).items()}
-        for key, tensor in self._module.state_dict(keep_vars=True).items():
-            name = names.get(id(tensor))
-            if name in fresh and key in state:
-                state[key] = fresh[name]
+        keys = {key: names.get(id(t)) for key, t in self._module.state_dict(keep_vars=True).items()}
+        return {key: instead[name] for key, name in keys.items() if name in instead}
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Put into a checkpoint what a fit that resumes has to know, with every worker's optimizers and schedulers.
@@ -337,6 +340,9 @@ class Fit:
         entry = entry_of(self.sharing.versions, self._config.algorithm_name, servers, workers)
         data = self.data.state if is_writer else None
         if data is not None:
+            epoch, done = self.sharing.held_units
+            if data and self._writes_alone and epoch == self.data.trained[0]:
+                data["done"] = done  # not what others have pushed since: the weights do not hold it
             entry["data"] = data
             self.data.as_if_equal(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

@@ -268,9 +268,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
-        self.tree.reset_seed()
         self.set_world_ranks()
         leave_resting()
+        if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
+            self.tree.reset_seed()
         trainer = self.lightning_module.trainer
         self.board = Board(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
@@ -511,10 +512,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @with_last_words()
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the servers' weights."""
+        """The module's state, with the servers' weights and all of this worker's steps."""
+        instead = {} if self._fit is None else self._fit.catch_up()
         state: dict[str, Any] = super().lightning_module_state_dict()
-        if self._fit is not None:
-            self._fit.put_fresh_weights(state)
+        state.update((key, value) for key, value in instead.items() if key in state)
         return state
 
     @with_last_words()

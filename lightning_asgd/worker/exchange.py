@@ -103,6 +103,8 @@ class Exchanger(Sharing):
         self._algorithm = config.algorithm
         # Where answers are held back a worker must not run away meanwhile.
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
+        # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
+        self._alone = client.world_size == 1
         self._on_refused = on_refused
         self._lr = lr
         self._fragment = fragment
@@ -237,7 +239,8 @@ class Exchanger(Sharing):
         """Take the servers' weights as they are. What was not flushed is lost.
 
         Args:
-            park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
+            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
+                worker keep for itself.
         """
         _go_through(self.fetching(park=park, common=self.client.world_size > 0))
 
@@ -327,9 +330,31 @@ class Exchanger(Sharing):
             self._pending.futures[server] = self.client.resend(server, message)
             self.client.answer(server, self._pending.futures[server])
 
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`.
+
+        The steps since the latest push are pushed now, and the answer is merged as any other. Where answers wait for
+        other workers, a push that these do not expect would upset their rounds: there the module and the rounds stay as
+        they are, and the result is the servers' weights with this worker's steps on top.
+        """
+        weights, waits = self._algorithm.answer is Answer.WEIGHTS, self._algorithm.waits
+        if waits and weights and (self._leaving is not None or (self._pending is not None and not self.answered)):
+            return {}  # an answer that others hold back: nobody has newer weights than this worker
+        _go_through(self._finish(sync=True))
+        if not waits:
+            self._start(push=self._since_push > 0, fetch=True, may_wait=False, full=True)
+            _go_through(self._finish(sync=True))
+            if weights:
+                return {}
+        return self.replica.ahead(self._look(), alone=self._alone)
+
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
+        return self.replica.read(self._look())
+
+    def _look(self) -> list[tuple[Tensor, ...]]:
+        """The servers' present weights, while no exchange is under way."""
         self.replica.await_arrival()
         replies = self.client.replies(  # never refused: only pushes are
             self.client.exchange(
@@ -342,7 +367,12 @@ class Exchanger(Sharing):
                 full=True,
             )
         )
-        return self.replica.read(self._answers(replies))
+        return self._answers(replies)
+
+    @property
+    def held_units(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """See :class:`Sharing`."""
+        return self._epoch, self._done
 
     def state(self) -> list[list[Any]]:
         """See :class:`Sharing`."""
@@ -473,11 +503,12 @@ class Exchanger(Sharing):
             self._pushed = []
             answers = self._answers(replies, common=pending.common)
             if adopt:
-                self.replica.adopt(answers, park=park)
+                self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
                 if pending.push and merging_since >= self._measure_at:
                     self._measure(answers)
-                self.replica.merge(answers, pushed=pending.push, fresh=refused or self._since_push == 0)
+                fresh, alone = refused or self._since_push == 0, self._alone and not refused
+                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
         elif pending.push:
             self._pushed = self.client.latest(self._fragment)
         wishes = [r.nsync for r in replies if r.nsync]

@@ -95,6 +95,10 @@ class Fragments(Sharing):
         """See :class:`Sharing`."""
         return {name: value for exchanger in self._exchangers for name, value in exchanger.peek().items()}
 
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`."""
+        return {name: value for exchanger in self._exchangers for name, value in exchanger.catch_up().items()}
+
     def state(self) -> list[list[Any]]:
         """See :class:`Sharing`."""
         return [fragment for exchanger in self._exchangers for fragment in exchanger.state()]

@@ -62,6 +62,7 @@ class SharedWeights(Sharing):
         tensors = source()
         self._copies = algorithm.copies if algorithm.copies is not None else tensors[0].device.type != "cpu"
         self._base: list[Tensor] = []
+        self._alone = len(able) == 1
         if collectives.rank == 0:
             for shared, tensor in zip(self._shared, tensors, strict=True):
                 shared.copy_(tensor.detach())
@@ -86,12 +87,16 @@ class SharedWeights(Sharing):
     def fetch(self, *, park: bool = False) -> None:
         """See :class:`Sharing`."""
         super().fetch()
-        if self._copies:
+        if self._copies and not self._alone:
             self._take()
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Sharing`."""
         return {s.name: shared.clone() for s, shared in zip(self.layout.tensors, self._shared, strict=True)}
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`: every step is in the shared weights, which the others go on changing."""
+        return {} if self._alone and self._copies else self.peek()
 
     def close(self) -> None:
         """Give every tensor memory of its own again."""
@@ -102,10 +107,14 @@ class SharedWeights(Sharing):
         self._block.close()
 
     def _add_change(self) -> None:
+        """What rounding takes away stays in the copy: see :class:`Replica`."""
         with torch.no_grad():
             for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
-                self._algorithm.apply(shared, (tensor.detach() - base).to(shared.device), {}, Push())
-        self._take()
+                change = tensor.detach() - base
+                self._algorithm.apply(shared, change.to(shared.device), {}, Push())
+                expected = base + change
+                base.copy_(shared)
+                tensor.detach().sub_(expected - base)
 
     def _take(self) -> None:
         with torch.no_grad():

@@ -122,7 +122,7 @@ class LayerGradients(Sharing):
 
     def flush(self) -> None:
         """Use the gradients that are still on their way, and let nobody wait for this worker."""
-        self._catch_up()
+        self._take_all_late()
         for step in [step for waiting in self._under_way.values() for step in waiting]:
             parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
             self._use(step, {id(p) for p in parameters})
@@ -142,7 +142,11 @@ class LayerGradients(Sharing):
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Sharing`: nothing but the module holds the weights; this brings them up to date."""
-        self._catch_up()
+        return self.catch_up()
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`."""
+        self._take_all_late()
         return {}
 
     def close(self) -> None:
@@ -178,9 +182,9 @@ class LayerGradients(Sharing):
         """After a step's forward and backward: which layers may be late from now on."""
         self._called = set(self._forwards) if self._called is None else self._called & self._forwards
         self._forwards.clear()
-        self._catch_up()
+        self._take_all_late()
 
-    def _catch_up(self) -> None:
+    def _take_all_late(self) -> None:
         for index in list(self._late):
             self._take_late(index)
 

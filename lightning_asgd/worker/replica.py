@@ -12,9 +12,11 @@ value on its way to the device, where it takes one vector more, from the first m
 
 In terms of the module's weights *x* (all sums element-wise):
 
-* :meth:`Replica.pack`: ``wire = x - base; base = x``.
-* :meth:`Replica.merge` of an answer *r*: ``x += r - base; base = r``: steps taken since the push stay in *x* and are
-  part of the next push (the *rebase* of asynchronous updates).
+* :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if nobody else pushes: the
+  same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
+* :meth:`Replica.merge` of an answer *r*: ``x -= base - r; base = r``: steps taken since the push stay in *x* and are
+  part of the next push (the *rebase* of asynchronous updates). The answer to a worker that trains alone is ``base``, so
+  its weights do not move, down to the sign of a zero.
 * :meth:`Replica.adopt`: ``x = base = r``.
 
 :class:`GradientReplica` puts accrued gradients on the wire instead of ``x - base``; :class:`ElasticReplica` puts *x*
@@ -251,13 +253,22 @@ class Replica:
         pairs = zip(roles, base, self.wire[server], strict=True)
         return tuple(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs)
 
-    def merge(self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False) -> None:
+    def merge(
+        self,
+        answers: Sequence[tuple[Tensor, ...]],
+        *,
+        pushed: bool = True,
+        fresh: bool = False,
+        alone: bool = False,
+    ) -> None:
         """Take the servers' weights and keep what was trained since the push.
 
         Args:
             answers: per server, one tensor per group; :attr:`wire` itself where it is shared.
             pushed: whether they answer a push.
             fresh: whether nothing was trained since, so that the answer can be taken as it is.
+            alone: whether no other worker pushes to these servers: then this one keeps its own rounding, and its own
+                integer buffers.
         """
         self._packed = False
         near = self._lane.bring(answers)
@@ -265,12 +276,11 @@ class Replica:
             for r, x in self._values(write=True):
                 answer = r.of(near)
                 if r.role is Role.PARAMETER:
-                    self._merge(r, x, answer, pushed, fresh)
-                elif r.role is Role.LARGEST and not fresh:
-                    torch.maximum(x, answer.to(x.device), out=x)
-                    r.base.copy_(answer)
+                    self._merge(r, x, answer, pushed, fresh, alone)
+                elif r.role is Role.LARGEST and (alone or not fresh):
+                    self._merge_largest(r, x, answer, alone)
                 else:
-                    self._rebase(r, x, answer, fresh)
+                    self._rebase(r, x, answer, fresh and not alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
         """Euclidean norm of the module's parameters minus the servers'.
@@ -299,24 +309,31 @@ class Replica:
         if r.spare is not None:
             wire.copy_(r.base - r.spare)
 
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if self.mix is None:
-            self._rebase(r, x, answer, fresh)
+            self._rebase(r, x, answer, fresh and not alone)
         else:
             x.lerp_(answer.to(x.device), 1 - self.mix)
             r.base.copy_(answer)
+
+    def _merge_largest(self, r: _Run, x: Tensor, answer: Tensor, alone: bool) -> None:
+        if not alone:  # else a program may have set its counter back
+            torch.maximum(x, answer.to(x.device), out=x)
+        r.base.copy_(answer)
 
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return torch.sub(x, answer, out=self._scratch_for(x))
 
     def _pack_difference(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         if x.device == wire.device:
-            torch.sub(x, r.base, out=wire)
+            update = torch.sub(x, r.base, out=wire)
         else:
-            wire.copy_(x - r.base, non_blocking=True)
+            update = x - r.base
+            wire.copy_(update, non_blocking=True)
+        before = r.base
         if self._keeps and r.spare is not None:
             r.base, r.spare = r.spare, r.base
-        r.base.copy_(x)
+        torch.add(before, update, out=r.base)
 
     def _rebase(self, r: _Run, x: Tensor, answer: Tensor, fresh: bool) -> None:
         if fresh:
@@ -324,30 +341,60 @@ class Replica:
             r.base.copy_(x)
             return
         answer = answer.to(x.device)
-        x.add_(torch.sub(answer, r.base, out=self._scratch_for(x)))
+        own = _real(x)
+        scratch = self._scratch_for(own).view(own.shape)
+        own.sub_(torch.sub(_real(r.base), _real(answer), out=scratch))  # x + 0 would turn -0 into 0
         r.base.copy_(answer)
 
     def _scratch_for(self, x: Tensor) -> Tensor:
         return _at_least(self._scratch, x.numel(), x)
 
-    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
+    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
         """Take the servers' weights as they are.
 
         Args:
             answers: see :meth:`merge`.
             park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
+            alone: see :meth:`merge`; all of the worker's steps must be in the answers.
         """
         self._packed = False
         with torch.no_grad():
             for r, x in self._values(write=True):
                 answer = r.of(answers)
                 if r.role is Role.PARAMETER:
-                    self._adopt(r, x, answer, park)
+                    self._adopt(r, x, answer, park, alone)
+                elif r.role is Role.LARGEST and alone:
+                    self._merge_largest(r, x, answer, alone)
                 else:
-                    self._rebase(r, x, answer, True)
+                    self._rebase(r, x, answer, not alone)
 
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
-        self._rebase(r, x, answer, True)
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
+        self._rebase(r, x, answer, not alone)
+
+    def ahead(self, answers: Sequence[tuple[Tensor, ...]], *, alone: bool = False) -> dict[str, Tensor]:
+        """What :meth:`merge` of a fetch would make of the weights, as named tensors, without touching the module.
+
+        Args:
+            answers: see :meth:`merge`.
+            alone: see :meth:`merge`.
+
+        Returns:
+            fresh CPU tensors by name: the servers' weights, and what was trained here since the latest push.
+        """
+        shards = self.weights()
+        with torch.no_grad():
+            for r in self._runs:
+                x, answer = r.of(shards), r.of(answers)
+                if r.role is Role.PARAMETER:
+                    self._go_ahead(r, x, answer)
+                elif r.role is not Role.LARGEST:
+                    _real(x).sub_(_real(r.base.cpu()) - _real(answer))
+                elif not alone:
+                    torch.maximum(x, answer, out=x)
+        return self.read(shards)
+
+    def _go_ahead(self, r: _Run, x: Tensor, answer: Tensor) -> None:
+        _real(x).sub_(_real(r.base.cpu()) - _real(answer))
 
     def read(self, answers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
         """The servers' weights as named tensors, without touching the module.
@@ -465,9 +512,12 @@ class GradientReplica(Replica):
     def _pack_again(self, r: _Run, wire: Tensor) -> None:
         wire.copy_(self._pushed[self._index[id(r)]])
 
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
+
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         self._accrued[self._index[id(r)]].zero_()
-        super()._adopt(r, x, answer, park)
+        self._rebase(r, x, answer, True)
 
 
 class ElasticReplica(Replica):
@@ -478,19 +528,22 @@ class ElasticReplica(Replica):
     def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
         wire.copy_(x, non_blocking=True)
 
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool) -> None:
+    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if pushed:
             x.sub_(answer.to(x.device))
 
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return answer  # the force: the difference times a factor that the servers know
 
-    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False) -> None:
+    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
         """See :class:`Replica`."""
-        super().adopt(answers, park=park and not self._parked)
+        super().adopt(answers, park=park and not self._parked, alone=alone)
         self._parked = self._parked or park
 
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool) -> None:
+    def _go_ahead(self, r: _Run, x: Tensor, answer: Tensor) -> None:
+        x.copy_(answer)  # the centre is the model
+
+    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         wire = r.of(self.wire)
         if park:
             r.base.copy_(x)
@@ -534,6 +587,11 @@ def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> 
     if buffer is None or buffer.numel() < length:
         buffer = buffers[like.dtype] = like.new_empty(length)
     return buffer[:length]
+
+
+def _real(values: Tensor) -> Tensor:
+    """A vector's real numbers: torch's complex ``x - 0`` is not always ``x``, where a part of it is -0."""
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Sharing:
         """Take the weights that all workers are to have at a sync point.
 
         Args:
-            park: whether :meth:`begin` is to bring back what the algorithm has each worker keep for itself.
+            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
+                worker keep for itself.
         """
         self.moved = False
 
@@ -80,6 +81,22 @@ class Sharing:
     def peek(self) -> dict[str, Tensor]:
         """The common weights by name, without touching the module."""
         return {}
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """Bring the module to what a checkpoint is to hold: the common weights with all of this worker's steps.
+
+        Returns:
+            by name, what the checkpoint is to hold instead of the module's own tensors.
+        """
+        return {}
+
+    @property
+    def held_units(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The epoch, and the ranges of its units whose updates are in the weights that were fetched last.
+
+        The epoch is empty where that is not known.
+        """
+        return "", ()
 
     def samples(self) -> list[dict[str, Tensor]]:
         """What the algorithm has had the servers keep of the weights, by name, oldest first."""

@@ -111,9 +111,15 @@ def test_adopt_then_pack_sends_the_difference(case: Case) -> None:
             assert bits(case.replica.wire[server][g]) == bits(expected)
 
 
+def after_a_push(held: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a server holds if it held ``held``, this worker went on from there to ``x``, and nobody else pushes."""
+    return held + (x - held)
+
+
 @given(cases())
-def test_packing_again_sends_what_came_since(case: Case) -> None:
-    case.replica.adopt(case.answers(100))
+def test_packing_again_sends_what_came_since_and_what_rounding_left_behind(case: Case) -> None:
+    r = case.answers(100)
+    case.replica.adopt(r)
     case.train(200)
     case.replica.pack()
     first = case.flat()
@@ -122,16 +128,21 @@ def test_packing_again_sends_what_came_since(case: Case) -> None:
     case.replica.pack()
     for server in range(case.layout.num_servers):
         for g, group in enumerate(case.layout.groups):
-            a, b = first[server][g], second[server][g]
-            assert bits(case.replica.wire[server][g]) == bits(b if group.role is Role.LARGEST else b - a)
+            b = second[server][g]
+            if group.role is Role.LARGEST:
+                assert bits(case.replica.wire[server][g]) == bits(b)
+                continue
+            held = after_a_push(r[server][g], first[server][g])
+            assert bits(case.replica.wire[server][g]) == bits(b - held)
 
 
 @given(cases())
 def test_merge_keeps_what_was_trained_since_the_push(case: Case) -> None:
-    case.replica.adopt(case.answers(100))
+    first = case.answers(100)
+    case.replica.adopt(first)
     case.train(200)
     case.replica.pack()
-    base = case.flat()
+    pushed = case.flat()
     case.train(300)
     x, r = case.flat(), case.answers(400)
     case.replica.merge(r)
@@ -142,9 +153,23 @@ def test_merge_keeps_what_was_trained_since_the_push(case: Case) -> None:
             if group.role is Role.LARGEST:
                 assert bits(merged[server][g]) == bits(torch.maximum(x[server][g], r[server][g]))
                 continue
-            assert bits(merged[server][g]) == bits(x[server][g] + (r[server][g] - base[server][g]))
+            held = after_a_push(first[server][g], pushed[server][g])
+            assert bits(merged[server][g]) == bits(x[server][g] + (r[server][g] - held))
             # What is pushed next is measured from the servers' weights.
             assert bits(case.replica.wire[server][g]) == bits(merged[server][g] - r[server][g])
+
+
+@given(cases(), st.booleans())
+def test_what_is_ahead_is_what_merging_would_make_of_the_module(case: Case, alone: bool) -> None:
+    case.replica.adopt(case.answers(100))
+    case.train(200)
+    case.replica.pack()
+    case.train(300)
+    x, r = case.flat(), case.answers(400)
+    ahead = case.replica.ahead(r, alone=alone)
+    assert same(case.flat(), x)
+    case.replica.merge(r, pushed=False, alone=alone)
+    assert same(pack_by_hand(case.layout, list(ahead.values())), case.flat())
 
 
 @given(cases())

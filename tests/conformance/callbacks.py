@@ -46,8 +46,8 @@ def every_n_epochs(lab: Lab) -> Any:
 @case(
     CHECKPOINTS,
     "`ModelCheckpoint` every n steps, then `test` of the best one",
-    note="Between two sync points worker 0 alone writes: the servers' weights, and its own optimizer state. At ends of "
-    "epochs and validations a checkpoint holds the optimizer state of every worker.",
+    note="Between two sync points worker 0 alone writes: the servers' weights with all of its own steps, and its own "
+    "optimizer state. At ends of epochs and validations a checkpoint holds the optimizer state of every worker.",
 )
 def every_n_steps(lab: Lab) -> Any:
     saver = lab.pl.callbacks.ModelCheckpoint(

@@ -41,7 +41,7 @@ class Reference:
     def start(self, i: int, push: bool, fetch: bool) -> None:
         self.flight[i] = Flight(self.x[i] - self.base[i] if push else None, fetch)
         if push:
-            self.base[i] = self.x[i].clone()
+            self.base[i] = self.base[i] + self.flight[i].update
         self.since[i] = [0 if push else self.since[i][0], 0 if fetch else self.since[i][1]]
 
     def arrive(self, i: int, server: int) -> None:

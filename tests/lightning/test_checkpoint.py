@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.algorithms import Downpour
+from lightning_asgd.algorithms import ASGD, Downpour, SoftSync
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 
 
@@ -81,25 +84,108 @@ def test_resuming_with_another_number_of_workers_and_servers(tmp_path: Path) -> 
     plain.fit(module, loader(), ckpt_path=tmp_path / "ckpt" / "last.ckpt")
 
 
-def test_a_checkpoint_between_two_sync_points_holds_the_servers_weights(tmp_path: Path) -> None:
-    class Compare(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-            if trainer.global_step == 8 and trainer.global_rank == 0:
-                path = tmp_path / "middle.ckpt"
-                trainer.save_checkpoint(path)
-                saved = torch.load(path, weights_only=True)["state_dict"]
-                servers = trainer.strategy._sharing.peek()
-                fresh = {n: bool(torch.equal(saved[n], servers[n])) for n in servers}
-                local = torch.equal(saved["net.0.weight"], pl_module.net[0].weight.detach())
-                (tmp_path / "compared.json").write_text(json.dumps([fresh, local]))
+SAMPLES, BATCH = 160, 4  # 40 batches, 20 for each of two workers
 
-    # one worker: nobody else moves the servers between the checkpoint and the comparison
-    run = trainer(tmp_path, ASGDStrategy(nsync=5, overlap=False), devices=1, callbacks=[Compare()])
-    run.fit(Regression(), loader())
-    fresh, local = json.loads((tmp_path / "compared.json").read_text())
-    assert len(fresh) == 9
-    assert all(fresh.values())
-    assert not local
+
+class Counting(pl.LightningModule):
+    """Its weights tell how often each sample was trained: each time adds 1 to the sample's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.zeros(SAMPLES))
+        self.mine: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (numbers,) = batch
+        self.mine += numbers.tolist()
+        if self.global_rank == 1:
+            time.sleep(0.005)
+        return -self.trained[numbers].sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Saving(pl.Callback):
+    """Worker 0 writes a checkpoint after every batch, and what it knew then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.number = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Counting, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{self.number}.ckpt")
+        if trainer.is_global_zero:
+            known = {"mine": pl_module.mine, "step": trainer.global_step, "epoch": trainer.current_epoch}
+            (self.folder / f"{self.number}.json").write_text(json.dumps(known))
+        self.number += 1
+
+
+class Began(pl.Callback):
+    """Worker 0 notes what a fit begins with, and its last step."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Counting) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        began = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "ready": progress.current.ready,
+            "total": progress.total.ready,
+            "trained": pl_module.trained.tolist(),
+        }
+        if trainer.is_global_zero:
+            self.file.write_text(json.dumps(began))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Counting) -> None:
+        if trainer.is_global_zero:
+            began = json.loads(self.file.read_text())
+            self.file.write_text(json.dumps({**began, "last": trainer.global_step}))
+
+
+@pytest.mark.parametrize("algorithm", [ASGD("sum"), ASGD("sum", transforms=[SoftSync(2)])], ids=["ASGD", "SoftSync"])
+def test_a_checkpoint_in_mid_epoch_holds_every_sample_that_counts_as_trained(algorithm: ASGD, tmp_path: Path) -> None:
+    def strategy() -> ASGDStrategy:
+        return ASGDStrategy(nsync=6, algorithm=algorithm, start_method="fork")
+
+    def batches() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+
+    module = Counting()
+    trainer(tmp_path, strategy(), callbacks=[Saving(tmp_path)]).fit(module, batches())
+    assert module.trained.tolist() == [2.0] * SAMPLES  # two epochs: checkpoints do not change what is trained
+    numbers = sorted(int(file.stem) for file in tmp_path.glob("*.json"))
+    middle = []
+    for number in numbers:
+        saved = torch.load(tmp_path / f"{number}.ckpt", weights_only=True)
+        known = json.loads((tmp_path / f"{number}.json").read_text())
+        assert (saved["global_step"], saved["epoch"]) == (known["step"], known["epoch"])
+        trained = saved["state_dict"]["trained"]
+        mine = torch.bincount(torch.tensor(known["mine"]), minlength=SAMPLES)
+        assert bool((trained >= mine).all()), number  # all of worker 0's steps up to here
+        data = saved["lightning_asgd"]["data"]
+        if data and data["epoch"] == 1:
+            done = sum(last - first for first, last in data["done"])
+            assert float(trained.sum()) == SAMPLES + done  # no more, and no less, than what will not be trained again
+            middle.append(number)
+    for number in (middle[1], middle[len(middle) // 2]):
+        saved = torch.load(tmp_path / f"{number}.ckpt", weights_only=True)
+        known = json.loads((tmp_path / f"{number}.json").read_text())
+        module = Counting()
+        began = Began(tmp_path / "began.json")
+        trainer(tmp_path, strategy(), callbacks=[began]).fit(module, batches(), ckpt_path=tmp_path / f"{number}.ckpt")
+        assert module.trained.tolist() == [2.0] * SAMPLES  # every sample of the epoch once
+        progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        assert json.loads((tmp_path / "began.json").read_text()) == {
+            "step": known["step"],
+            "epoch": known["epoch"],
+            "ready": progress["current"]["ready"],
+            "total": progress["total"]["ready"],
+            "trained": saved["state_dict"]["trained"].tolist(),
+            "last": 2 * SAMPLES // BATCH // 2,
+        }
 
 
 def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
