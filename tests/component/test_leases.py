@@ -263,7 +263,8 @@ def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_ne
     for step in steps:
         assert [b.closes for b in step] == [False] * (len(step) - 1) + [True]
         assert {b.units for b in step} == {sum(len(b.samples) for b in step)}
-        assert {b.lacking + len(step) for b in step} == {accumulate}
+        assert [b.left for b in step] == list(range(len(step) - 1, -1, -1))
+        assert len(step) <= accumulate
         lengths = [len(b.samples) for b in step]
         assert max(lengths) <= min(batch, min(lengths) + 1)
         assert units < plan.step or 2 * step[0].units >= plan.step
