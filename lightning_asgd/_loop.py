@@ -139,10 +139,12 @@ class LeasedLoop:
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
-        self._steps_before = 0
+        self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
         self._comes = True  # whether its first batch of all has not begun
         # Of the present epoch.
         self._accumulate = 1  # batches per optimizer step, as all count them
+        self._given = 1  # the same, as this worker's Trainer had it last
+        self._alike = True  # whether all count alike
         self._validates: frozenset[int] = frozenset()  # segments that end with a validation
         self._cut = False  # whether max_steps ends it before its data does
         self.stepped = 0  # batches that schedules know of, of those that a worker trains if all are equally fast
@@ -214,14 +216,14 @@ class LeasedLoop:
         self._batches = min(self._most, int(loop.max_batches))  # callbacks may have changed it
         self._interval = trainer.val_check_batch
         own = accumulation(trainer, number)
-        self._accumulate = self._agree(own)
-        accumulate, own = self._per_step(self._accumulate, len(items)), self._per_step(own, len(items))
+        self._accumulate, self._alike = self._agree(own), True
+        accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
         position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
         self.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
         self._steps_before = self._global_step - self.stepped // self._accumulate
-        self._own, self._idle = (0, 0), True
+        self._own, self._idle, self._given = (0, 0), True, own
         self._met = self._over = self._left = False
         ends, self._validates = self._segments(len(items), accumulate)
         units, step = ends[-1], self._batch * accumulate
@@ -233,7 +235,7 @@ class LeasedLoop:
         elif self.stepped:  # it is of another kind of run
             trained = round(self.stepped * self.workers / accumulate) * step
             done = ((0, trained),) if trained <= units - self.workers * step else ()
-        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, own)
+        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
 
     def _per_step(self, batches: int, units: int) -> int:
         """Batches per step of what workers are granted: every worker needs one of each segment."""
@@ -254,7 +256,7 @@ class LeasedLoop:
         wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
         self._cut = False
         if trainer.max_steps != -1:
-            left = trainer.max_steps - self._steps_before
+            left = trainer.max_steps - int(self._steps_before)
             self._cut = left < math.ceil(self._batches / self._accumulate)
             steps = max(workers, min(steps, workers * left * self._accumulate // accumulate))
         ends: list[int] = []
@@ -295,10 +297,11 @@ class LeasedLoop:
             if trainer.accumulate_grad_batches != _NEVER:
                 self._steps_kept = trainer.accumulate_grad_batches
                 trainer.accumulate_grad_batches = _NEVER
-        else:
-            accumulate = self._per_step(trainer.accumulate_grad_batches, leases.plan.epoch.units)
-            if accumulate != leases.plan.accumulate:
-                leases.accumulate(accumulate)
+        elif trainer.accumulate_grad_batches != self._given:
+            self._given = trainer.accumulate_grad_batches
+            self._steps_before += self._position / self._accumulate - self._position / self._given
+            self._accumulate, self._alike = self._given, False  # others may change it sooner or later
+            leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
         progress = trainer.fit_loop.epoch_loop.batch_progress
         steps = leases.closes and trainer.accumulate_grad_batches != _NEVER
         self._lacking = -progress.current.ready % trainer.accumulate_grad_batches if steps else 0
@@ -392,7 +395,7 @@ class LeasedLoop:
             self._trained = sum(last - first for first, last in self.leases.done())
             self._over = self._trained == epoch.units and not self._cut
         self._counted = batches
-        if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many it takes
+        if self.trainer.lightning_module.automatic_optimization and self._alike:  # else each has its own idea of it
             step = max(step, self._next_step())
         count_steps(self.trainer, step)
         self._global_step = step
@@ -494,11 +497,11 @@ class LeasedLoop:
         else:  # only the module knows how many it takes
             per_batch = self._own[1] / self._own[0]
         whole = math.ceil if self._over else math.floor
-        target = self._steps_before + whole(self._position * per_batch + 1e-6 * (-1 if self._over else 1))
+        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._over else 1))
         if self._met:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
-        target = min(target, self._steps_before + math.floor(end * per_batch) - 1)
+        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
         # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
         # in leaps, which must not go over the steps after which something is done.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
@@ -511,7 +514,8 @@ class LeasedLoop:
         """Count the steps that others have made of an epoch within which this worker comes."""
         self._step_schedules()
         if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
-            self._set_global_step(max(self._global_step, self._steps_before + self._position // self._accumulate))
+            steps = int(self._steps_before) + self._position // self._accumulate
+            self._set_global_step(max(self._global_step, steps))
 
     def _every(self) -> list[int]:
         """Numbers of steps after which loggers and checkpoints have something to do."""
