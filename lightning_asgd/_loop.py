@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from lightning_asgd._places import count_steps, shift
 from lightning_asgd.messages import Epoch
 from lightning_asgd.worker.leases import DataLeases, LeasedBatches, Plan, digest, in_common_order
 
@@ -110,6 +111,7 @@ class LeasedLoop:
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
         come_back: see :class:`DataLeases`.
+        agree: gives the first worker's number where workers have different ones.
     """
 
     def __init__(
@@ -120,9 +122,11 @@ class LeasedLoop:
         timeout_s: float,
         resumed: Mapping[str, Any],
         come_back: Callable[[], None],
+        agree: Callable[[int], int],
     ) -> None:
         self.trainer = trainer
         self._client = client
+        self._agree = agree
         self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
         self.workers: int = trainer.world_size
         self.run = run
@@ -130,25 +134,31 @@ class LeasedLoop:
         self._resumed = dict(resumed)
         self._loader: Any = None
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
-        self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
+        self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
-        self._steps_before = 0
+        self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
         self._comes = True  # whether its first batch of all has not begun
         # Of the present epoch.
-        self._accumulate = 1
+        self._accumulate = 1  # batches per optimizer step, as all count them
+        self._given = 1  # the same, as this worker's Trainer had it last
+        self._alike = True  # whether all count alike
         self._validates: frozenset[int] = frozenset()  # segments that end with a validation
         self._cut = False  # whether max_steps ends it before its data does
-        self._stepped = 0  # batches that schedules know of
+        self.stepped = 0  # batches that schedules know of, of those that a worker trains if all are equally fast
         self._own = (0, 0)  # batches and optimizer steps of this worker
         self._global_step = 0
         self._idle = True  # whether none of its batches has begun
         self._ended = True  # whether the latest batch is through
         self._met = False  # whether all have trained the segment, and this worker knows
         self._over = False  # whether that was the epoch's last, and all data have been trained
-        self._lacking = 0  # batches of the step that ends with the present one, if it has fewer than others
+        self._left = False  # whether this worker trains no more of it
+        self._trained: int | None = None  # units of the epoch that all have trained, between two batches
+        self._counted = 0  # batches of a worker that others have counted, between two batches
+        self._lacking = 0  # batches of the step that ends with the present one, of those that Lightning expects
+        self._steps_kept: int | None = None  # Lightning's batches per step, while it is to take none
 
     # ------------------------------------------------------------------ once per epoch
 
@@ -168,8 +178,7 @@ class LeasedLoop:
         (loader,) = loop._combined_loader.flattened
         self._uninstall()
         self._loader = loader
-        self._batches = int(loop.max_batches)
-        self._interval = self.trainer.val_check_batch
+        self._most = self._batches = int(loop.max_batches)
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
@@ -204,13 +213,18 @@ class LeasedLoop:
         whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
         items = items[: min(whole, self.workers * self._batches * self._batch)]
         order = digest(items)
-        self._accumulate = accumulate = accumulation(trainer, number)
+        self._batches = min(self._most, int(loop.max_batches))  # callbacks may have changed it
+        self._interval = trainer.val_check_batch
+        own = accumulation(trainer, number)
+        self._accumulate, self._alike = self._agree(own), True
+        accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
         position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
-        self._stepped = position if position < self._batches else 0
+        self.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
-        self._steps_before = self._global_step - self._stepped // accumulate
-        self._own, self._idle, self._met, self._over = (0, 0), True, False, False
+        self._steps_before = self._global_step - self.stepped // self._accumulate
+        self._own, self._idle, self._given = (0, 0), True, own
+        self._met = self._over = self._left = False
         ends, self._validates = self._segments(len(items), accumulate)
         units, step = ends[-1], self._batch * accumulate
         resumed, self._resumed = self._resumed, {}
@@ -218,10 +232,14 @@ class LeasedLoop:
         if (resumed.get("epoch"), resumed.get("order"), resumed.get("units")) == (number, order, units):
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        elif self._stepped:  # it is of another kind of run
-            trained = round(self._stepped * self.workers / accumulate) * step
+        elif self.stepped:  # it is of another kind of run
+            trained = round(self.stepped * self.workers / accumulate) * step
             done = ((0, trained),) if trained <= units - self.workers * step else ()
-        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, accumulate)
+        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
+
+    def _per_step(self, batches: int, units: int) -> int:
+        """Batches per step of what workers are granted: every worker needs one of each segment."""
+        return max(1, min(batches, units // (self._batch * self.workers)))
 
     def _segments(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
         """Ends of the segments in units; those of them that validations follow."""
@@ -238,9 +256,9 @@ class LeasedLoop:
         wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
         self._cut = False
         if trainer.max_steps != -1:
-            left = trainer.max_steps - self._steps_before
-            self._cut = left < math.ceil(self._batches / accumulate)
-            steps = max(workers, min(steps, workers * left))
+            left = trainer.max_steps - int(self._steps_before)
+            self._cut = left < math.ceil(self._batches / self._accumulate)
+            steps = max(workers, min(steps, workers * left * self._accumulate // accumulate))
         ends: list[int] = []
         for end in sorted({*(w for w in wanted if w <= steps), steps}):
             # Too few for everybody to get one: they belong to those before.
@@ -255,12 +273,12 @@ class LeasedLoop:
     def before_batch(self) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
         loop, leases = self.trainer.fit_loop, self.leases
-        self._idle = self._met = self._over = self._ended = False
+        self._idle = self._met = self._over = self._left = self._ended = False
+        self._trained, self._counted = None, 0
         leases.begin_batch()
         fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress
         fetcher.length, fetcher.done = float("inf"), False
-        self._lacking = leases.lacking
-        progress.is_last_batch = self._lacking > 0  # so that Lightning takes its step
+        self._end_step()
         self.trainer.val_check_batch = _NEVER
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(progress.current.ready + max(1, math.ceil(left) - 1))
@@ -271,6 +289,23 @@ class LeasedLoop:
         if self._comes and not self._client().world_size:
             self._catch_up()
         self._comes = False
+
+    def _end_step(self) -> None:
+        """Have Lightning take a step with the last batch of what is granted for one, wherever it is in its count."""
+        trainer, leases = self.trainer, self.leases
+        if trainer.fit_loop._skip_backward:  # there are no gradients: only statistics are wanted
+            if trainer.accumulate_grad_batches != _NEVER:
+                self._steps_kept = trainer.accumulate_grad_batches
+                trainer.accumulate_grad_batches = _NEVER
+        elif trainer.accumulate_grad_batches != self._given:
+            self._given = trainer.accumulate_grad_batches
+            self._steps_before += self._position / self._accumulate - self._position / self._given
+            self._accumulate, self._alike = self._given, False  # others may change it sooner or later
+            leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        steps = leases.closes and trainer.accumulate_grad_batches != _NEVER
+        self._lacking = -progress.current.ready % trainer.accumulate_grad_batches if steps else 0
+        progress.is_last_batch = self._lacking > 0
 
     def after_batch(
         self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
@@ -299,7 +334,7 @@ class LeasedLoop:
                 flush()
             more = resumes = leases.wait(acknowledged())
         self._met = not more
-        self._over = progress.is_last_batch = self._met and leases.last and not self._cut
+        self._over = progress.is_last_batch = self._met and leases.last and not (self._cut or leases.halted)
         self._step_schedules()
         if more and leases.dry:
             self._load_on()
@@ -310,38 +345,78 @@ class LeasedLoop:
         loop, leases = self.trainer.fit_loop, self.leases
         epoch_loop = loop.epoch_loop
         if self._lacking:  # the next step begins where Lightning counts it to begin
-            _shift(vars(epoch_loop.batch_progress.current), self._lacking)
+            shift(vars(epoch_loop.batch_progress.current), self._lacking)
             loop.max_batches += self._lacking
             self._lacking = 0
         batches, steps = self._own
         self._own = batches + 1, steps + epoch_loop.global_step - self._global_step
         self._set_global_step(self._next_step())
-        if not self._met:
+        if not self._met or leases.halted:
             return
+        self._trained = leases.plan.epoch.ends[leases.segment]
         if leases.segment in self._validates:
             across = self.trainer.check_val_every_n_epoch is None
             self.trainer.val_check_batch = 1 + (epoch_loop.total_batch_idx if across else epoch_loop.batch_idx)
         if self._over:
             self._expect(epoch_loop.batch_progress.current.ready)
-            self._batches_before += self._batches
         leases.meet()
         if not self._over:
             self._load_on()  # while others wait, or validation runs
 
     # ------------------------------------------------------------------ where all meet, and at the end
 
-    def leave(self, acknowledged: int) -> bool:
+    @property
+    def halted(self) -> bool:
+        """Whether another worker has ended the epoch for all, before all of it was trained."""
+        return self._met and self.leases.halted
+
+    def leave(self, acknowledged: int, *, halt: bool) -> bool:
         """Train no more of this epoch, if there is something left of it.
+
+        Args:
+            acknowledged: optimizer steps of this worker that the servers have.
+            halt: whether the others are to train no more of it either.
 
         Returns:
             whether all have trained and pushed what there was until now, as far as this worker knows.
         """
         if self._idle or self._met:
             return not self._idle
-        self._batches_before += self._position
-        self._met = True
-        self.leases.stop(acknowledged)
+        self._met = self._left = True
+        self.leases.stop(acknowledged, halt=halt)
         return False
+
+    def count(self, step: int, batches: int) -> int:
+        """Count what all have trained when they meet: see :meth:`TrainingData.count`."""
+        if self._idle:
+            return batches
+        if self._left or self.leases.halted:  # else it is known where all are
+            epoch = self.leases.plan.epoch
+            self._trained = sum(last - first for first, last in self.leases.done())
+            self._over = self._trained == epoch.units and not self._cut
+        self._counted = batches
+        if self.trainer.lightning_module.automatic_optimization and self._alike:  # else each has its own idea of it
+            step = max(step, self._next_step())
+        count_steps(self.trainer, step)
+        self._global_step = step
+        self._step_schedules()
+        return self._position
+
+    def end_epoch(self, batches: int) -> None:
+        """Give Lightning its own numbers back until the next epoch. It counts the batches that are given."""
+        if self._idle:
+            return
+        self._idle = True
+        self._batches_before += batches
+        self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._over
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.installed:
+            self.trainer.fit_loop.max_batches = self._batches
+            self.trainer.val_check_batch = self._interval
+        if self._steps_kept is not None:
+            self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what has been trained of the present epoch."""
@@ -359,20 +434,18 @@ class LeasedLoop:
         """
         if self._idle:
             return
-        position = self._batches if self._over else self._position
-        total = self._batches_before + (0 if self._over else position)
+        position = self._position
+        total = self._batches_before + position
         progress = loops["epoch_loop.batch_progress"]
-        _shift(progress["current"], position - progress["current"]["ready"])
-        _shift(progress["total"], total - progress["total"]["ready"])
+        shift(progress["current"], position - progress["current"]["ready"])
+        shift(progress["total"], total - progress["total"]["ready"])
 
     def restore(self) -> None:
         """Give Lightning its own numbers back."""
-        if self.installed:
-            self.trainer.fit_loop.max_batches = self._batches
-            self.trainer.val_check_batch = self._interval
+        self._give_back()
         self._uninstall()
         total = vars(self.trainer.fit_loop.epoch_loop.batch_progress.total)
-        _shift(total, self._batches_before - total["ready"])
+        shift(total, self._batches_before - total["ready"])
         for config in self.trainer.lr_scheduler_configs:
             config.frequency = self._frequencies.get(id(config), config.frequency)
 
@@ -383,7 +456,8 @@ class LeasedLoop:
         """Batches of this epoch that a worker would have trained by now, if all were equally fast."""
         if self._over:
             return self._batches
-        return min(self._batches, round(self.leases.progress / self._batch / self.workers))
+        trained = self.leases.progress if self._trained is None else self._trained
+        return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
 
     def _load_on(self) -> None:
         """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
@@ -407,14 +481,14 @@ class LeasedLoop:
         """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
         module = self.trainer.lightning_module
         position = self._position if self._met else min(self._position, self._batches - 1)
-        for batch in range(self._stepped + 1, position + 1):
+        for batch in range(self.stepped + 1, position + 1):
             if not module.automatic_optimization or (batch % self._accumulate and batch < self._batches):
                 continue
             for config in self.trainer.lr_scheduler_configs:
                 frequency = self._frequencies.get(id(config))
                 if frequency is not None and batch % frequency == 0:
                     module.lr_scheduler_step(config.scheduler, None)
-        self._stepped = max(self._stepped, position)
+        self.stepped = max(self.stepped, position)
 
     def _next_step(self) -> int:
         """What ``global_step`` is to be after a batch."""
@@ -423,11 +497,11 @@ class LeasedLoop:
         else:  # only the module knows how many it takes
             per_batch = self._own[1] / self._own[0]
         whole = math.ceil if self._over else math.floor
-        target = self._steps_before + whole(self._position * per_batch + 1e-6 * (-1 if self._over else 1))
+        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._over else 1))
         if self._met:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
-        target = min(target, self._steps_before + math.floor(end * per_batch) - 1)
+        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
         # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
         # in leaps, which must not go over the steps after which something is done.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
@@ -440,7 +514,8 @@ class LeasedLoop:
         """Count the steps that others have made of an epoch within which this worker comes."""
         self._step_schedules()
         if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
-            self._set_global_step(max(self._global_step, self._steps_before + self._position // self._accumulate))
+            steps = int(self._steps_before) + self._position // self._accumulate
+            self._set_global_step(max(self._global_step, steps))
 
     def _every(self) -> list[int]:
         """Numbers of steps after which loggers and checkpoints have something to do."""
@@ -450,16 +525,11 @@ class LeasedLoop:
         return [n for n in every if n]
 
     def _set_global_step(self, step: int) -> None:
-        loop = self.trainer.fit_loop.epoch_loop
-        if self.trainer.lightning_module.automatic_optimization:
-            total = loop.automatic_optimization.optim_progress.optimizer.step.total
-        else:
-            total = loop.manual_optimization.optim_step_progress.total
-        _shift(vars(total), step - total.completed)
+        count_steps(self.trainer, step)
         # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker
         # stays at a step for several batches: it is to log once.
         again = step == self._global_step and step % max(1, self.trainer.log_every_n_steps) == 0
-        loop._batches_that_stepped = step if again else step - 1
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = step if again else step - 1
         self._global_step = step
 
 
@@ -469,8 +539,3 @@ def accumulation(trainer: Any, epoch: int) -> int:
         if hasattr(callback, "get_accumulate_grad_batches"):
             return int(callback.get_accumulate_grad_batches(epoch))
     return int(trainer.accumulate_grad_batches)
-
-
-def _shift(counts: dict[str, int], by: int) -> None:
-    for name in counts:
-        counts[name] += by

@@ -30,7 +30,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody validate the same weights."""
-        trainer.strategy.sync_point("validation")
+        trainer.strategy.begin_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody end the epoch with the same weights."""

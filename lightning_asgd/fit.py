@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,16 +19,18 @@ from lightning_asgd._lightning import (
     when_data_are_set_up,
     when_epochs_end,
 )
+from lightning_asgd._places import Places
+from lightning_asgd.callbacks import SyncPoints
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.finite import zero_what_is_not_finite
 from lightning_asgd.membership import Membership
-from lightning_asgd.messages import Meeting
+from lightning_asgd.messages import Meeting, Place
 from lightning_asgd.resume import KEY, Resumption, entry_of
 from lightning_asgd.supervisor import with_last_words
 from lightning_asgd.training_data import TrainingData
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.entry import agree, enter, named_state, newly_trainable
-from lightning_asgd.worker.meeting import meet
+from lightning_asgd.worker.meeting import all_together, meet
 from lightning_asgd.worker.meter import Meter, Waited
 from lightning_asgd.worker.sharing import Sharing
 
@@ -83,6 +86,7 @@ class Fit:
         if servers and trainer.is_global_zero:
             self.sharing.restore(servers)
         self._undo = [
+            Places(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
             when_data_are_set_up(trainer, self._agree_on_batches),
         ]
@@ -202,16 +206,61 @@ class Fit:
 
     # ------------------------------------------------------------------ where all meet
 
+    @property
+    def apart(self) -> bool:
+        """Whether nobody is met: in a callback's search, which every worker makes for itself."""
+        return not any(isinstance(callback, SyncPoints) for callback in self._trainer.callbacks)
+
+    @property
+    def halted(self) -> bool:
+        """Whether another worker has ended the epoch for all, before all of its data were trained."""
+        return self.data.halted
+
+    @with_last_words()
+    def meet_within(self, mine: Place, *, stops: bool) -> Place:
+        """Meet where a worker validates, or where its epoch ends: see :class:`Places`.
+
+        Args:
+            mine: where this worker is.
+            stops: whether it is to train no more.
+
+        Returns:
+            where all are together.
+        """
+        mine = replace(mine, batches=self.data.batches)
+        met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
+        together = all_together(m.place or mine for m in met.values())
+        return replace(together, batches=self.data.count(together.step, together.batches))
+
+    @with_last_words()
+    def any_stops(self, should_stop: bool) -> bool:
+        """Whether any worker is to stop training, after a validation."""
+        return self._collectives.decide(should_stop, all=False)
+
+    def end_within(self, batches: int) -> None:
+        """Count what all have counted. The epoch has ended for all."""
+        self.data.end_epoch(batches)
+
+    def validate(self) -> None:
+        """Meet before a validation, unless all have just done so."""
+        if self._collectives.phase is not Phase.SYNC:
+            self.sync_point("validation")
+
     def end_epoch(self) -> None:
-        """Meet, unless all have done so for a validation, and nothing was trained since."""
+        """Meet, unless all have done so, and nothing was trained since."""
         if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
             self.sync_point("epoch end")
 
-    def sync_point(self, name: str) -> None:
+    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, Meeting]:
         """Wait for all living workers and give them the servers' weights, the same bits everywhere.
 
         Args:
             name: which sync point, for error texts.
+            place: where in the epoch this worker is.
+            halt: whether the others are to train no more of it either.
+
+        Returns:
+            what all have said.
 
         Raises:
             CollectiveTimeoutError: a worker did not come; the message names it.
@@ -219,12 +268,13 @@ class Fit:
         trainer, membership, sharing = self._trainer, self._membership, self.sharing
         membership.update()
         sharing.flush()
-        all_have_pushed = self.data.leave(sharing.stats.steps)
+        all_have_pushed = self.data.leave(sharing.stats.steps, halt=halt)
         self._collectives.phase = Phase.SYNC
         grown = self._has_grown()
         self.take_figures()
         board, waits = membership.board, self._config.algorithm.waits
-        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoint_states(trainer), board.mine)
+        checkpoints = checkpoint_states(trainer)
+        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, place=place)
         met = meet(
             membership.client,
             self._collectives,
@@ -241,6 +291,7 @@ class Fit:
             self.enter_again()
         for averaged in callback_modules(trainer):
             agree(self._collectives, named_state(averaged), mean=True)
+        return met
 
     @with_last_words()
     def _agree_to_stop(self) -> None:

@@ -233,6 +233,15 @@ class Membership:
         sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
         return sizes.get(0, mine)
 
+    def of_the_first(self, mine: int) -> int:
+        """The first worker's number. All workers call it together.
+
+        Args:
+            mine: this worker's.
+        """
+        numbers: dict[int, int] = self.collectives.gather("all_gather", "batches per step", mine)
+        return numbers.get(0, mine)
+
     def wrote_checkpoint(self, trainer: Any) -> None:
         """A checkpoint was written by this worker."""
 

@@ -211,6 +211,10 @@ class RunMembership(Membership):
         """That of the run's first worker."""
         return self._attachment.common_batch(mine) if mine else 0
 
+    def of_the_first(self, mine: int) -> int:
+        """This worker's own: nobody is met."""
+        return mine
+
     def wrote_checkpoint(self, trainer: Any) -> None:
         """Note what the chief's callbacks know of their files, for the next one."""
         self._attachment.wrote(checkpoint_states(trainer))

@@ -446,6 +446,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._fit.sync_point(name)
 
     @with_last_words()
+    def begin_validation(self) -> None:
+        """Let everybody validate the same weights: see :meth:`sync_point`."""
+        if self._fit is not None:
+            self._fit.validate()
+
+    @with_last_words()
     def end_epoch(self) -> None:
         """Let everybody end the epoch with the same weights: see :meth:`sync_point`."""
         if self._fit is not None:

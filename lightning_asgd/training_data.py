@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_asgd._lightning import begin_epochs_anew, tree_of
 from lightning_asgd._loop import LeasedLoop, batch_size_of, count_in, why_split
+from lightning_asgd._places import count_batches, count_steps
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.membership import Membership
@@ -76,7 +77,7 @@ class TrainingData(Data):
             return
         if self._loop is None:
             resumed, session = self._resume.take_data(), self._membership.session
-            about = (session, self._timeout_s, resumed, self._come_back)
+            about = (session, self._timeout_s, resumed, self._come_back, self._membership.of_the_first)
             self._loop = LeasedLoop(self._trainer, lambda: self._membership.client, *about)
         self._loop.install(self._common_batch)
 
@@ -116,16 +117,53 @@ class TrainingData(Data):
 
     # ------------------------------------------------------------------ where all meet, and at the end
 
-    def leave(self, acknowledged: int) -> bool:
+    def leave(self, acknowledged: int, *, halt: bool = False) -> bool:
         """Train no more of this epoch, if there is something left of it.
 
         Args:
             acknowledged: optimizer steps of this worker that the servers have.
+            halt: whether the others are to train no more of it either.
 
         Returns:
             whether this worker knows that all have trained what there was until this sync point, and pushed it.
         """
-        return self._loop is not None and self._loop.leave(acknowledged)
+        return self._loop is not None and self._loop.leave(acknowledged, halt=halt)
+
+    @property
+    def halted(self) -> bool:
+        """Whether another worker has ended the epoch for all, before all of its data were trained."""
+        return self._loop is not None and self._loop.halted
+
+    @property
+    def batches(self) -> int:
+        """Batches of the epoch that this worker has counted, of those that it would train if all were equally fast."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return int(progress.current.ready) if self._loop is None else self._loop.stepped
+
+    def count(self, step: int, batches: int) -> int:
+        """Count at least so many optimizer steps, which other workers have counted.
+
+        Args:
+            step: the most of any worker.
+            batches: the same of :attr:`batches`.
+
+        Returns:
+            batches that all have counted now.
+        """
+        if self._loop is not None:
+            return self._loop.count(step, batches)
+        count_steps(self._trainer, step)
+        return batches
+
+    def end_epoch(self, batches: int) -> None:
+        """Have Lightning count what all have counted: the epoch has ended for all.
+
+        Args:
+            batches: what :meth:`count` returned.
+        """
+        count_batches(self._trainer, batches)
+        if self._loop is not None:
+            self._loop.end_epoch(batches)
 
     def restore(self) -> None:
         """Give Lightning its own dataloader and numbers back."""

@@ -253,7 +253,8 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.stalls": set(),
     "data_stalls.monitor": {"_lightning"},
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
-    "_loop": {"messages", "worker.leases"},
+    "_places": {"messages"},
+    "_loop": {"_places", "messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
@@ -292,10 +293,12 @@ ALLOWED: dict[str, set[str]] = {
         "worker.client",
         "worker.heartbeat",
     },
-    "training_data": {"_lightning", "_loop", "algorithms.base", "config", "membership", "messages", "resume"}
+    "training_data": {"_lightning", "_loop", "_places", "algorithms.base", "config", "membership", "messages", "resume"}
     | {"worker.data", "worker.sharing"},
     "fit": {
         "_lightning",
+        "_places",
+        "callbacks",
         "config",
         "finite",
         "membership",

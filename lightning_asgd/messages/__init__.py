@@ -6,7 +6,7 @@ Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightni
 
 from __future__ import annotations
 
-from lightning_asgd.messages.collectives import Contribution, Meeting, Pickled
+from lightning_asgd.messages.collectives import Contribution, Meeting, Pickled, Place
 from lightning_asgd.messages.epochs import Claim, Epoch, Grant, OpenEpoch, Part
 from lightning_asgd.messages.figures import Figures, Look, View, WorkerView
 from lightning_asgd.messages.restoration import Held, Offer, Settled
@@ -67,6 +67,7 @@ __all__ = [
     "OpenEpoch",
     "Part",
     "Pickled",
+    "Place",
     "Policy",
     "Reply",
     "Role",

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_asgd.messages.figures import Figures
 
-__all__ = ["Contribution", "Meeting", "Pickled"]
+__all__ = ["Contribution", "Meeting", "Pickled", "Place"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,23 @@ class Pickled:
     """An object that workers make and open. To servers, which need not have its class, it is bytes."""
 
     data: bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is in its training, between two batches.
+
+    Attributes:
+        ends: whether its epoch ends here.
+        validates: whether it is to validate here.
+        step: optimizer steps that it has counted.
+        batches: batches of the epoch that it has counted.
+    """
+
+    ends: bool
+    validates: bool
+    step: int
+    batches: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,7 @@ class Meeting:
         figures: this worker's.
         versions: per server, of the weights that this worker has taken already, since it knew that all had pushed;
             None if it has not.
+        place: where it is; None outside of epochs.
     """
 
     moved: bool
@@ -37,6 +55,7 @@ class Meeting:
     checkpoints: list[Any]
     figures: Figures | None = None
     versions: tuple[int, ...] | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

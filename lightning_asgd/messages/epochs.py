@@ -89,6 +89,7 @@ class Claim:
         flush: seconds in which it pushes what is left when it has trained all that it was granted.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
+        halt: whether the others are to be granted no more of the epoch either.
         size: units of one of its optimizer steps.
         opens: the epoch, with the first claim in it, where workers meet: see :class:`OpenEpoch`.
     """
@@ -106,6 +107,7 @@ class Claim:
     flush: float = 0.0
     wait: bool = False
     stop: bool = False
+    halt: bool = False
     size: int = 1
     opens: Epoch | None = None
 
@@ -117,13 +119,14 @@ class Grant:
     Attributes:
         first: number of the first unit granted.
         last: one past the last; equal to ``first`` if there is none for this worker.
-        over: whether all units of the segment are trained and applied.
+        over: whether all units of the segment that were granted are trained and applied, and no more will be.
         progress: units that all have trained so far, as far as is known.
         ratio: units that all train while this worker trains one.
         void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
             comes late needs a batch to notice that a segment is over.
         final: whether there is probably nothing more for this worker in the segment: when it has trained this it pushes
             the rest, and waits.
+        halted: whether the segment is over since a worker has halted the epoch.
         terms: see :class:`Reply`.
         left: see :class:`Reply`.
     """
@@ -135,5 +138,6 @@ class Grant:
     ratio: float = 1.0
     void: bool = False
     final: bool = False
+    halted: bool = False
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)

@@ -88,6 +88,7 @@ class Leases:
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
         self._finished: list[tuple[int, int]] = []
+        self._halted = False  # whether nobody is to be granted any more
         start = 0
         for first, last in sorted(epoch.done):
             if start < first:
@@ -205,6 +206,7 @@ class Leases:
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
+        self._halted |= claim.halt
         if claim.stop:
             self._give_back(worker, trained_too=False)
             answers.append((claim, Grant(over=True, progress=self._progress(now))))
@@ -249,7 +251,7 @@ class Leases:
             return None
         if worker.served < claim.segment:
             return self._in_vain(worker, claim, now)
-        return self._grant(worker, 0, 0, now, over=True)
+        return replace(self._grant(worker, 0, 0, now, over=True), halted=self._halted)
 
     # ------------------------------------------------------------------ choosing
 
@@ -267,7 +269,7 @@ class Leases:
     def _units_for(self, number: int, worker: _Worker, segment: int, now: float) -> int:
         """How many of the free units of a segment a worker should train next."""
         left = sum(last - first for first, last in self._free_in(segment))
-        if not left:
+        if not left or self._halted:
             return 0
         unserved = self._unserved(number, segment)
         others = self._others(number)
@@ -329,7 +331,7 @@ class Leases:
     def _over(self, segment: int) -> bool:
         end = self.epoch.ends[segment]
         held = (first for worker in self._workers.values() for first, _ in worker.held)
-        return not self._free_in(segment) and all(first >= end for first in held)
+        return (self._halted or not self._free_in(segment)) and all(first >= end for first in held)
 
     # ------------------------------------------------------------------ book-keeping
 

@@ -60,7 +60,7 @@ class Plan:
             ranges = _even(begin, end, self.batch or 1)
             for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
                 samples = self.items[a] if self.batch is None else list(self.items[a:b])
-                yield _Batch(samples, begin, end - begin, left, self.accumulate - len(ranges))
+                yield _Batch(samples, begin, end - begin, left)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class _Batch:
     step: int  # the first unit of its step
     units: int  # of that step
     left: int  # batches of the step that follow
-    lacking: int  # batches that the step has too few
     void: bool = False  # whether others have trained it, or will
 
     @property
@@ -86,6 +85,7 @@ class _Asked:
     begun: float
     timeout_s: float | None
     stop: bool
+    halt: bool
     client: Client  # that it went through: a new layout brings another one
     restored: int  # how often the coordinator had been restored
     answered: list[float] = field(default_factory=list)
@@ -103,6 +103,7 @@ class DataLeases(Data):
     Attributes:
         granted_wait_s: seconds in which training stood still until data were granted.
         others_wait_s: seconds in which it did until the others had trained theirs.
+        halted: whether a worker has ended the present epoch for all, before all of it was trained.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class DataLeases(Data):
         self._reset()
 
     def _reset(self) -> None:
-        self.segment = 0
+        self.segment, self.halted = 0, False
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
@@ -209,10 +210,13 @@ class DataLeases(Data):
         return self._dry and not self._loading
 
     @property
-    def lacking(self) -> int:
-        """If the batch that is trained now closes a step of fewer batches than others have: how many these lack."""
-        batch = self._loading[0] if self._loading else None
-        return batch.lacking if batch is not None and batch.closes else 0
+    def closes(self) -> bool:
+        """Whether the batch that is trained now is the last one of its optimizer step."""
+        return bool(self._loading) and self._loading[0].closes
+
+    def accumulate(self, batches: int) -> None:
+        """Have optimizer steps of so many batches in what is granted from now on."""
+        self._plan = replace(self.plan, accumulate=batches)
 
     @property
     def progress(self) -> float:
@@ -341,7 +345,7 @@ class DataLeases(Data):
         self._note(acknowledged)
         more = self._take(self._ask(wait=True))
         self._begun = None
-        if not more:
+        if not more and not self.halted:
             self._reached = float(self.plan.epoch.ends[self.segment])
         return more
 
@@ -351,13 +355,19 @@ class DataLeases(Data):
             self.segment += 1
             self._final = False
 
-    def stop(self, acknowledged: int) -> None:
-        """Train no more in this epoch: let the others have what is left."""
+    def stop(self, acknowledged: int, *, halt: bool = False) -> None:
+        """Train no more in this epoch: let the others have what is left.
+
+        Args:
+            acknowledged: see :meth:`more`.
+            halt: whether the others are to train no more of it either.
+        """
+        self.halted |= halt
         self._note(acknowledged)
         self._settle()  # lest it arrive after what follows
         self._waiting.clear()
         self._loading.clear()
-        self._take(self._ask(stop=True))
+        self._take(self._ask(stop=True, halt=halt))
         left = self._trained
         for index, (first, last) in enumerate(self._granted):
             self._granted[index] = (first, min(last, first + left))
@@ -391,7 +401,7 @@ class DataLeases(Data):
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
 
-    def _ask(self, *, wait: bool = False, stop: bool = False, trip: float = 0.0) -> _Asked:
+    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, trip: float = 0.0) -> _Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
         restored = client.restored[COORDINATOR]
         future = client.claim(
@@ -404,11 +414,12 @@ class DataLeases(Data):
             flush=self._flush,
             wait=wait,
             stop=stop,
+            halt=halt,
             size=self.plan.step,
             opens=self._opens,
             timeout_s=timeout_s,
         )
-        asked = _Asked(future, self._trained, begun, timeout_s, stop, client, restored)
+        asked = _Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
 
@@ -426,12 +437,13 @@ class DataLeases(Data):
         else:
             self.others_wait_s += self._clock() - waiting_since
         if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
-            return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop))
+            return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
         if asked.timeout_s is None:  # else it was held back
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
         self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final
+        self.halted |= grant.halted
         granted = self.plan.batches(grant.first, grant.last)
         self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
         if grant.last > grant.first:

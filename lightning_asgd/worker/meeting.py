@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_asgd.messages import Meeting
+from lightning_asgd.messages import Meeting, Place
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.sharing import Sharing
 
-__all__ = ["meet"]
+__all__ = ["all_together", "meet"]
+
+
+def all_together(places: Iterable[Place]) -> Place:
+    """Where workers are together: at the end of an epoch if it ends for all, at a validation if any validates."""
+    known = list(places)
+    return Place(
+        ends=all(place.ends for place in known),
+        validates=any(place.validates for place in known),
+        step=max(place.step for place in known),
+        batches=max(place.batches for place in known),
+    )
 
 
 def meet(

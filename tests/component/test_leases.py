@@ -263,10 +263,30 @@ def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_ne
     for step in steps:
         assert [b.closes for b in step] == [False] * (len(step) - 1) + [True]
         assert {b.units for b in step} == {sum(len(b.samples) for b in step)}
-        assert {b.lacking + len(step) for b in step} == {accumulate}
+        assert [b.left for b in step] == list(range(len(step) - 1, -1, -1))
+        assert len(step) <= accumulate
         lengths = [len(b.samples) for b in step]
         assert max(lengths) <= min(batch, min(lengths) + 1)
         assert units < plan.step or 2 * step[0].units >= plan.step
+
+
+def test_a_worker_that_halts_an_epoch_halts_it_for_those_who_train_and_those_who_come() -> None:
+    leases = Leases(Epoch("0", 100, (50, 100)))
+    leases.meet([0, 1, 2], 0.0)
+    for worker in (0, 1):
+        ((_, grant),) = leases.claim(Claim("s", worker, "0", 0, 0, 0, 0.0), 0.0)
+        assert grant.last - grant.first == 1
+    ((_, last),) = leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
+    assert last.over
+    assert leases.claim(Claim("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
+    leases.applied(1, 1)
+    ((_, last),) = leases.retry(0.2)
+    assert (last.first, last.last, last.over, last.halted) == (0, 0, True, True)
+    ((_, void),) = leases.claim(Claim("s", 2, "0", 0, 0, 0, 0.0), 0.3)
+    assert void.void  # or it would not notice
+    ((_, last),) = leases.claim(Claim("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
+    assert last.halted
+    assert leases.finished == ((1, 2),)
 
 
 def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() -> None:
