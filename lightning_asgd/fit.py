@@ -152,8 +152,12 @@ class Fit:
 
     # ------------------------------------------------------------------ every batch
 
-    def before_batch(self) -> None:
-        """Between two batches: merge what has come, exchange if it is time."""
+    def before_batch(self, batch: Any) -> None:
+        """Between two batches: merge what has come, exchange if it is time.
+
+        Args:
+            batch: the next one.
+        """
         self._membership.check_goes_on()
         self._membership.update()
         if self._collectives.phase is Phase.SYNC:
@@ -163,7 +167,7 @@ class Fit:
             self.sharing.begin()
             self._collectives.phase = Phase.ASYNC
         self.sharing.advance()
-        self.data.before_batch()
+        self.data.before_batch(batch)
 
     def after_step(self) -> None:
         """An optimizer has taken its step."""
@@ -284,6 +288,7 @@ class Fit:
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
         )
+        self.data.compare(self._collectives)
         board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)

@@ -398,7 +398,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
         if self._fit is not None:
-            self._fit.before_batch()
+            self._fit.before_batch(batch)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""

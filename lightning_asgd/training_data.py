@@ -8,11 +8,13 @@ from typing import Any
 from lightning_asgd._lightning import begin_epochs_anew, tree_of
 from lightning_asgd._loop import LeasedLoop, batch_size_of, count_in, why_split
 from lightning_asgd._places import count_batches, count_steps
+from lightning_asgd._undealt import FirstBatch, datasets_of, is_dealt
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.membership import Membership
 from lightning_asgd.messages import Part
 from lightning_asgd.resume import Resumption
+from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.sharing import Sharing
 
@@ -50,6 +52,7 @@ class TrainingData(Data):
         self._come_back = come_back
         self._loop: LeasedLoop | None = None  # None while every worker has its own part
         self._told = False  # that the data are split
+        self._first = FirstBatch()
         self.batch = 0
         """Samples of this worker's batches, once they are known."""
         self._common_batch = 0  # of those that all count progress in
@@ -82,21 +85,43 @@ class TrainingData(Data):
         self._loop.install(self._common_batch)
 
     def _split(self, reason: str) -> None:
-        self._membership.check_data_may_be_split(reason)
+        self._membership.check_data_may_be_split(f"{datasets_of(self._trainer)}: {reason}")
         self.restore()
-        if not self._told and self._trainer.is_global_zero:
-            self._told = True
-            tree_of(self._trainer).info(
-                f"Every worker trains a fixed part of the data, since {reason}: a slow worker holds the others up "
-                "at the end of an epoch. ASGDStrategy(data='split') says that this is meant."
+        if self._told or not self._trainer.is_global_zero:
+            return
+        self._told = True
+        what = f"Every worker trains a fixed part of the data, since {reason}."
+        if not is_dealt(self._trainer):
+            what = (
+                f"Every worker trains what its own dataloader yields, since {reason}. Expected "
+                f"{datasets_of(self._trainer)} to give each worker its share, by the rank and world size of "
+                "torch.distributed or by RANK and WORLD_SIZE."
             )
+        tree_of(self._trainer).info(
+            f"{what} A slow worker holds the others up at the end of an epoch. ASGDStrategy(data='split') says that "
+            "this is meant."
+        )
 
     # ------------------------------------------------------------------ every batch
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch: Any) -> None:
         """A batch has been fetched."""
         if self._loop is not None:
             self._loop.before_batch()
+        elif self._undealt:
+            self._first.note(batch)
+
+    @property
+    def _undealt(self) -> bool:
+        """Whether nobody but the dataset itself gives workers their shares."""
+        if self._loop is not None or self._membership.alone or self._membership.comes_and_goes:
+            return False
+        return not is_dealt(self._trainer)
+
+    def compare(self, collectives: Collectives) -> None:
+        """Warn where the dataset yields the same to several workers. All workers call it together."""
+        if self._undealt:
+            self._first.compare(self._trainer, collectives)
 
     def after_batch(self, sharing: Sharing, discard: Callable[[], None]) -> None:
         """A batch has been trained: find out whether there is another one before all workers meet.

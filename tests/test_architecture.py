@@ -293,7 +293,19 @@ ALLOWED: dict[str, set[str]] = {
         "worker.client",
         "worker.heartbeat",
     },
-    "training_data": {"_lightning", "_loop", "_places", "algorithms.base", "config", "membership", "messages", "resume"}
+    "_undealt": {"_lightning", "worker.collectives"},
+    "training_data": {
+        "_lightning",
+        "_undealt",
+        "worker.collectives",
+        "_loop",
+        "_places",
+        "algorithms.base",
+        "config",
+        "membership",
+        "messages",
+        "resume",
+    }
     | {"worker.data", "worker.sharing"},
     "fit": {
         "_lightning",

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -243,34 +245,53 @@ def test_with_a_fixed_split_batches_of_different_sizes_do_no_harm(tmp_path: Path
 
 
 class Stream(IterableDataset[Any]):
+    """Yields the same to every worker, or divides itself as streaming libraries do."""
+
+    def __init__(self, divided: bool = False) -> None:
+        self.divided = divided
+
     def __iter__(self) -> Iterator[Any]:
-        yield from (dataset(32)[i] for i in range(32))
+        first, step = (dist.get_rank(), dist.get_world_size()) if self.divided else (0, 1)
+        yield from (dataset(32)[i] for i in range(first, 32, step))
+
+
+PART = "Every worker trains a fixed part of the data, since "
+OWN = "Every worker trains what its own dataloader yields, since "
+SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield the same samples to each of them"
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "line", "reason", "warned"),
     [
-        (lambda: DataLoader(Stream(), batch_size=BATCH), "no distributed sampler"),
-        (lambda: [loader(32), loader(32)], "there are 2 training dataloaders"),
-        (lambda: loader(4, batch_size=4), "1 batches per epoch are too few for 2 workers"),
+        (lambda: DataLoader(Stream(), batch_size=BATCH), OWN, "no distributed sampler", 1),
+        (lambda: DataLoader(Stream(divided=True), batch_size=BATCH), OWN, "Expected Stream to give each worker", 0),
+        (lambda: [loader(32), loader(32)], PART, "there are 2 training dataloaders", 0),
+        (lambda: loader(4, batch_size=4), PART, "1 batches per epoch are too few for 2 workers", 0),
     ],
 )
 def test_what_cannot_be_leased_is_split_and_says_so_once(
-    data: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Any, line: str, reason: str, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Any_(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch[0] if isinstance(batch[0], list) else batch, batch_idx)
 
+    def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        with (tmp_path / "warnings").open("a") as file:
+            file.write(f"{message}\n")
+
     log = logging.getLogger("pytorch_lightning.strategies.asgd")
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
+    monkeypatch.setattr(warnings, "warn", note)
     log.setLevel(logging.INFO)
     trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())
     said = (tmp_path / "log").read_text()
-    assert said.count("Every worker trains a fixed part of the data, since") == 1
+    assert said.count(line) == 1
     assert reason in said
+    assert (tmp_path / "warnings").read_text().count(SAME) == warned
     trainer(tmp_path, strategy(data="split"), max_epochs=1).fit(Any_(), data())
     assert (tmp_path / "log").read_text() == said
+    assert (tmp_path / "warnings").read_text().count(SAME) == 2 * warned
 
 
 def test_a_loader_of_ones_own_with_a_distributed_sampler_is_given_back_as_it_was(tmp_path: Path) -> None:
