@@ -17,7 +17,10 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lightning_asgd.errors import ConfigurationError
+
 __all__ = [
+    "MALICIOUS",
     "CallbackExtension",
     "Extension",
     "StrategyExtension",
@@ -41,6 +44,9 @@ __all__ = [
     "when_epochs_end",
     "when_imported",
 ]
+
+MALICIOUS = ("2.6.2", "2.6.3")
+"""Releases of Lightning that held malicious code, and were withdrawn. pyproject.toml excludes them too."""
 
 Extension: Any = object
 """Base of the classes that extend one of Lightning's: see :meth:`Tree.derive`."""
@@ -108,6 +114,20 @@ class Tree:
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
+
+    def check_release(self) -> None:
+        """Refuse to train with a release that held malicious code.
+
+        Raises:
+            ConfigurationError: the tree is of such a release.
+        """
+        version = getattr(sys.modules.get(self.package), "__version__", "")
+        if version in MALICIOUS:
+            name = "lightning" if self.package.startswith("lightning.") else "pytorch-lightning"
+            raise ConfigurationError(
+                f"{name} {version} is a malicious release. Expected another version. Uninstall it and replace the "
+                "passwords and keys that this machine can read: its code has been run."
+            )
 
     def info(self, message: str) -> None:
         """Say something where Lightning says such things."""
@@ -186,6 +206,7 @@ class Unattached:
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         tree = tree_of(accelerator)
+        tree.check_release()
         strategy: Any = self
         strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
         tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})

@@ -225,6 +225,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._membership: Membership | None = None  # from set-up to teardown
         self._fit: Fit | None = None  # the same, while it fits
         self._offline = Collectives()  # before and after
+        self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
 
     # ------------------------------------------------------------------ who this worker is
 
@@ -286,11 +287,18 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
 
     def _add_callbacks(self, trainer: Any) -> None:
-        callbacks = trainer.callbacks
-        if not any(isinstance(callback, SyncPoints) for callback in callbacks):
-            callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
+        """Put the strategy's own callbacks first, until it is torn down."""
+        self._callbacks = []
+        if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
+            self._callbacks.append(self.tree.derive(SyncPoints, "Callback")())
         if self._monitor and trainer.loggers and not trainer.fast_dev_run and not _is_monitored(trainer):
-            callbacks.insert(1, ASGDMonitor())
+            self._callbacks.append(ASGDMonitor())
+        trainer.callbacks[:0] = self._callbacks
+
+    def _remove_callbacks(self) -> None:
+        callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
+        callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
+        self._callbacks = []
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
@@ -340,6 +348,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @with_last_words()
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
+        self._remove_callbacks()
         if self._membership is not None:
             self._membership.leave()
             self._membership = None

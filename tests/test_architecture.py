@@ -243,7 +243,7 @@ ALLOWED: dict[str, set[str]] = {
     "supervisor": {"errors", "reaper", "rendezvous", "server.process"},
     # Lightning
     "resume": set(),
-    "_lightning": set(),
+    "_lightning": {"errors"},
     "callbacks": {"_lightning"},
     "monitor": {"_lightning", "errors", "figures", "journal", "worker.meter"},
     "timing": {"_lightning", "errors"},
