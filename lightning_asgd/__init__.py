@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd import _lightning
+from lightning_asgd import _lightning, rank_variables
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
+
+
+# Before anything asks Lightning for a rank: this process may be a program that a worker has started.
+if rank_variables.settle():
+    _lightning.forget_rank()
 
 
 def _register(tree: _lightning.Tree) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "callback_modules",
     "checkpoint_states",
     "follow_progress",
+    "forget_rank",
     "is_environment",
     "logged_step",
     "looks_at_gradients",
@@ -457,6 +458,12 @@ def become_global_zero(rank: int) -> None:
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def forget_rank() -> None:
+    """Let Lightning log and warn in this process, if it is loaded already and took a rank from the environment."""
+    if "lightning_utilities.core.rank_zero" in sys.modules:
+        become_global_zero(0)
 
 
 def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

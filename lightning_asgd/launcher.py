@@ -23,9 +23,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_asgd import supervisor
+from lightning_asgd import rank_variables, supervisor
 from lightning_asgd._lightning import Extension, is_environment
-from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
@@ -179,14 +178,14 @@ class Job:
             raise ServerLostError(f"{lost}: {error}") from error
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
-        inherited = os.environ.get(RENDEZVOUS_ENV)
-        if inherited is not None:
-            host, _, port = inherited.rpartition(":")
+        known = rank_variables.address()
+        if known is not None:
+            host, _, port = known.rpartition(":")
             return host, int(port)
         if num_nodes == 1 and not environment.creates_processes_externally:
             rendezvous = Rendezvous.host(LOOPBACK)
             _hosted[rendezvous.address] = rendezvous
-            os.environ[RENDEZVOUS_ENV] = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
+            rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
             return rendezvous.address
         if num_nodes > 1 and is_environment(environment, "LightningEnvironment") and "MASTER_PORT" not in os.environ:
             raise LaunchError(
@@ -226,7 +225,8 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         external = environment.creates_processes_externally
         self.job.begin(environment, self.num_nodes, is_main=environment.global_rank() == 0)
         if not external:
-            self._call_children_scripts()
+            with rank_variables.launching():
+                self._call_children_scripts()
             first = environment.node_rank() * self.num_processes
             watch = supervisor.ensure_watch()
             for local_rank, process in enumerate(self.procs, start=1):
@@ -351,6 +351,8 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
+        with rank_variables.owning():
+            os.environ["LOCAL_RANK"] = str(args[0])  # as Lightning does next
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:

@@ -239,6 +239,7 @@ ALLOWED: dict[str, set[str]] = {
         "sizing",
     },
     # processes
+    "rank_variables": set(),
     "reaper": set(),
     "supervisor": {"errors", "reaper", "rendezvous", "server.process"},
     # Lightning
@@ -254,7 +255,16 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.monitor": {"_lightning"},
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_loop": {"messages", "worker.leases"},
-    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
+    "launcher": {
+        "_lightning",
+        "errors",
+        "messages",
+        "rank_variables",
+        "rendezvous",
+        "server.process",
+        "stats",
+        "supervisor",
+    }
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
     "membership": {
@@ -348,7 +358,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "commands.status"}
     | {"errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"}
+    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "rank_variables", "stats", "strategy"}
     | {"data_stalls.cache", "data_stalls.monitor"},
 }
 

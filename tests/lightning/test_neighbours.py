@@ -1,0 +1,147 @@
+"""A-SGD beside other strategies in one script, and beside programs that its workers start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lightning.test_processes import environment
+
+# {pl} is the package whose Trainer is made; every rank writes what it has seen to a file of its own.
+FIT = """
+import json, sys
+from pathlib import Path
+import torch
+import {pl} as pl
+from lightning_asgd import ASGDStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_train_epoch_end(self):
+        rank = torch.tensor(float(self.global_rank))
+        total = float(self.trainer.strategy.reduce(rank, reduce_op="sum"))
+        weight = float(self.net.weight.double().sum())
+        self.seen = [self.trainer.world_size, self.global_rank, total, weight]
+
+def fit(name, strategy, devices=2, callbacks=()):
+    off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, callbacks=list(callbacks), **off
+    )
+    trainer.fit(Keeping(name), DataLoader(TensorDataset(torch.randn(32, 4)), 4))
+    return trainer
+
+class Keeping(Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def on_train_end(self):
+        Path(f"{{self.name}}-{{self.global_rank}}.json").write_text(json.dumps(self.seen))
+"""
+
+
+def run(folder: Path, script: str, pl: str = "pytorch_lightning", seconds: float = 100) -> str:
+    """Run a script to its end.
+
+    Returns:
+        what it has printed.
+    """
+    (folder / "script.py").write_text(FIT.format(pl=pl) + script)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def check(folder: Path, *names: str) -> None:
+    """Both ranks of each fit have met, and hold the same weights."""
+    for name in names:
+        zero, one = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
+        assert zero[:3] == [2, 0, 1.0], name
+        assert one[:3] == [2, 1, 1.0], name
+        assert zero[3] == one[3], name
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("pl", "order"),
+    [("pytorch_lightning", ["ddp", "asgd", "asgd", "ddp"]), ("lightning.pytorch", ["asgd", "ddp", "asgd"])],
+)
+def test_ddp_and_asgd_follow_each_other_in_one_script(tmp_path: Path, pl: str, order: list[str]) -> None:
+    script = f"""
+for number, strategy in enumerate({order}):
+    fit(f"{{number}}", "ddp" if strategy == "ddp" else ASGDStrategy(nsync=2, data="split"))
+"""
+    run(tmp_path, script, pl)
+    check(tmp_path, *map(str, range(len(order))))
+
+
+@pytest.mark.timeout(120)
+def test_ddp_and_asgd_follow_each_other_with_forked_workers(tmp_path: Path) -> None:
+    script = """
+fit("0", "ddp_fork")
+fit("1", ASGDStrategy(nsync=2, start_method="fork"))
+fit("2", "ddp_fork")
+fit("3", ASGDStrategy(nsync=2, start_method="fork"))
+"""
+    run(tmp_path, script)
+    check(tmp_path, *map(str, range(4)))
+
+
+PROGRAM = (
+    FIT.format(pl="pytorch_lightning")
+    + """
+name, devices = sys.argv[1], int(sys.argv[2])
+trainer = fit(name, ASGDStrategy(nsync=2) if devices > 1 else "auto", devices)
+assert trainer.world_size == devices
+"""
+)
+
+
+@pytest.mark.timeout(180)
+def test_programs_that_a_worker_starts_train_on_their_own(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    script = """
+import subprocess
+
+def program(name, devices):
+    subprocess.run([sys.executable, "program.py", name, str(devices)], check=True, timeout=60)
+
+class Starts(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == 1:
+            program("within", 2)
+
+trainer = fit("outer", ASGDStrategy(nsync=2), callbacks=[Starts()])
+if trainer.global_rank == 0:
+    program("after", 2)
+else:
+    program("alone", 1)
+"""
+    run(tmp_path, script, seconds=160)
+    check(tmp_path, "outer", "within", "after")
+    assert json.loads((tmp_path / "alone-0.json").read_text())[:3] == [1, 0, 0.0]
