@@ -177,6 +177,16 @@ class Job:
         except RuntimeError as error:
             raise ServerLostError(f"{lost}: {error}") from error
 
+    def excuse(self, rank: int) -> None:
+        """Let the main process know that a worker fails within a fit that goes on without it.
+
+        Args:
+            rank: the worker's, whose process this is.
+        """
+        if self.address is not None and not self.attaches and rank:
+            with contextlib.suppress(RuntimeError):  # the main process is gone
+                Rendezvous.connect(*self.address, self.start_timeout_s).put(supervisor.excuse_of(rank), True)
+
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         known = rank_variables.address()
         if known is not None:
@@ -233,6 +243,13 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
                 watch.add_worker(first + local_rank, process)
         self.tree.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send the workers a signal. However they end then, it is no failure."""
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.excuse()
+        super().kill(signum)
 
 
 class _Worker:

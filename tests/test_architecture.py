@@ -240,8 +240,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     # processes
     "rank_variables": set(),
+    "exit_code": set(),
     "reaper": set(),
-    "supervisor": {"errors", "reaper", "rendezvous", "server.process"},
+    "supervisor": {"errors", "exit_code", "reaper", "rendezvous", "server.process"},
     # Lightning
     "resume": set(),
     "_lightning": {"errors"},

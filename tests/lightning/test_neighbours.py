@@ -145,3 +145,35 @@ else:
     run(tmp_path, script, seconds=160)
     check(tmp_path, "outer", "within", "after")
     assert json.loads((tmp_path / "alone-0.json").read_text())[:3] == [1, 0, 0.0]
+
+
+ENDS = """
+import atexit, time
+atexit.register(lambda: Path(f"end-{trainer.global_rank}").touch())
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 1 and "during" in sys.argv:
+            raise KeyError("during the fit")
+
+trainer = fit("fit", ASGDStrategy(nsync=2), callbacks=[Fails()])
+if trainer.global_rank == 1:
+    raise KeyError("after the fit")
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_path: Path, when: str) -> None:
+    (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + ENDS)
+    command = [sys.executable, "script.py", when]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert f"KeyError: '{when} the fit'" in done.stderr
+    assert ("Worker 1 ended with exit code 1, and no fit went on without it" in done.stderr) == (when == "after"), (
+        done.stderr
+    )
+    assert done.returncode == (1 if when == "after" else 0), done.stderr
+    assert json.loads((tmp_path / "fit-0.json").read_text())[1] == 0
+    assert (tmp_path / "end-0").exists()
