@@ -70,4 +70,5 @@ def _register(tree: _lightning.Tree) -> None:
 
 
 _lightning.when_imported("strategies", _register)
+_lightning.when_imported("trainer.connectors.accelerator_connector", _lightning.let_several_trainers_take)
 _lightning.when_imported("callbacks.callback", _lightning.CallbackExtension.join)

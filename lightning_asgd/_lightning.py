@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "follow_progress",
     "forget_rank",
     "is_environment",
+    "let_several_trainers_take",
     "logged_step",
     "looks_at_gradients",
     "metrics_of",
@@ -111,7 +113,7 @@ class Tree:
 
         tree = self
         body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
-        body |= {"__reduce_ex__": reduce, "tree": tree}
+        body |= {"__reduce_ex__": reduce, "tree": tree, "extension": extension}
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
@@ -187,30 +189,33 @@ class StrategyExtension:
         """Make an object that waits for a Trainer."""
         return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
 
-
-class Unattached:
-    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
-
     _given: dict[str, Any]
     """Arguments of Lightning's ``DDPStrategy``."""
-    _accelerator = property(lambda self: self._given["accelerator"])
-    _precision_plugin = property(lambda self: self._given["precision_plugin"])
-    _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
-    cluster_environment = property(lambda self: self._given["cluster_environment"])
-    parallel_devices = property(lambda self: self._given["parallel_devices"])
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator that was given, if any. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
-        return self._given["accelerator"]
+        """The accelerator. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
+        return vars(self).get("_accelerator", self._given["accelerator"])
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         tree = tree_of(accelerator)
         tree.check_release()
         strategy: Any = self
+        _change_hands(strategy)
         strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
         tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
+
+
+class Unattached:
+    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
+
+    _given: dict[str, Any]
+    _accelerator = property(lambda self: self._given["accelerator"])
+    _precision_plugin = property(lambda self: self._given["precision_plugin"])
+    _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
+    cluster_environment = property(lambda self: self._given["cluster_environment"])
+    parallel_devices = property(lambda self: self._given["parallel_devices"])
 
 
 @functools.cache
@@ -223,6 +228,64 @@ def unattached(extension: Any) -> Any:
     body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
     body |= {"__reduce_ex__": reduce, "extension": extension}
     return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
+
+
+# Of a strategy: the part of the Trainer that has it, and that of the one that is being made with it.
+_holders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_takers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def let_several_trainers_take(tree: Tree) -> None:
+    """Let Trainers of a tree take a strategy that another one has taken before.
+
+    A Trainer refuses arguments that its strategy has already, and uses the strategy's devices rather than its own.
+    While it looks at one of ours, that has only what the program gave it.
+    """
+    module = importlib.import_module(f"{tree.package}.trainer.connectors.accelerator_connector")
+    connector = module._AcceleratorConnector
+    check = connector._check_config_and_set_final_flags
+
+    @functools.wraps(check)
+    def check_as_unattached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy", args[0] if args else None)
+        if not isinstance(strategy, StrategyExtension):
+            return check(self, *args, **kwargs)
+        _check_is_free(strategy)
+        before: Any = type(strategy)
+        _takers[strategy] = weakref.ref(self)
+        strategy.__class__ = unattached(before.extension)
+        try:
+            return check(self, *args, **kwargs)
+        finally:
+            strategy.__class__ = before
+
+    connector._check_config_and_set_final_flags = check_as_unattached
+
+
+def _change_hands(strategy: Any) -> None:
+    """Let the Trainer that has had a strategy keep a copy: its module, its launcher and what else came of its runs."""
+    holder = _holders.get(strategy, lambda: None)()
+    if holder is not None and holder.strategy is strategy:
+        copy = object.__new__(type(strategy))
+        vars(copy).update(vars(strategy))
+        if getattr(copy.launcher, "_strategy", None) is strategy:
+            copy.launcher._strategy = copy
+        holder.strategy = copy
+        _holders[copy] = weakref.ref(holder)
+    if strategy in _takers:
+        _holders[strategy] = _takers.pop(strategy)
+
+
+def _check_is_free(strategy: Any) -> None:
+    """Raise if a Trainer runs with a strategy."""
+    module = vars(strategy).get("_lightning_module")
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None and trainer.strategy is strategy and trainer.state.status == "running":
+        raise ConfigurationError(
+            f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running "
+            f"{trainer.state.fn.value}. Expected one that no Trainer uses at the time. Make another "
+            f"{type(strategy).__name__}, or wait until the first Trainer is through."
+        )
 
 
 def when_imported(module: str, run: Callable[[Tree], None]) -> None:

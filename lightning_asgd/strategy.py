@@ -110,7 +110,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             Samples end with the layout: those from before parameters were unfrozen during fit are not among them.
 
     It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
-    other takes it: attributes such as ``world_size`` are there from then on.
+    other takes it: attributes such as ``world_size`` are there from then on. Several Trainers may take it, of either,
+    one after the other: the object is the latest one's, and those before keep a copy.
 
     Raises:
         ConfigurationError: an argument is of the wrong type or out of range.
@@ -252,6 +253,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ starting and stopping
 
     def _configure_launcher(self) -> None:
+        self._resume = Resumption()  # another Trainer may have had the strategy, and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
             return  # this process is the worker
