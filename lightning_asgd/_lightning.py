@@ -35,6 +35,7 @@ __all__ = [
     "follow_progress",
     "forget_rank",
     "is_environment",
+    "is_foreign",
     "let_several_trainers_take",
     "logged_step",
     "looks_at_gradients",
@@ -324,6 +325,12 @@ class _Watch:
 def is_environment(environment: Any, kind: str) -> bool:
     """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
     return any(cls.__name__ == kind for cls in type(environment).__mro__)
+
+
+def is_foreign(environment: Any) -> bool:
+    """Whether a cluster environment's class is none of Lightning's own: it may bring a world and ranks of its own."""
+    module = type(environment).__module__
+    return not any(f"{module}.".startswith(f"{tree.fabric}.") for tree in TREES)
 
 
 def logged_step(trainer: Any) -> int:

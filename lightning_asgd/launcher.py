@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_asgd import rank_variables, supervisor
-from lightning_asgd._lightning import Extension, is_environment
-from lightning_asgd.errors import LaunchError, ServerLostError
+from lightning_asgd._lightning import Extension, is_environment, is_foreign
+from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 from lightning_asgd.server.process import ServerSettings
@@ -98,7 +98,8 @@ class Job:
         choose.check_available(self.transport)
         self.launches += 1
         self.address = self._find_rendezvous(environment, num_nodes, is_main)
-        if num_nodes > 1:
+        # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
+        if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
         if self.transport == "zmq":
             alone = num_nodes == 1 and not environment.creates_processes_externally
@@ -233,7 +234,14 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         external = environment.creates_processes_externally
-        self.job.begin(environment, self.num_nodes, is_main=environment.global_rank() == 0)
+        rank, world_size = environment.global_rank(), environment.world_size()
+        if rank >= world_size:
+            raise ConfigurationError(
+                f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
+                f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
+                "Trainer of a script the same devices, or make those with fewer on the first ranks only."
+            )
+        self.job.begin(environment, self.num_nodes, is_main=rank == 0)
         if not external:
             with rank_variables.launching():
                 self._call_children_scripts()

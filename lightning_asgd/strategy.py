@@ -248,7 +248,19 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How Lightning's samplers deal samples out: one that attaches itself is alone, as far as they know."""
-        return {"num_replicas": 1, "rank": 0} if self._job.attaches else dict(super().distributed_sampler_kwargs)
+        alone = self._job.attaches
+        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device: the one that it sees, or of several the one of its local rank."""
+        devices: list[torch.device] = self.parallel_devices or []
+        if len(devices) > 1 and self.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"This worker's local rank is {self.local_rank}, and its Trainer has {len(devices)} devices. Expected "
+                "one device for every worker of the machine, or one that this worker alone can see."
+            )
+        return devices[self.local_rank if len(devices) > 1 else 0]
 
     # ------------------------------------------------------------------ starting and stopping
 
@@ -298,9 +310,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         trainer.callbacks[:0] = self._callbacks
 
     def _remove_callbacks(self) -> None:
-        callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
-        callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
-        self._callbacks = []
+        if self._callbacks:  # else the fit may have ended before the module knew its Trainer
+            callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
+            callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
+            self._callbacks = []
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.errors import ConfigurationError
+from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import environment
 
 # {pl} is the package whose Trainer is made; every rank writes what it has seen to a file of its own.
@@ -177,3 +181,77 @@ def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_
     assert done.returncode == (1 if when == "after" else 0), done.stderr
     assert json.loads((tmp_path / "fit-0.json").read_text())[1] == 0
     assert (tmp_path / "end-0").exists()
+
+
+# As in Ray: every process sees one device, and only the environment knows how many processes there are.
+FOREIGN = """
+import os
+environments = __import__("{fabric}.plugins.environments", fromlist=["ClusterEnvironment"])
+
+class Foreign(environments.ClusterEnvironment):
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = int(sys.argv[2])
+
+    @staticmethod
+    def detect():
+        return True
+
+    def world_size(self):
+        return 2
+
+    def set_world_size(self, size):
+        pass
+
+    def global_rank(self):
+        return int(sys.argv[1])
+
+    def set_global_rank(self, rank):
+        pass
+
+    def local_rank(self):
+        return 3 + int(sys.argv[1])
+
+    def node_rank(self):
+        return 0
+
+strategy = ASGDStrategy(nsync=2, cluster_environment=Foreign(), timeouts=Timeouts(start_s=40))
+trainer = fit("fit", strategy, devices=1)
+assert str(trainer.strategy.root_device) == "cpu"
+module = Keeping("x")
+module.predict_step = lambda batch, batch_idx: batch[0]
+data = DataLoader(TensorDataset(torch.arange(6.0).reshape(6, 1)), 1)
+predicted = torch.cat(trainer.predict(module, data)).flatten().tolist()
+assert predicted == [[0, 2, 4], [1, 3, 5]][trainer.global_rank], predicted
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("pl", "fabric"), [("pytorch_lightning", "lightning_fabric"), ("lightning.pytorch", "lightning.fabric")]
+)
+def test_an_environment_of_others_brings_its_own_world(tmp_path: Path, pl: str, fabric: str) -> None:
+    script = FIT.format(pl=pl).replace("import ASGDStrategy", "import ASGDStrategy, Timeouts")
+    (tmp_path / "script.py").write_text(script + FOREIGN.replace("{fabric}", fabric))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in (0, 1):
+        with (tmp_path / f"output{rank}").open("w") as output:
+            command = [sys.executable, "script.py", str(rank), str(port)]
+            about = {"env": environment(), "stdout": output, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(command, cwd=tmp_path, **about))
+    try:
+        codes = [process.wait(100) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0, 0], "\n".join((tmp_path / f"output{rank}").read_text()[-3000:] for rank in (0, 1))
+    check(tmp_path, "fit")
+
+
+def test_a_process_that_no_worker_is_left_for_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigurationError, match=r"This process has rank 1, and the Trainer has 1 worker"):
+        trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader(64))
