@@ -48,7 +48,7 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
 
 def is_failing() -> bool:
     """Whether this process ends because of an exception, which gives it an exit code of its own."""
-    return hasattr(sys, "last_type")  # Python sets it when it prints the traceback
+    return hasattr(sys, "last_exc") or hasattr(sys, "last_type")  # Python sets these when it prints the traceback
 
 
 def exit_with(failed: Mapping[int, int]) -> None:

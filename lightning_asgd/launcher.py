@@ -37,7 +37,7 @@ __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 3.0  # for a worker to end after SIGTERM
+_STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
@@ -186,7 +186,7 @@ class Job:
         """
         if self.address is not None and not self.attaches and rank:
             with contextlib.suppress(RuntimeError):  # the main process is gone
-                Rendezvous.connect(*self.address, self.start_timeout_s).put(supervisor.excuse_of(rank), True)
+                Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(rank), True)
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         known = rank_variables.address()

@@ -6,6 +6,7 @@ loopback on one machine, ``MASTER_ADDR`` on several.
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -54,8 +55,7 @@ class Rendezvous:
         try:
             listener = _listen(host, port)
         except OSError as error:
-            store = _store_of_this_process(host, port)
-            if store is not None:
+            if error.errno == errno.EADDRINUSE and (store := _store_of_this_process(host, port)) is not None:
                 return cls(store, (host, port))
             raise LaunchError(
                 f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
@@ -207,7 +207,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _store_of_this_process(host: str, port: int) -> Any:
     """The store that this process hosts on a port, for DDP for instance; None if it is another process's port."""
-    if port == 0 or not _dist.is_initialized():
+    if not _dist.is_initialized():
         return None
     try:
         return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
