@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd import _lightning
+from lightning_asgd import _lightning, rank_variables
 from lightning_asgd.errors import ASGDError
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
+# Before anything asks Lightning for a rank: this process may be a program that a worker has started.
+if rank_variables.settle():
+    _lightning.forget_rank()
+
+
 def _register(tree: _lightning.Tree) -> None:
     from lightning_asgd.strategy import ASGDStrategy
 
@@ -65,4 +70,5 @@ def _register(tree: _lightning.Tree) -> None:
 
 
 _lightning.when_imported("strategies", _register)
+_lightning.when_imported("trainer.connectors.accelerator_connector", _lightning.let_several_trainers_take)
 _lightning.when_imported("callbacks.callback", _lightning.CallbackExtension.join)

@@ -13,11 +13,15 @@ import importlib.util
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lightning_asgd.errors import ConfigurationError
+
 __all__ = [
+    "MALICIOUS",
     "CallbackExtension",
     "Extension",
     "StrategyExtension",
@@ -29,9 +33,12 @@ __all__ = [
     "callback_modules",
     "checkpoint_states",
     "follow_progress",
+    "forget_rank",
     "is_environment",
+    "is_foreign",
     "keep_sigterm_local",
     "let_metrics_ask",
+    "let_several_trainers_take",
     "logged_step",
     "looks_at_gradients",
     "metrics_of",
@@ -43,6 +50,9 @@ __all__ = [
     "when_epochs_end",
     "when_imported",
 ]
+
+MALICIOUS = ("2.6.2", "2.6.3")
+"""Releases of Lightning that held malicious code, and were withdrawn. pyproject.toml excludes them too."""
 
 Extension: Any = object
 """Base of the classes that extend one of Lightning's: see :meth:`Tree.derive`."""
@@ -106,10 +116,24 @@ class Tree:
 
         tree = self
         body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
-        body |= {"__reduce_ex__": reduce, "tree": tree}
+        body |= {"__reduce_ex__": reduce, "tree": tree, "extension": extension}
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
+
+    def check_release(self) -> None:
+        """Refuse to train with a release that held malicious code.
+
+        Raises:
+            ConfigurationError: the tree is of such a release.
+        """
+        version = getattr(sys.modules.get(self.package), "__version__", "")
+        if version in MALICIOUS:
+            name = "lightning" if self.package.startswith("lightning.") else "pytorch-lightning"
+            raise ConfigurationError(
+                f"{name} {version} is a malicious release. Expected another version. Uninstall it and replace the "
+                "passwords and keys that this machine can read: its code has been run."
+            )
 
     def info(self, message: str) -> None:
         """Say something where Lightning says such things."""
@@ -168,29 +192,33 @@ class StrategyExtension:
         """Make an object that waits for a Trainer."""
         return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
 
+    _given: dict[str, Any]
+    """Arguments of Lightning's ``DDPStrategy``."""
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
+        return vars(self).get("_accelerator", self._given["accelerator"])
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        tree = tree_of(accelerator)
+        tree.check_release()
+        strategy: Any = self
+        _change_hands(strategy)
+        strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
+        tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
+
 
 class Unattached:
     """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
 
     _given: dict[str, Any]
-    """Arguments of Lightning's ``DDPStrategy``."""
     _accelerator = property(lambda self: self._given["accelerator"])
     _precision_plugin = property(lambda self: self._given["precision_plugin"])
     _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
     cluster_environment = property(lambda self: self._given["cluster_environment"])
     parallel_devices = property(lambda self: self._given["parallel_devices"])
-
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator that was given, if any. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
-        return self._given["accelerator"]
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        tree = tree_of(accelerator)
-        strategy: Any = self
-        strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
-        tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
 
 
 @functools.cache
@@ -203,6 +231,64 @@ def unattached(extension: Any) -> Any:
     body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
     body |= {"__reduce_ex__": reduce, "extension": extension}
     return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
+
+
+# Of a strategy: the part of the Trainer that has it, and that of the one that is being made with it.
+_holders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_takers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def let_several_trainers_take(tree: Tree) -> None:
+    """Let Trainers of a tree take a strategy that another one has taken before.
+
+    A Trainer refuses arguments that its strategy has already, and uses the strategy's devices rather than its own.
+    While it looks at one of ours, that has only what the program gave it.
+    """
+    module = importlib.import_module(f"{tree.package}.trainer.connectors.accelerator_connector")
+    connector = module._AcceleratorConnector
+    check = connector._check_config_and_set_final_flags
+
+    @functools.wraps(check)
+    def check_as_unattached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy", args[0] if args else None)
+        if not isinstance(strategy, StrategyExtension):
+            return check(self, *args, **kwargs)
+        _check_is_free(strategy)
+        before: Any = type(strategy)
+        _takers[strategy] = weakref.ref(self)
+        strategy.__class__ = unattached(before.extension)
+        try:
+            return check(self, *args, **kwargs)
+        finally:
+            strategy.__class__ = before
+
+    connector._check_config_and_set_final_flags = check_as_unattached
+
+
+def _change_hands(strategy: Any) -> None:
+    """Let the Trainer that has had a strategy keep a copy: its module, its launcher and what else came of its runs."""
+    holder = _holders.get(strategy, lambda: None)()
+    if holder is not None and holder.strategy is strategy:
+        copy = object.__new__(type(strategy))
+        vars(copy).update(vars(strategy))
+        if getattr(copy.launcher, "_strategy", None) is strategy:
+            copy.launcher._strategy = copy
+        holder.strategy = copy
+        _holders[copy] = weakref.ref(holder)
+    if strategy in _takers:
+        _holders[strategy] = _takers.pop(strategy)
+
+
+def _check_is_free(strategy: Any) -> None:
+    """Raise if a Trainer runs with a strategy."""
+    module = vars(strategy).get("_lightning_module")
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None and trainer.strategy is strategy and trainer.state.status == "running":
+        raise ConfigurationError(
+            f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running "
+            f"{trainer.state.fn.value}. Expected one that no Trainer uses at the time. Make another "
+            f"{type(strategy).__name__}, or wait until the first Trainer is through."
+        )
 
 
 def when_imported(module: str, run: Callable[[Tree], None]) -> None:
@@ -241,6 +327,12 @@ class _Watch:
 def is_environment(environment: Any, kind: str) -> bool:
     """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
     return any(cls.__name__ == kind for cls in type(environment).__mro__)
+
+
+def is_foreign(environment: Any) -> bool:
+    """Whether a cluster environment's class is none of Lightning's own: it may bring a world and ranks of its own."""
+    module = type(environment).__module__
+    return not any(f"{module}.".startswith(f"{tree.fabric}.") for tree in TREES)
 
 
 def logged_step(trainer: Any) -> int:
@@ -472,6 +564,12 @@ def become_global_zero(rank: int) -> None:
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def forget_rank() -> None:
+    """Let Lightning log and warn in this process, if it is loaded already and took a rank from the environment."""
+    if "lightning_utilities.core.rank_zero" in sys.modules:
+        become_global_zero(0)
 
 
 def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The settings of a run, checked where they are given, and every environment variable this package reads."""
+"""The settings of a run, checked where they are given, and the environment variable that users set."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression import find as find_compression
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RENDEZVOUS_ENV", "SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "seconds", "server_address"]
+__all__ = ["SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "seconds", "server_address"]
 
-RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
-"""``host:port`` of the store where a job's processes find each other; set for the workers that the launcher starts."""
-
+"""The secret of ``transport="zmq"``."""
 
 _FIRST_NSYNC = 10  # until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with

@@ -23,10 +23,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_asgd import supervisor
-from lightning_asgd._lightning import Extension, is_environment
-from lightning_asgd.config import RENDEZVOUS_ENV
-from lightning_asgd.errors import LaunchError, ServerLostError
+from lightning_asgd import rank_variables, supervisor
+from lightning_asgd._lightning import Extension, is_environment, is_foreign
+from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 from lightning_asgd.server.process import ServerSettings
@@ -38,7 +37,7 @@ __all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 3.0  # for a worker to end after SIGTERM
+_STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
@@ -99,7 +98,8 @@ class Job:
         choose.check_available(self.transport)
         self.launches += 1
         self.address = self._find_rendezvous(environment, num_nodes, is_main)
-        if num_nodes > 1:
+        # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
+        if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
         if self.transport == "zmq":
             alone = num_nodes == 1 and not environment.creates_processes_externally
@@ -188,15 +188,25 @@ class Job:
         except RuntimeError as error:
             raise ServerLostError(f"{lost}: {error}") from error
 
+    def excuse(self, rank: int) -> None:
+        """Let the main process know that a worker fails within a fit that goes on without it.
+
+        Args:
+            rank: the worker's, whose process this is.
+        """
+        if self.address is not None and not self.attaches and rank:
+            with contextlib.suppress(RuntimeError):  # the main process is gone
+                Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(rank), True)
+
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
-        inherited = os.environ.get(RENDEZVOUS_ENV)
-        if inherited is not None:
-            host, _, port = inherited.rpartition(":")
+        known = rank_variables.address()
+        if known is not None:
+            host, _, port = known.rpartition(":")
             return host, int(port)
         if num_nodes == 1 and not environment.creates_processes_externally:
             rendezvous = Rendezvous.host(LOOPBACK)
             _hosted[rendezvous.address] = rendezvous
-            os.environ[RENDEZVOUS_ENV] = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
+            rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
             return rendezvous.address
         if num_nodes > 1 and is_environment(environment, "LightningEnvironment") and "MASTER_PORT" not in os.environ:
             raise LaunchError(
@@ -234,15 +244,30 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         external = environment.creates_processes_externally
-        self.job.begin(environment, self.num_nodes, is_main=environment.global_rank() == 0)
+        rank, world_size = environment.global_rank(), environment.world_size()
+        if rank >= world_size:
+            raise ConfigurationError(
+                f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
+                f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
+                "Trainer of a script the same devices, or make those with fewer on the first ranks only."
+            )
+        self.job.begin(environment, self.num_nodes, is_main=rank == 0)
         if not external:
-            self._call_children_scripts()
+            with rank_variables.launching():
+                self._call_children_scripts()
             first = environment.node_rank() * self.num_processes
             watch = supervisor.ensure_watch()
             for local_rank, process in enumerate(self.procs, start=1):
                 watch.add_worker(first + local_rank, process)
         self.tree.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send the workers a signal. However they end then, it is no failure."""
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.excuse()
+        super().kill(signum)
 
 
 class _Worker:
@@ -361,6 +386,8 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
+        with rank_variables.owning():
+            os.environ["LOCAL_RANK"] = str(args[0])  # as Lightning does next
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:

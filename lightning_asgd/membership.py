@@ -157,6 +157,9 @@ class Membership:
 
     def _report_exit(self, rank: int, code: int) -> None:
         """Called by the supervisor's thread when a worker's process has ended."""
+        overseer = supervisor.current()
+        if overseer is not None and not self._policy.abort:
+            overseer.excuse(rank)
         if code != 0:
             log.warning("Worker %d ended with exit code %d; the others go on without it.", rank, code)
         self.client.leave(f"its process ended with exit code {code}", worker=rank)
@@ -321,6 +324,8 @@ class Membership:
         self._failed = True
         self._stop()
         self.client.leave(why)
+        if not self._policy.abort:
+            self._job.excuse(self.rank)
 
     def _stop_restoring(self) -> None:
         if self._recovery is not None:

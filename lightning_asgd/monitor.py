@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from torch import Tensor
@@ -206,17 +206,20 @@ def _show(pl_module: Any, metrics: dict[str, float]) -> None:
             pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
 
 
-def _folder(trainer: Any) -> Path | None:
-    """Where the run's logs are; where its logger has no folder, the one that Lightning puts checkpoints into."""
+def _folder(trainer: Any) -> str | None:
+    """Where the run's logs are; where its logger has no folder, the one that Lightning puts checkpoints into.
+
+    Path or URL.
+    """
     if trainer.fast_dev_run:
         return None
     if not trainer.loggers:
-        return Path(trainer.default_root_dir)
+        return str(trainer.default_root_dir)
     logger = trainer.loggers[0]
     if logger.log_dir is not None:
-        return Path(logger.log_dir)
+        return str(logger.log_dir)
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
 def _fraction(trainer: Any, batch: int) -> float:

@@ -6,6 +6,7 @@ loopback on one machine, ``MASTER_ADDR`` on several.
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -42,7 +43,7 @@ class Rendezvous:
 
     @classmethod
     def host(cls, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
-        """Host a store.
+        """Host a store. It may be the one that this process hosts there already, for a process group.
 
         Args:
             host: the only address to listen on.
@@ -51,19 +52,18 @@ class Rendezvous:
         Raises:
             LaunchError: the address cannot be listened on.
         """
-        listener = socket.socket()
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((socket.gethostbyname(host), port))
-            listener.listen(128)
+            listener = _listen(host, port)
         except OSError as error:
-            listener.close()
+            if error.errno == errno.EADDRINUSE and (store := _store_of_this_process(host, port)) is not None:
+                return cls(store, (host, port))
             raise LaunchError(
                 f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
                 "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, on all machines alike."
             ) from error
         port = listener.getsockname()[1]
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        options["multi_tenant"] = True  # a process group may share it later
         try:
             store = _dist.TCPStore(host, port, **options)
         except NotImplementedError:  # of torch 2.6: its usual store cannot take a socket over
@@ -200,6 +200,28 @@ class Rendezvous:
         if "error" in answer:
             raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
         return answer
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((socket.gethostbyname(host), port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _store_of_this_process(host: str, port: int) -> Any:
+    """The store that this process hosts on a port, for DDP for instance; None if it is another process's port."""
+    if not _dist.is_initialized():
+        return None
+    try:
+        return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError:  # torch has no store there either, and cannot listen
+        return None
 
 
 def _unreachable(host: str, port: int) -> str | None:

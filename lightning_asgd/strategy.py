@@ -113,7 +113,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             Samples end with the layout: those from before parameters were unfrozen during fit are not among them.
 
     It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
-    other takes it: attributes such as ``world_size`` are there from then on.
+    other takes it: attributes such as ``world_size`` are there from then on. Several Trainers may take it, of either,
+    one after the other: the object is the latest one's, and those before keep a copy.
 
     Raises:
         ConfigurationError: an argument is of the wrong type or out of range.
@@ -229,6 +230,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._fit: Fit | None = None  # the same, while it fits
         self._offline = Collectives()  # before, and after where there is nobody else
         self._undo_sigterm: Callable[[], None] = lambda: None
+        self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
 
     # ------------------------------------------------------------------ who this worker is
 
@@ -251,11 +253,24 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How Lightning's samplers deal samples out: one that attaches itself is alone, as far as they know."""
-        return {"num_replicas": 1, "rank": 0} if self._job.attaches else dict(super().distributed_sampler_kwargs)
+        alone = self._job.attaches
+        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device: the one that it sees, or of several the one of its local rank."""
+        devices: list[torch.device] = self.parallel_devices or []
+        if len(devices) > 1 and self.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"This worker's local rank is {self.local_rank}, and its Trainer has {len(devices)} devices. Expected "
+                "one device for every worker of the machine, or one that this worker alone can see."
+            )
+        return devices[self.local_rank if len(devices) > 1 else 0]
 
     # ------------------------------------------------------------------ starting and stopping
 
     def _configure_launcher(self) -> None:
+        self._resume = Resumption()  # another Trainer may have had the strategy, and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
             return  # this process is the worker
@@ -309,11 +324,19 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
 
     def _add_callbacks(self, trainer: Any) -> None:
-        callbacks = trainer.callbacks
-        if not any(isinstance(callback, SyncPoints) for callback in callbacks):
-            callbacks.insert(0, self.tree.derive(SyncPoints, "Callback")())
+        """Put the strategy's own callbacks first, until it is torn down."""
+        self._callbacks = []
+        if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
+            self._callbacks.append(self.tree.derive(SyncPoints, "Callback")())
         if self._monitor and trainer.loggers and not trainer.fast_dev_run and not _is_monitored(trainer):
-            callbacks.insert(1, ASGDMonitor())
+            self._callbacks.append(ASGDMonitor())
+        trainer.callbacks[:0] = self._callbacks
+
+    def _remove_callbacks(self) -> None:
+        if self._callbacks:  # else the fit may have ended before the module knew its Trainer
+            callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
+            callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
+            self._callbacks = []
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
@@ -364,6 +387,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @with_last_words()
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
+        self._remove_callbacks()
         if self._membership is not None:
             self._membership.leave()
             self._membership = None

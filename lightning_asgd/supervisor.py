@@ -22,12 +22,12 @@ from typing import IO, Any
 
 import psutil
 
-from lightning_asgd import reaper
+from lightning_asgd import exit_code, reaper
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.rendezvous import Rendezvous, successor_of
 from lightning_asgd.server.process import ServerArguments, ServerSettings
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_words"]
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_words"]
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class Supervisor:
         self._quiet_since = time.monotonic()
         self._obituary: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self._reaper: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -146,6 +147,25 @@ class Supervisor:
         """Watch over a worker that the launcher started."""
         self._workers[rank] = process
         self.register(process.pid)
+
+    def excuse(self, *ranks: int) -> None:
+        """Let the exit codes of workers mean nothing: others go on without them, or this process has ended them.
+
+        Args:
+            *ranks: the workers; all if none is given.
+        """
+        self._excused.update(ranks or self._workers)
+
+    def failures(self) -> dict[int, int]:
+        """Wait for the workers to end. Returns the exit codes of those that have failed without an excuse, by rank."""
+        failed = exit_code.failures(self._workers)
+        return {rank: code for rank, code in failed.items() if rank not in self._excused and not self._is_excused(rank)}
+
+    def _is_excused(self, rank: int) -> bool:
+        """Whether a worker has noted that it failed within a fit that goes on without it."""
+        with contextlib.suppress(RuntimeError):  # of the rendezvous
+            return self.rendezvous is not None and self.rendezvous.peek(excuse_of(rank)) is not None
+        return False
 
     def on_worker_exit(self, callback: Callable[[int, int], None] | None) -> None:
         """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
@@ -275,6 +295,11 @@ class Supervisor:
 _current: Supervisor | None = None
 
 
+def excuse_of(rank: int) -> str:
+    """The rendezvous key under which a worker notes that it failed within a fit that goes on without it."""
+    return f"excuse/{rank}"
+
+
 def ensure(num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
@@ -316,6 +341,18 @@ def with_last_words() -> Iterator[None]:
 
 
 @atexit.register
+def _at_exit() -> None:
+    """Let the script's exit code tell of workers that have failed, then stop the servers."""
+    failed: dict[int, int] = {}
+    try:
+        if _current is not None and _current_pid == os.getpid() and not exit_code.is_failing():
+            failed = _current.failures()  # before the servers are stopped: workers may still need them
+    finally:
+        close_current()
+    if failed:
+        exit_code.exit_with(failed)
+
+
 def close_current() -> None:
     """Stop the process's servers, if it has any. A forked child leaves its parent's alone."""
     global _current

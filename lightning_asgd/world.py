@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_asgd import rank_variables
 from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
 from lightning_asgd.process_group import BACKEND, GuardedStore, Place, group_class
 
@@ -41,9 +42,10 @@ def announce(place: Place) -> None:
     """
     global _place, _store
     _place = place
-    for name, value in place.variables().items():
-        _replaced.setdefault(name, os.environ.get(name))
-        os.environ[name] = value
+    with rank_variables.owning():  # or programs that this worker starts would take themselves for it
+        for name, value in place.variables().items():
+            _replaced.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
     if not dist.is_available():
         return
     _prepare_torch()

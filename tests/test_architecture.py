@@ -239,11 +239,13 @@ ALLOWED: dict[str, set[str]] = {
         "sizing",
     },
     # processes
+    "rank_variables": set(),
+    "exit_code": set(),
     "reaper": set(),
-    "supervisor": {"errors", "reaper", "rendezvous", "server.process"},
+    "supervisor": {"errors", "exit_code", "reaper", "rendezvous", "server.process"},
     # Lightning
     "resume": set(),
-    "_lightning": set(),
+    "_lightning": {"errors"},
     "callbacks": {"_lightning"},
     "monitor": {"_lightning", "errors", "figures", "journal", "worker.meter"},
     "timing": {"_lightning", "errors"},
@@ -255,11 +257,20 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_places": {"messages"},
     "_loop": {"_places", "messages", "worker.leases"},
-    "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
+    "launcher": {
+        "_lightning",
+        "errors",
+        "messages",
+        "rank_variables",
+        "rendezvous",
+        "server.process",
+        "stats",
+        "supervisor",
+    }
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
     "process_group": {"errors", "worker.collectives"},
-    "world": {"errors", "process_group"},
+    "world": {"errors", "process_group", "rank_variables"},
     "membership": {
         "algorithms.base",
         "config",
@@ -367,7 +378,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "commands.status"}
     | {"errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "stats", "strategy"}
+    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "rank_variables", "stats", "strategy"}
     | {"data_stalls.cache", "data_stalls.monitor"},
 }
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,31 @@ def test_under_another_strategy_it_only_warns(tmp_path: Path) -> None:
     fit = trainer(tmp_path, "auto", devices=1, callbacks=[ASGDMonitor()], max_epochs=1)
     with pytest.warns(UserWarning, match="ASGDMonitor has nothing to log under SingleDeviceStrategy"):
         fit.fit(Regression(), loader(64))
+
+
+@pytest.mark.parametrize("tree", [pl, lightning.pytorch])
+@pytest.mark.parametrize("logs", [True, False])
+def test_logs_at_a_url_make_no_local_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: Any, logs: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"memory://{tree.__name__}.{logs}"
+    fit = tree.Trainer(
+        strategy=ASGDStrategy(nsync=4),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=4,
+        limit_val_batches=1,
+        default_root_dir=url,
+        logger=tree.loggers.CSVLogger(url) if logs else False,
+        callbacks=[] if logs else [ASGDMonitor()],
+        enable_checkpointing=logs,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    fit.fit(importlib.import_module(f"{tree.__name__}.demos.boring_classes").BoringModel())
+    (record,) = read(find(url))
+    assert record.end == "done"
+    assert record.last[0].batches == 4
+    assert list(tmp_path.iterdir()) == []

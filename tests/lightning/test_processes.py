@@ -23,7 +23,6 @@ import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.config import RENDEZVOUS_ENV
 from lightning_asgd.transport import rpc
 from tests.lightning.models import Recorder, Regression, loader, trainer
 
@@ -59,7 +58,6 @@ def main_process(folder: Path, module: Regression, **settings: Any) -> None:
     file = (folder / "output").open("w")
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    os.environ.pop(RENDEZVOUS_ENV, None)
     tempfile.tempdir = str(folder)
     strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork", **settings)
     callbacks = [Signpost(folder), Recorder(folder)]

@@ -21,7 +21,7 @@ from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd._lightning import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.main import main
-from lightning_asgd.config import RENDEZVOUS_ENV, SECRET_ENV
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import mains, wait_until
@@ -110,7 +110,6 @@ def to_file(file: Path) -> None:
     with file.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ.pop(RENDEZVOUS_ENV, None)
     os.environ[SECRET_ENV] = "correct horse battery staple"
 
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
@@ -135,3 +137,41 @@ def test_this_machine_reaches_itself_over_loopback() -> None:
 def test_an_address_of_no_interface_is_an_error() -> None:
     with pytest.raises(LaunchError, match=r"No network interface of this machine has the address 192.0.2.1"):
         interface_of("192.0.2.1")
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A free port, where process groups meet; they are gone afterwards."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        number = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    yield number
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("group_first", [True, False])
+def test_a_process_group_and_the_rendezvous_share_a_port(port: int, group_first: bool) -> None:
+    if group_first:
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    host = Rendezvous.host(LOOPBACK, port)
+    if not group_first:
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    guest = Rendezvous.connect(LOOPBACK, port, timeout_s=10.0)
+    host.put("x", 1)
+    assert guest.peek("x") == 1
+    torch.distributed.barrier()
+
+
+def test_a_port_of_somebody_else_is_refused_beside_a_process_group(port: int) -> None:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    with socket.socket() as stranger:
+        stranger.bind((LOOPBACK, 0))
+        stranger.listen()
+        with pytest.raises(LaunchError, match="Cannot listen on"):
+            Rendezvous.host(LOOPBACK, stranger.getsockname()[1])
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match="Cannot listen on"):
+        Rendezvous.host("192.0.2.1", port + 1)  # not this machine's
+    assert time.monotonic() - begun < 5

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_asgd.commands.main import main
 from lightning_asgd.errors import ConfigurationError
@@ -150,3 +154,93 @@ def test_many_workers_few_figures_and_no_loss(tmp_path: Path, number: int) -> No
     html = page.read_text()
     assert "No training loss was recorded" in html
     assert len(re.findall("<td>worker ", html)) == number
+
+
+# ---------------------------------------------------------------------- at a URL
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    """fsspec's file system in memory, empty."""
+    fs = MemoryFileSystem()
+    yield fs
+    fs.rm("/", recursive=True)
+
+
+def test_at_a_url_what_is_written_is_read(
+    fit: Fit, memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for end in ("ValueError: x", "done"):  # the second follows in the same file
+        journal = Journal("memory://logs/run", 2, SETTINGS)
+        for entry in fit.entries:
+            journal.add(entry)
+        journal.end(end)
+    for place in ("memory://logs/run", "memory://logs/run/", "memory://logs", f"memory://logs/run/{FILE}"):
+        first, last = read(find(place))
+        assert (first.end, last.end) == ("ValueError: x", "done")
+        assert last.entries == fit.entries
+    Journal("memory://logs/other", 1, {})
+    with pytest.raises(ConfigurationError, match=r"2 runs\. Expected one of memory://.*/other, memory://.*/run\."):
+        find("memory://logs")
+    with pytest.raises(ConfigurationError, match=r"'memory://nothing' does not exist: no asgd.jsonl"):
+        find("memory://nothing")
+    with pytest.raises(ConfigurationError, match=r"'nosuchstore://x' cannot be read .* a URL that fsspec knows"):
+        find("nosuchstore://x")
+    assert list(tmp_path.iterdir()) == []
+    assert main(["report", "memory://logs/run"]) in (None, 0)
+    assert (tmp_path / "report").is_dir()
+
+
+def test_at_a_url_the_file_is_written_now_and_then_as_a_whole(
+    fit: Fit, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[int] = []
+    pipe = MemoryFileSystem.pipe_file
+
+    def count(self: MemoryFileSystem, path: str, value: bytes, **about: object) -> None:
+        uploads.append(value.count(b"\n"))
+        pipe(self, path, value, **about)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", count)
+    clock = Clock()
+    monkeypatch.setattr("lightning_asgd.journal.time", clock)
+    journal = Journal("memory://logs/run", 2, SETTINGS)
+    for entry in fit.entries[:10]:
+        clock.now += 25.0
+        journal.add(entry)
+    journal.end("done")
+    assert uploads == [1, 4, 7, 10, 12]
+
+
+class Clock:
+    now = 100.0
+    strftime = staticmethod(time.strftime)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Denied(MemoryFileSystem):
+    """One that may not be written to."""
+
+    protocol = "denied"
+
+    def pipe_file(self, *args: object, **kwargs: object) -> None:
+        raise PermissionError("read only")
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [("denied://logs", "PermissionError: read only"), ("nosuchstore://logs", "ValueError: Protocol not")],
+)
+def test_training_goes_on_without_a_place_for_the_file_and_one_warning_says_so(
+    fit: Fit, url: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsspec.register_implementation("denied", Denied, clobber=True)
+    journal = Journal(url, 2, SETTINGS)
+    for entry in fit.entries:
+        journal.add(entry)
+    journal.end("done")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"The workers' figures cannot be written to {url}/asgd.jsonl ({cause}")

@@ -1,0 +1,84 @@
+"""A script of several ranks ends with an error when a worker that it has started did, after the fit for instance.
+
+Python offers no way to change the exit code once it ends, so :func:`exit_with` ends the process itself, at the last
+moment: when modules are cleared, after all functions of ``atexit`` and after the standard streams were flushed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+__all__ = ["exit_with", "failures", "is_failing"]
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 30.0
+_PATIENCE_S = 3.0  # without a word
+_POLL_S = 0.05
+
+
+def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WAIT_S) -> dict[int, int]:
+    """Wait for workers to end, for a limited time.
+
+    Args:
+        workers: their processes, by rank.
+        wait_s: how long to wait.
+
+    Returns:
+        exit codes of those that have failed, by rank. One that still runs has not.
+    """
+    begun = time.monotonic()
+    told = False
+    while running := [f"{rank} (process {p.pid})" for rank, p in workers.items() if p.poll() is None]:
+        waited_s = time.monotonic() - begun
+        if waited_s > wait_s:
+            log.warning("Worker %s still runs after %g s, and is ended.", ", ".join(running), wait_s)
+            break
+        if waited_s > _PATIENCE_S and not told:
+            told = True
+            log.warning("This process has ended its work, and waits for worker %s.", ", ".join(running))
+        time.sleep(_POLL_S)
+    return {rank: process.returncode for rank, process in workers.items() if process.returncode}
+
+
+def is_failing() -> bool:
+    """Whether this process ends because of an exception, which gives it an exit code of its own."""
+    return hasattr(sys, "last_exc") or hasattr(sys, "last_type")  # Python sets these when it prints the traceback
+
+
+def exit_with(failed: Mapping[int, int]) -> None:
+    """Let this process, which is ending, have the exit code of the first worker that has failed.
+
+    Args:
+        failed: exit codes by rank; not empty.
+    """
+    code = next(iter(failed.values()))
+    code = code if code > 0 else 128 - code  # as a shell shows a signal
+    global _last
+    _last = _Last(code)
+    for rank, each in failed.items():
+        log.error(
+            "Worker %d ended with exit code %d, and no fit went on without it: this process ends with exit code %d. "
+            "See the worker's output.",
+            rank,
+            each,
+            code,
+        )
+
+
+class _Last:
+    """Ends the process when Python forgets it."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __del__(self, exit_now: object = os._exit) -> None:
+        exit_now(self._code)  # type: ignore[operator]
+
+
+_last: _Last | None = None

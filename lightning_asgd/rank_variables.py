@@ -1,0 +1,114 @@
+"""The environment variables that say which worker a process is, and the process that they belong to.
+
+Lightning, torch and data sets read a worker's rank from its environment, so the variables stay set until the worker
+ends, and every program that it starts inherits them. Such a program would take itself for the worker and wait for the
+others. Each worker therefore notes in :data:`OWNER_ENV` its process number and the variables that this package, or
+Lightning's launcher below it, has set. A new interpreter that finds another process's note removes these variables.
+What torchrun, SLURM or a user has set is not in the note, and stays. Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["OWNER_ENV", "RANK_VARIABLES", "RENDEZVOUS_ENV", "address", "keep_address", "launching", "owning", "settle"]
+
+RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
+"""Variables that say which worker a process is."""
+
+RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
+"""For a worker that the launcher starts: the address where its job's processes find each other, and the variables that
+were set before. The worker takes it out of its environment when it imports this package."""
+
+OWNER_ENV = "LIGHTNING_ASGD_OWNER"
+"""The note: process number, address, and the variables with their values."""
+
+_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+_address: str | None = None  # where the processes of this one's job find each other
+
+
+def address() -> str | None:
+    """``host:port`` of the rendezvous that this process hosts, or was started for; None if there is none yet."""
+    return _address
+
+
+def keep_address(value: str) -> None:
+    """Note where this process hosts the rendezvous: its next Trainers use it too."""
+    global _address
+    _address = value
+
+
+@contextlib.contextmanager
+def owning() -> Iterator[None]:
+    """Note the variables that are set within the block as this process's own."""
+    before, mine = _present(), _note().get("variables", {})
+    try:
+        yield
+    finally:
+        owned = {name: value for name, value in _present().items() if name not in before or name in mine}
+        if owned:
+            _write_note(owned)
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """Let processes that are started within the block be workers of this job; the variables it sets are owned."""
+    given = [name for name in _present() if name not in _note().get("variables", {})]
+    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": given})
+    try:
+        with owning():
+            yield
+    finally:
+        del os.environ[RENDEZVOUS_ENV]
+
+
+def settle() -> bool:
+    """Find out which worker this process is. Called once, when the package is imported.
+
+    Returns:
+        whether the process was taken for another worker until now, and is none.
+    """
+    global _address
+    launched = os.environ.pop(RENDEZVOUS_ENV, None)
+    if launched is not None:
+        told = json.loads(launched)
+        _address = told["address"]
+        _write_note({name: value for name, value in _present().items() if name not in told["given"]})
+        return False
+    if _note():
+        _address = _note()["address"]  # the process has replaced its program, and is the same worker
+        return False
+    if OWNER_ENV not in os.environ or _is_helper():
+        return False
+    inherited = json.loads(os.environ.pop(OWNER_ENV))["variables"]
+    if any(os.environ.get(name, value) != value for name, value in inherited.items()):
+        return False  # the program was started by another launcher, such as torchrun, which has set its own
+    for name in inherited:
+        os.environ.pop(name, None)
+    return bool(inherited) and not {"RANK", "LOCAL_RANK"} & _present().keys()
+
+
+def _present() -> dict[str, str]:
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def _note() -> dict[str, Any]:
+    """This process's own note; empty if it has none."""
+    note: dict[str, Any] = json.loads(os.environ.get(OWNER_ENV, "{}"))
+    return note if note.get("pid") == os.getpid() else {}
+
+
+def _write_note(variables: dict[str, str]) -> None:
+    os.environ[OWNER_ENV] = json.dumps({"pid": os.getpid(), "address": _address, "variables": variables})
+
+
+def _is_helper() -> bool:
+    """Whether this process works for its parent, as those of a DataLoader do: it is the same worker."""
+    # Before its target runs, a spawned process and a fork server are known by their command only.
+    return multiprocessing.parent_process() is not None or "from multiprocessing." in " ".join(sys.orig_argv)

@@ -1,0 +1,135 @@
+"""One strategy object for several Trainers, of one tree or of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.errors import ConfigurationError
+from tests.lightning.models import digest, loader
+from tests.lightning.test_neighbours import check, run
+
+TREES = [pl, lightning.pytorch]
+
+
+def module_of(tree: Any) -> Any:
+    class Module(tree.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    return Module()
+
+
+def make(tree: Any, strategy: Any, folder: Path, **options: Any) -> Any:
+    off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": str(folder)}
+    return tree.Trainer(strategy=strategy, **{**off, **defaults, **options})
+
+
+@pytest.mark.parametrize("first", TREES)
+@pytest.mark.parametrize("second", TREES)
+def test_a_strategy_goes_from_trainer_to_trainer(tmp_path: Path, first: Any, second: Any) -> None:
+    strategy = ASGDStrategy(nsync=2)
+    fit, module = make(first, strategy, tmp_path), module_of(first)
+    fit.fit(module, loader(64))
+    trained = strategy.stats
+    assert trained.steps == 8
+    with pytest.raises(Exception, match="accelerator"):  # a Trainer that cannot be made takes nothing
+        make(second, strategy, tmp_path, accelerator="nonsense")
+    assert fit.strategy is strategy
+    assert fit.lightning_module is module
+
+    predict = make(second, strategy, tmp_path)
+    assert predict.strategy is strategy
+    other = module_of(second)
+    other.load_state_dict(module.state_dict())
+    predicted = torch.cat(predict.predict(other, loader(64)))
+    x = torch.cat([batch[0] for batch in loader(64)])
+    with torch.no_grad():
+        assert torch.equal(predicted, other.net(x))
+    assert predict.lightning_module is other
+    again = make(second, strategy, tmp_path)
+    again.fit(other, loader(64))
+    assert again.validate(other, loader(64))[0]["val"] < 10
+    assert strategy.stats is not trained
+
+    # The first Trainer has all that it had, and can go on.
+    assert fit.strategy is not strategy
+    assert fit.lightning_module is module
+    assert fit.strategy.stats is trained
+    before = digest(module)
+    fit.save_checkpoint(tmp_path / "x.ckpt")
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=False)["state_dict"]
+    assert torch.equal(saved["net.weight"], module.net.weight)
+    fit.fit_loop.max_epochs = 2
+    fit.fit(module, loader(64))
+    assert digest(module) != before
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_arguments_are_those_of_the_strategy_or_of_the_newest_trainer(tmp_path: Path, tree: Any) -> None:
+    environment = type(make(tree, ASGDStrategy(), tmp_path).strategy.cluster_environment)()
+    double = tree.plugins.DoublePrecision()
+    strategy = ASGDStrategy(cluster_environment=environment, start_method="fork")
+    first = make(tree, strategy, tmp_path, devices=2, plugins=[double])
+    assert (first.world_size, first.precision) == (2, "64-true")
+    second = make(tree, strategy, tmp_path, devices=1)
+    assert (second.world_size, second.precision, second.num_devices) == (1, "32-true", 1)
+    assert second.strategy.cluster_environment is environment
+    assert first.num_devices == 2
+    assert first.precision_plugin is double
+    assert first.strategy.launcher._strategy is first.strategy
+    with pytest.raises(Exception, match="cluster_environment set through both strategy class and plugins"):
+        make(tree, strategy, tmp_path, plugins=[environment])
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_strategy_of_a_trainer_that_runs_is_not_taken(tmp_path: Path, tree: Any) -> None:
+    strategy = ASGDStrategy()
+
+    class Steals(tree.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, *args: Any) -> None:
+            with pytest.raises(ConfigurationError, match=r"ASGDStrategy of a Trainer that is running fit\. Expected"):
+                make(tree, strategy, tmp_path)
+
+    fit = make(tree, strategy, tmp_path, callbacks=[Steals()])
+    fit.fit(module_of(tree), loader(64))
+    assert fit.strategy is strategy
+
+
+@pytest.mark.timeout(120)
+def test_with_workers_that_run_the_script(tmp_path: Path) -> None:
+    script = """
+strategy = ASGDStrategy(nsync=2)
+first = fit("0", strategy)
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+module = Keeping("x")
+module.predict_step = lambda batch, batch_idx: module.net(batch[0])
+with torch.no_grad():
+    module.net.weight.fill_(1.0)
+predicted = torch.cat(trainer.predict(module, DataLoader(TensorDataset(torch.ones(6, 4)), 1)))
+assert len(predicted) == 3, predicted
+fit("1", strategy)
+assert first.world_size == 2 and first.lightning_module.name == "0"
+"""
+    run(tmp_path, script)
+    check(tmp_path, "0", "1")
