@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.config import RENDEZVOUS_ENV
 from tests.lightning.models import Regression, digest, loader, trainer
 from tests.lightning.test_processes import mains
 
@@ -75,7 +74,6 @@ def _process(job: Callable[..., Any], folder: Path, rank: int, port: int) -> Non
     with (folder / f"output{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ.pop(RENDEZVOUS_ENV, None)
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     (folder / f"result{rank}.json").write_text(json.dumps(job(folder, rank, port)))
