@@ -222,14 +222,17 @@ class LeasedLoop:
         position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
         self.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
-        self._steps_before = self._global_step - self.stepped // self._accumulate
+        resumed, self._resumed = self._resumed, {}
+        resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
+        # The worker that wrote it may not have counted all steps that its batches stand for.
+        counted = self._global_step - self.stepped // self._accumulate
+        self._steps_before = resumed.get("steps_before", counted) if resumes else counted
         self._own, self._idle, self._given = (0, 0), True, own
         self._met = self._over = self._left = False
         ends, self._validates = self._segments(len(items), accumulate)
         units, step = ends[-1], self._batch * accumulate
-        resumed, self._resumed = self._resumed, {}
         done: tuple[tuple[int, int], ...] = ()
-        if (resumed.get("epoch"), resumed.get("order"), resumed.get("units")) == (number, order, units):
+        if resumes and resumed.get("units") == units:
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self.stepped:  # it is of another kind of run
@@ -424,7 +427,8 @@ class LeasedLoop:
             return {}
         epoch = self.leases.plan.epoch
         number = int(epoch.key.rpartition("/")[2])
-        return {"epoch": number, "order": epoch.order, "units": epoch.units, "done": self.leases.done()}
+        about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
+        return {**about, "done": self.leases.done()}
 
     def as_if_equal(self, loops: dict[str, Any]) -> None:
         """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's.
