@@ -40,12 +40,14 @@ class Lab:
         make_strategy: a new strategy for every Trainer.
         folder: empty, the same for all ranks.
         rank: of this process.
+        workers: number of processes.
     """
 
     pl: Any
     make_strategy: Callable[..., Any]
     folder: Path
     rank: int
+    workers: int = WORKERS
     records: list[Record] = field(default_factory=list)
 
     def trainer(self, *, callbacks: Any = (), strategy: Any = None, ddp: Any = None, **options: Any) -> Any:
@@ -59,7 +61,7 @@ class Lab:
         """
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
-            "devices": WORKERS,
+            "devices": self.workers,
             "max_epochs": 2,
             "logger": False,
             "enable_progress_bar": False,
