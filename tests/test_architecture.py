@@ -254,7 +254,8 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.monitor": {"_lightning"},
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_places": {"messages"},
-    "_loop": {"_places", "messages", "worker.leases"},
+    "_batches": {"worker.leases"},
+    "_loop": {"_batches", "_places", "messages", "worker.leases"},
     "launcher": {"_lightning", "config", "errors", "messages", "rendezvous", "server.process", "stats", "supervisor"}
     | {"transport.base", "transport.choose"},
     # Lightning's hooks
@@ -291,8 +292,8 @@ ALLOWED: dict[str, set[str]] = {
         "worker.client",
         "worker.heartbeat",
     },
-    "training_data": {"_lightning", "_loop", "_places", "algorithms.base", "config", "membership", "messages", "resume"}
-    | {"worker.data", "worker.sharing"},
+    "training_data": {"_batches", "_lightning", "_loop", "_places", "algorithms.base", "config", "membership"}
+    | {"messages", "resume", "worker.data", "worker.sharing"},
     "fit": {
         "_lightning",
         "_places",
