@@ -182,7 +182,8 @@ class Fit:
 
     def _discard(self) -> None:
         """Forget what was made of a batch that others have trained."""
-        self.sharing.fetch()
+        if self.sharing.moved:  # else a callback's weights may be in the module, which the servers do not have
+            self.sharing.fetch()
         self._module.zero_grad()
 
     def _come_back(self) -> None:
@@ -273,12 +274,13 @@ class Fit:
         membership.update()
         sharing.flush()
         all_have_pushed = self.data.leave(sharing.stats.steps, halt=halt)
+        trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
         grown = self._has_grown()
         self.take_figures()
         board, waits = membership.board, self._config.algorithm.waits
         checkpoints = checkpoint_states(trainer)
-        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, place=place)
+        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, place=place, trained=trained)
         met = meet(
             membership.client,
             self._collectives,
@@ -294,6 +296,9 @@ class Fit:
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
         if any(m.grown for m in met.values()):
             self.enter_again()
+        if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
+            # A pass that takes no steps is for the statistics of batch norm, which reach the servers with steps only.
+            agree(self._collectives, named_state(self._module), mean=True)
         for averaged in callback_modules(trainer):
             agree(self._collectives, named_state(averaged), mean=True)
         return met

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
 
-__all__ = ["BACKEND", "GuardedStore", "Place", "group_class", "reachable"]
+__all__ = ["BACKEND", "GuardedStore", "Standing", "group_class", "reachable"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _dist: Any = dist  # a build without it lacks the names below; asked for only wh
 
 
 @dataclass
-class Place:
+class Standing:
     """Where a worker stands among the others.
 
     Args:
@@ -84,7 +84,7 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         place: gives the worker's.
     """
 
-    def __init__(self, place: Callable[[], Place | None]) -> None:
+    def __init__(self, place: Callable[[], Standing | None]) -> None:
         super().__init__()
         self._place = place
         self._store: Any = None
@@ -169,7 +169,7 @@ def group_class() -> Any:
             place: gives the worker's; None for a group of this process alone.
         """
 
-        def __init__(self, rank: int, size: int, place: Callable[[], Place | None] = lambda: None) -> None:
+        def __init__(self, rank: int, size: int, place: Callable[[], Standing | None] = lambda: None) -> None:
             super().__init__(rank, size)
             self._place = place
 
@@ -332,7 +332,7 @@ def group_class() -> Any:
     return WorkersGroup
 
 
-def reachable(call: str, place: Place | None) -> Collectives:
+def reachable(call: str, place: Standing | None) -> Collectives:
     """The collectives of a worker, where the others take part in them now.
 
     Raises:

@@ -30,7 +30,7 @@ from lightning_asgd.membership import Membership, leave_resting, resting
 from lightning_asgd.messages import Policy
 from lightning_asgd.monitor import ASGDMonitor
 from lightning_asgd.optim import PosteriorSampler
-from lightning_asgd.process_group import Place
+from lightning_asgd.process_group import Standing
 from lightning_asgd.resume import KEY, Resumption, resumed
 from lightning_asgd.runs import RunMembership, check_attaches, check_is_one_worker
 from lightning_asgd.stats import Board, ExchangeStats
@@ -307,7 +307,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         environment, membership = self.cluster_environment, self._membership
         rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.standing
         world.announce(
-            Place(
+            Standing(
                 rank=rank,
                 world_size=size,
                 local_rank=self.local_rank,

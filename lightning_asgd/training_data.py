@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning_asgd._batches import batch_size_of, count_in, why_split
 from lightning_asgd._lightning import begin_epochs_anew, tree_of
-from lightning_asgd._loop import LeasedLoop, batch_size_of, count_in, why_split
+from lightning_asgd._loop import LeasedLoop
 from lightning_asgd._places import count_batches, count_steps
 from lightning_asgd._undealt import FirstBatch, datasets_of, is_dealt
 from lightning_asgd.algorithms.base import Payload

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 
 from lightning_asgd import rank_variables
 from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
-from lightning_asgd.process_group import BACKEND, GuardedStore, Place, group_class
+from lightning_asgd.process_group import BACKEND, GuardedStore, Standing, group_class
 
 __all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "withdraw"]
 
 log = logging.getLogger(__name__)
 
 _dist: Any = dist  # a build without it lacks the names below; asked for only when used
-_place: Place | None = None
+_place: Standing | None = None
 _replaced: dict[str, str | None] = {}  # environment variables as they were before the first announcement
 
 
-def _here() -> Place | None:
+def _here() -> Standing | None:
     return _place
 
 
 _store: Any = None  # torch keeps the part in C++ only
 
 
-def announce(place: Place) -> None:
+def announce(place: Standing) -> None:
     """Tell this process's libraries their place, until :func:`withdraw` or the process's end.
 
     A default process group that another library has made stays, with a warning if it tells something else.

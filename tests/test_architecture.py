@@ -256,7 +256,8 @@ ALLOWED: dict[str, set[str]] = {
     "data_stalls.monitor": {"_lightning"},
     "data_stalls.probe": {"data_stalls.cache", "data_stalls.stalls", "errors", "stats", "timing"},
     "_places": {"messages"},
-    "_loop": {"_places", "messages", "worker.leases"},
+    "_batches": {"worker.leases"},
+    "_loop": {"_batches", "_places", "messages", "worker.leases"},
     "launcher": {
         "_lightning",
         "errors",
@@ -308,6 +309,7 @@ ALLOWED: dict[str, set[str]] = {
     "training_data": {
         "_lightning",
         "_undealt",
+        "_batches",
         "worker.collectives",
         "_loop",
         "_places",

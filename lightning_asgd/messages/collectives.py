@@ -47,6 +47,7 @@ class Meeting:
         versions: per server, of the weights that this worker has taken already, since it knew that all had pushed;
             None if it has not.
         place: where it is; None outside of epochs.
+        trained: whether it has trained since the last one, with or without optimizer steps.
     """
 
     moved: bool
@@ -56,6 +57,7 @@ class Meeting:
     figures: Figures | None = None
     versions: tuple[int, ...] | None = None
     place: Place | None = None
+    trained: bool = False
 
 
 @dataclass(frozen=True)

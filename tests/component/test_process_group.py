@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_asgd.errors import CollectiveUnavailableError
-from lightning_asgd.process_group import GuardedStore, Place, group_class
+from lightning_asgd.process_group import GuardedStore, Standing, group_class
 from lightning_asgd.worker.collectives import Collectives, Phase
 from tests.component.test_collectives import together
 
@@ -22,7 +22,7 @@ def groups(work: Callable[[Any, int], Any], **place: Any) -> list[Any]:
     """What ``work(group, rank)`` returns on every worker."""
 
     def run(collectives: Collectives, rank: int) -> Any:
-        here = Place(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, **place)
+        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, **place)
         return work(group_class()(rank, SIZE, lambda: here), rank)
 
     return together(SIZE, run)
@@ -42,7 +42,7 @@ def options(kind: str, root: int = 0, op: Any = dist.ReduceOp.SUM) -> Any:
 
 
 def test_rank_and_size_follow_the_place() -> None:
-    place = Place(2, 5, 0, 1, 0, 1, Collectives)
+    place = Standing(2, 5, 0, 1, 0, 1, Collectives)
     group = group_class()(0, 1, lambda: place)
     assert (group.rank(), group.size()) == (2, 5)
     place.rank, place.world_size = 0, 4
@@ -163,7 +163,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
 
     def run(collectives: Collectives, rank: int) -> Any:
         collectives.phase = Phase.ASYNC if where == "asynchronous phase" else Phase.SYNC
-        here = Place(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
+        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
         here.forked = where == "DataLoader"
         return work(group_class()(rank, SIZE, lambda: here), rank)
 
@@ -184,7 +184,7 @@ def test_a_group_of_one_rank_needs_nobody() -> None:
 
 def test_a_rank_that_is_gone_is_named_where_it_is_needed_and_not_waited_for_elsewhere() -> None:
     def work(collectives: Collectives, rank: int) -> Any:
-        here = Place(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives)
+        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives)
         group = group_class()(rank, SIZE, lambda: here)
         if rank == 1:
             assert collectives.client is not None
@@ -202,7 +202,7 @@ def test_a_rank_that_is_gone_is_named_where_it_is_needed_and_not_waited_for_else
 def test_a_group_of_another_backend_is_refused_where_workers_do_not_meet() -> None:
     collectives = Collectives()
     collectives.phase = Phase.ASYNC
-    place = Place(0, 2, 0, 2, 0, 1, lambda: collectives, store=dist.HashStore)
+    place = Standing(0, 2, 0, 2, 0, 1, lambda: collectives, store=dist.HashStore)
     store = GuardedStore(lambda: place)
     with pytest.raises(CollectiveUnavailableError, match="where A-SGD workers do not meet"):
         store.set("key", "value")

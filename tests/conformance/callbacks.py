@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asgd.errors import WorkerLostError
@@ -15,6 +17,13 @@ CHECKPOINTS = "Checkpoints"
 CALLBACKS = "Callbacks"
 OPTIONS = "Trainer options"
 CALLS = "Calls"
+
+
+class Normed:
+    """With batch norm."""
+
+    def build(self: Any) -> None:
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
 
 def fit(lab: Lab, **options: Any) -> dict[str, Any]:
@@ -123,10 +132,113 @@ def early_stopping(lab: Lab) -> Any:
     return fit(lab, callbacks=[stopping], max_epochs=5)
 
 
+@case(CALLBACKS, "`EarlyStopping` at a validation in mid-epoch")
+def early_stopping_within(lab: Lab) -> Any:
+    stopping = lab.pl.callbacks.EarlyStopping("progress", mode="max", patience=2, check_on_train_epoch_end=False)
+    return fit(lab, callbacks=[stopping], max_epochs=5, val_check_interval=0.25)
+
+
+class Stops:
+    """Stops training in the second epoch, at a batch of some ranks; later if they come to none."""
+
+    at: dict[int, int]
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0 and batch_idx >= self.at.get(self.global_rank, 2 * STEPS):
+            self.trainer.should_stop = True
+
+
+def stop(lab: Lab, at: dict[int, int], **options: Any) -> Any:
+    module = lab.regression(Stops, at=at)
+    trainer = lab.fit(module, callbacks=[lab.pl.callbacks.ModelCheckpoint(lab.folder, "last")], **options)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    counts = [trainer.global_step, trainer.current_epoch, progress.current.ready, progress.total.ready]
+    assert trainer.strategy.broadcast(counts) == counts
+    assert counts[0] == counts[3]
+    assert counts[0] > STEPS * WORKERS // lab.workers
+    assert counts[2] < STEPS * WORKERS // lab.workers, counts
+    return {"stopped": trainer.should_stop, "epoch": counts[1], "files": lab.files()}
+
+
+@case(
+    OPTIONS,
+    "`trainer.should_stop` set at the same batch of every worker",
+    note="The first that comes to it stops the others, a few steps before or after those of DDP.",
+    ddp=False,
+)
+def stopped_by_all(lab: Lab) -> Any:
+    return stop(lab, {0: 9, 1: 9}, max_epochs=-1)
+
+
+@case(
+    OPTIONS,
+    "`trainer.should_stop` set by one worker, in mid-epoch",
+    note="Under DDP the others would wait for that worker's gradients for ever.",
+    ddp=False,
+)
+def stopped_by_one(lab: Lab) -> Any:
+    return stop(lab, {lab.workers - 1: 4}, max_epochs=-1, val_check_interval=0.5)
+
+
+@case(
+    OPTIONS,
+    "`trainer.should_stop` set by workers at different batches",
+    note="Under DDP the others would wait for the first one's gradients for ever.",
+    ddp=False,
+)
+def stopped_by_each(lab: Lab) -> Any:
+    return stop(lab, {0: 6, 1: 8}, max_epochs=-1, val_check_interval=10)
+
+
 @case(CALLBACKS, "`StochasticWeightAveraging`")
 def swa(lab: Lab) -> Any:
     averaging = lab.pl.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
     return fit(lab, callbacks=[averaging], max_epochs=4)
+
+
+@case(
+    CALLBACKS,
+    "`StochasticWeightAveraging` with batch norm",
+    note="In Lightning's last pass over the data, which is for batch norm, every sample counts once. Its last batch "
+    "takes no step. Under DDP it does, with gradients of the epoch before.",
+)
+def swa_with_batch_norm(lab: Lab) -> Any:
+    averaging = lab.pl.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
+    module = lab.regression(Normed)
+    trainer = lab.fit(module, callbacks=[averaging], max_epochs=4)
+    counted = [trainer.accumulate_grad_batches, trainer.num_training_batches]
+    return {"loss": loss_of(module), "epoch": trainer.current_epoch, "counted": counted}
+
+
+@case(CALLBACKS, "`WeightAveraging` after every second step, with batch norm")
+def weight_averaging(lab: Lab) -> Any:
+    class EverySecond(lab.pl.callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx % 2 == 0
+
+    module = lab.regression(Normed)
+    lab.fit(module, callbacks=[EverySecond(avg_fn=lambda mean, new, n: 0.5 * mean + 0.5 * new)], max_epochs=3)
+    return {"loss": loss_of(module)}
+
+
+@case(CALLBACKS, "`BackboneFinetuning`", ddp=False, note="Under DDP weights that are unfrozen later are not averaged.")
+def backbone(lab: Lab) -> Any:
+    class Frozen:
+        def build(self: Any) -> None:
+            self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+            self.net = nn.Linear(16, 1)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.net(self.backbone(x))
+
+        def configure_optimizers(self: Any) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.03)
+
+    module = lab.regression(Frozen)
+    before = module.backbone[0].weight.detach().clone()
+    unfreezing = lab.pl.callbacks.BackboneFinetuning(1, backbone_initial_lr=0.01, verbose=False)
+    lab.fit(module, callbacks=[unfreezing], max_epochs=3)
+    return {"loss": loss_of(module), "trained": not torch.equal(before, module.backbone[0].weight)}
 
 
 @case(
@@ -264,6 +376,33 @@ def limits(lab: Lab) -> Any:
 @case(OPTIONS, "`val_check_interval` as a fraction")
 def validation_by_fraction(lab: Lab) -> Any:
     return fit(lab, val_check_interval=0.25)
+
+
+@case(OPTIONS, "`limit_train_batches` as a fraction")
+def limits_by_fraction(lab: Lab) -> Any:
+    return fit(lab, limit_train_batches=0.4, val_check_interval=0.5)
+
+
+@case(
+    OPTIONS,
+    "`val_check_interval` in time",
+    note="All validate where one worker's clock says so. Under DDP workers whose clocks differ would wait for ever.",
+    ddp=False,
+)
+def validation_by_time(lab: Lab) -> Any:
+    class Slow:
+        def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.03 + 0.01 * self.global_rank)
+
+    module = lab.regression(Slow)
+    lab.fit(module, val_check_interval="00:00:00:01")
+    assert [record.event for record in lab.records].count("validation end") >= 1
+    return {"loss": loss_of(module)}
+
+
+@case(OPTIONS, "`accumulate_grad_batches` of more than an epoch")
+def accumulation_beyond(lab: Lab) -> Any:
+    return {"step": lab.fit(accumulate_grad_batches=1000, max_epochs=3).global_step}
 
 
 @case(OPTIONS, "`val_check_interval` as a number of batches, across epochs")

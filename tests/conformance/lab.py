@@ -41,6 +41,7 @@ class Lab:
         folder: empty, the same for all ranks.
         rank: of this process.
         asynchronous: whether it is the case's turn under A-SGD.
+        workers: number of processes.
     """
 
     pl: Any
@@ -48,6 +49,7 @@ class Lab:
     folder: Path
     rank: int
     asynchronous: bool
+    workers: int = WORKERS
     records: list[Record] = field(default_factory=list)
 
     def trainer(self, *, callbacks: Any = (), strategy: Any = None, ddp: Any = None, **options: Any) -> Any:
@@ -61,7 +63,7 @@ class Lab:
         """
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
-            "devices": WORKERS,
+            "devices": self.workers,
             "max_epochs": 2,
             "logger": False,
             "enable_progress_bar": False,

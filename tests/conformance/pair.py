@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own that run one case after the other, as a script with many Trainers would."""
+"""Ranks in processes of their own that run one case after the other, as a script with many Trainers would."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ class Pair:
     Args:
         package: ``pytorch_lightning`` or ``lightning.pytorch``; imported here, so that it is imported once.
         strategy: :data:`DDP` or :data:`ASGD`.
+        workers: number of ranks.
+        **options: of our strategy.
     """
 
-    def __init__(self, package: str, strategy: str) -> None:
-        self.package, self.strategy = package, strategy
+    def __init__(self, package: str, strategy: str, workers: int = WORKERS, **options: Any) -> None:
+        self.package, self.strategy, self.workers, self.options = package, strategy, workers, options
         self._pl = importlib.import_module(package)
         self._ranks: list[tuple[Any, Any, Any]] = []
 
     def run(self, case: Any, folder: Path, deadline_s: float) -> list[Outcome]:
-        """Let both ranks run a case.
+        """Let all ranks run a case.
 
         Returns:
             what became of it, by rank.
@@ -100,7 +102,7 @@ class Pair:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         theirs: list[Any] = []
-        for rank in range(WORKERS):
+        for rank in range(self.workers):
             mine, its = context.Pipe()
             theirs.append(its)
             output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -135,7 +137,7 @@ class Pair:
     def _run(self, rank: int, case: Any, folder: Path) -> Outcome:
         import torch
 
-        lab = Lab(self._pl, self._make_strategy, folder, rank, self.strategy == ASGD)
+        lab = Lab(self._pl, self._make_strategy, folder, rank, self.strategy == ASGD, self.workers)
         torch.manual_seed(0)
         outcome = Outcome(records=lab.records)
         try:
@@ -148,4 +150,4 @@ class Pair:
     def _make_strategy(self, **ddp_options: Any) -> Any:
         if self.strategy == DDP:
             return self._pl.strategies.DDPStrategy(**ddp_options)
-        return ASGDStrategy(nsync=4)
+        return ASGDStrategy(nsync=4, **self.options)

@@ -86,7 +86,7 @@ def program(package: str, folder: Path, stop: Any, data: str, *, saver: Any = ()
             "enable_model_summary": False,
             "enable_checkpointing": bool(callbacks),
             "num_sanity_val_steps": 0,
-            "max_epochs": 3,
+            "max_epochs": -1,
             "default_root_dir": str(folder),
             **options,
         },
@@ -101,10 +101,11 @@ def saver(pl: Any, folder: Path) -> Any:
 
 
 def stop_at(places: dict[int, tuple[int, int]], where: str = "end") -> Any:
-    """Ranks stop in given epochs, at given numbers of their batches."""
+    """Ranks stop in given epochs, at given numbers of their batches; or later, if they train fewer."""
 
     def stop(module: Any, batch_idx: int, here: str) -> None:
-        if here == where and places.get(module.global_rank) == (module.current_epoch, batch_idx):
+        epoch, batch = places.get(module.global_rank, (99, 0))
+        if here == where and module.current_epoch >= epoch and batch_idx >= batch:
             module.trainer.should_stop = True
 
     return stop
