@@ -48,7 +48,7 @@ class Lab:
     make_strategy: Callable[..., Any]
     folder: Path
     rank: int
-    asynchronous: bool
+    asynchronous: bool = False
     workers: int = WORKERS
     records: list[Record] = field(default_factory=list)
 
