@@ -7,15 +7,18 @@ Each worker trains what its own dataloader yields. That is right where the datas
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_asgd._lightning import apply_to_collection, rank_zero_warn
+from lightning_asgd._lightning import apply_to_collection
 from lightning_asgd.worker.collectives import Collectives
 
 __all__ = ["FirstBatch", "datasets_of", "is_dealt"]
+
+log = logging.getLogger(__name__)
 
 _DIGESTED = 1 << 20  # bytes of each tensor, at most
 
@@ -63,12 +66,15 @@ class FirstBatch:
         for rank, digest in collectives.gather("all_gather", "first batch", self._digest or b"").items():
             workers.setdefault(digest, []).append(rank)
         for digest, ranks in workers.items():
-            if digest and len(ranks) > 1:
-                rank_zero_warn(
-                    f"Workers {', '.join(map(str, ranks))} have trained the same first batch: {datasets_of(trainer)} "
-                    f"seems to yield the same samples to each of them, which are then trained {len(ranks)} times per "
-                    "epoch. Expected each worker to have its share: divide the dataset by "
-                    "torch.distributed.get_rank() and get_world_size(), or give one with a length, which workers share."
+            if digest and len(ranks) > 1 and trainer.is_global_zero:
+                log.warning(
+                    "Workers %s have trained the same first batch: %s seems to yield the same samples to each of them, "
+                    "which are then trained %d times per epoch. Expected each worker to have its share: divide the "
+                    "dataset by torch.distributed.get_rank() and get_world_size(), or give one with a length, which "
+                    "workers share.",
+                    ", ".join(map(str, ranks)),
+                    datasets_of(trainer),
+                    len(ranks),
                 )
 
 

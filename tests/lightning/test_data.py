@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,13 +275,10 @@ def test_what_cannot_be_leased_is_split_and_says_so_once(
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch[0] if isinstance(batch[0], list) else batch, batch_idx)
 
-    def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        with (tmp_path / "warnings").open("a") as file:
-            file.write(f"{message}\n")
-
     log = logging.getLogger("pytorch_lightning.strategies.asgd")
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
-    monkeypatch.setattr(warnings, "warn", note)
+    ours = logging.getLogger("lightning_asgd._undealt")
+    monkeypatch.setattr(ours, "handlers", [logging.FileHandler(tmp_path / "warnings")])
     log.setLevel(logging.INFO)
     trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())
     said = (tmp_path / "log").read_text()
