@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -32,10 +33,10 @@ __all__ = [
     "is_environment",
     "logged_step",
     "looks_at_gradients",
-    "metrics_of",
     "progress_in",
     "progress_of",
     "rank_zero_warn",
+    "synchronise_metrics",
     "tree_of",
     "when_batches_are_fetched",
     "when_epochs_end",
@@ -260,6 +261,37 @@ def metrics_of(*owners: Any) -> list[Any]:
             held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
             found |= {id(m): m for item in held for m in parts(item) if isinstance(m, torchmetrics.Metric)}
     return list(found.values())
+
+
+def synchronise_metrics(available: Callable[[], bool], gather: Callable[..., Any], *owners: Any) -> None:
+    """Have every metric of modules and callbacks measure over all workers.
+
+    Args:
+        available: whether workers meet at present.
+        gather: given a tensor, returns everybody's.
+        *owners: as for :func:`metrics_of`.
+    """
+    for metric in metrics_of(*owners):
+        for name, function in (("distributed_available_fn", available), ("dist_sync_fn", gather)):
+            before = getattr(metric, name)
+            before = before.before if isinstance(before, _InPlaceOf) else before
+            setattr(metric, name, _InPlaceOf(before, function))
+
+
+class _InPlaceOf:
+    """A function in the place of one that a metric had. It belongs to this run: a saved metric has the other again."""
+
+    def __init__(self, before: Any, function: Callable[..., Any]) -> None:
+        self.before, self._function = before, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _InPlaceOf:
+        return self
+
+    def __reduce__(self) -> Any:
+        return operator.itemgetter(0), ((self.before,),)
 
 
 def callback_modules(trainer: Any) -> list[Any]:
