@@ -146,9 +146,10 @@ def run_row(row: Row, results: Path, report: Callable[[str], None], *, again: bo
             report(f"{row.name} cannot be run: {error}")
             return result
         for cell in open_cells:
+            fingerprint = row.fingerprint(cell)  # before: the files may change meanwhile
             outcome = _run(row, cell, python, Path(name) / str(cell).replace(" ", "-"), data)
             result.versions |= outcome.pop("versions", {})
-            result.cells[str(cell)] = {"fingerprint": row.fingerprint(cell), **outcome}
+            result.cells[str(cell)] = {"fingerprint": fingerprint, **outcome}
             result.save()
             report(f"{row.name}, {cell}: {outcome['seconds']:.0f} s, {describe(outcome)}")
     return result
