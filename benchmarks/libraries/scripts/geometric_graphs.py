@@ -66,7 +66,7 @@ def main() -> None:
     best = pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=1)
     options = run.trainer_options()
     options["callbacks"].append(best)
-    trainer = pl.Trainer(max_epochs=4, log_every_n_steps=5, **options)
+    trainer = pl.Trainer(max_epochs=10, log_every_n_steps=5, **options)
     trainer.fit(module, LightningDataset(train, val, batch_size=16, num_workers=2))
     module.eval()
     whole = Batch.from_data_list(data)
