@@ -35,7 +35,7 @@ class Model(pl.LightningModule):
         from torch_geometric.nn import GIN, MLP
 
         self.gnn = GIN(4, 32, 3, dropout=0.1, jk="cat")
-        self.classifier = MLP([32, 32, 2], norm="batch_norm", dropout=0.1)
+        self.classifier = MLP([32, 32, 2], norm=None, dropout=0.1)
 
     def forward(self, data: Any) -> torch.Tensor:
         from torch_geometric.nn import global_add_pool
