@@ -43,7 +43,7 @@ file is written by two workers that DDP writes once, and the error is DDP's, giv
 DATA = """
 Data sets that divide themselves among the workers, with 0 and with 2 loader processes:
 """
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+CONSOLE = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
 
 
 def show(title: str, heads: list[str], lines: list[list[str]]) -> None:

@@ -159,10 +159,11 @@ def measure(scenario: Scenario, tree: Path, seconds: float) -> dict[str, float]:
         try:
             output, _ = process.communicate(timeout=RUN_S)
         except BaseException as error:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=10)
-            process.kill()
+            for number in (signal.SIGTERM, signal.SIGKILL):  # its workers, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=10)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RuntimeError(f"{scenario.name} was not done within {RUN_S:g} s.") from error
             raise

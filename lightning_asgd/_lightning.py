@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import operator
 import sys
 import types
 import weakref
@@ -41,10 +42,10 @@ __all__ = [
     "let_several_trainers_take",
     "logged_step",
     "looks_at_gradients",
-    "metrics_of",
     "progress_in",
     "progress_of",
     "rank_zero_warn",
+    "synchronise_metrics",
     "tree_of",
     "when_batches_are_fetched",
     "when_epochs_end",
@@ -356,11 +357,20 @@ def metrics_of(*owners: Any) -> list[Any]:
     return list(found.values())
 
 
+@functools.cache
 def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
     """Have every torchmetrics ``Metric`` that is made from now on ask this before it syncs with other processes."""
-    import torchmetrics.metric
+    from torchmetrics.metric import Metric, jit_distributed_available
 
-    torchmetrics.metric.jit_distributed_available = distributed_available
+    make = Metric.__init__
+
+    @functools.wraps(make)
+    def make_and_ask(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.distributed_available_fn is jit_distributed_available:
+            self.distributed_available_fn = _InPlaceOf(jit_distributed_available, distributed_available)
+
+    Metric.__init__ = make_and_ask
 
 
 def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
@@ -388,6 +398,37 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
 
     return undo
+
+
+def synchronise_metrics(available: Callable[[], bool], gather: Callable[..., Any], *owners: Any) -> None:
+    """Have every metric of modules and callbacks measure over all workers.
+
+    Args:
+        available: whether workers meet at present.
+        gather: given a tensor, returns everybody's.
+        *owners: as for :func:`metrics_of`.
+    """
+    for metric in metrics_of(*owners):
+        for name, function in (("distributed_available_fn", available), ("dist_sync_fn", gather)):
+            before = getattr(metric, name)
+            before = before.before if isinstance(before, _InPlaceOf) else before
+            setattr(metric, name, _InPlaceOf(before, function))
+
+
+class _InPlaceOf:
+    """A function in the place of one that a metric had. It belongs to this run: a saved metric has the other again."""
+
+    def __init__(self, before: Any, function: Callable[..., Any]) -> None:
+        self.before, self._function = before, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _InPlaceOf:
+        return self
+
+    def __reduce__(self) -> Any:
+        return operator.itemgetter(0), ((self.before,),)
 
 
 def callback_modules(trainer: Any) -> list[Any]:

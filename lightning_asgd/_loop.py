@@ -32,6 +32,14 @@ __all__ = ["LeasedLoop"]
 _NEVER = sys.maxsize  # a number of batches or steps that is not reached
 
 
+def _set_batches(loader: Any, sampler: Any) -> None:
+    """Give a training dataloader another batch sampler."""
+    # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
+    object.__setattr__(loader, "batch_sampler", sampler)
+    # With persistent_workers=True the loader keeps its iterator, which would go on with the sampler it began with.
+    loader._iterator = None
+
+
 class LeasedLoop:
     """The training loop of one fit.
 
@@ -118,8 +126,7 @@ class LeasedLoop:
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
         sampler.set_epoch(loop.epoch_progress.current.processed)
-        # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
-        object.__setattr__(loader, "batch_sampler", LeasedBatches(inner, self.leases, self._plan, length))
+        _set_batches(loader, LeasedBatches(inner, self.leases, self._plan, length))
         iter(loop._data_fetcher)
 
     def _uninstall(self) -> None:
@@ -127,7 +134,7 @@ class LeasedLoop:
         if self._loader is not None:
             inner = self._loader.batch_sampler.inner
             vars(inner.sampler).update(self._dealt)
-            object.__setattr__(self._loader, "batch_sampler", inner)
+            _set_batches(self._loader, inner)
             self._loader = None
 
     def _plan(self) -> Plan:

@@ -15,8 +15,8 @@ from lightning_asgd._lightning import (
     follow_progress,
     keep_sigterm_local,
     let_metrics_ask,
-    metrics_of,
     rank_zero_warn,
+    synchronise_metrics,
 )
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Run
@@ -350,9 +350,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         world.check_module(self.lightning_module)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        for metric in metrics_of(self.lightning_module, *trainer.callbacks):
-            metric.distributed_available_fn = self._metrics_sync
-            metric.dist_sync_fn = self._gather_metric
+        synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
         with with_last_words():
             if fitting:
                 self._set_out(trainer)

@@ -1,4 +1,4 @@
-"""Runs the programs of this folder, each in its overlay and in a process of its own, and judges what they did.
+"""Runs the programs of the folder scripts, each in its overlay and in a process of its own, and judges what they did.
 
 Every training is a cell of its row. A row's cells lie in one JSON file, which is written after each of them: what was
 interrupted goes on with the next cell, and what is there is not run again until the program or the library changes.
@@ -26,8 +26,8 @@ from .overlay import OverlayError, held, overlay
 
 __all__ = ["Cell", "Row", "run_row"]
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).resolve().parent / "scripts"  # apart: a script's folder is the first on its path
 DEADLINE_S = 240.0
 _KILL_S = 10.0
 _RANKS = (
@@ -62,7 +62,7 @@ class Row:
 
     Attributes:
         name: as people call the library.
-        script: its file in this folder.
+        script: its file in the folder scripts.
         requirements: what pip installs.
         cells: the trainings.
         samples: of an epoch, for a data set that divides itself; 0 for a library that trains.
@@ -81,7 +81,7 @@ class Row:
 
     def fingerprint(self, cell: Cell) -> str:
         """Changes with the files and versions that a cell's outcome depends on."""
-        files = [HERE / self.script, HERE / "harness.py"]
+        files = [SCRIPTS / self.script, SCRIPTS / "harness.py"]
         if cell.way == "asgd":
             files += sorted((ROOT / "lightning_asgd").rglob("*.py"))
         digest = hashlib.sha256(repr([self, *held()]).encode())
@@ -146,9 +146,10 @@ def run_row(row: Row, results: Path, report: Callable[[str], None], *, again: bo
             report(f"{row.name} cannot be run: {error}")
             return result
         for cell in open_cells:
+            fingerprint = row.fingerprint(cell)  # before: the files may change meanwhile
             outcome = _run(row, cell, python, Path(name) / str(cell).replace(" ", "-"), data)
             result.versions |= outcome.pop("versions", {})
-            result.cells[str(cell)] = {"fingerprint": row.fingerprint(cell), **outcome}
+            result.cells[str(cell)] = {"fingerprint": fingerprint, **outcome}
             result.save()
             report(f"{row.name}, {cell}: {outcome['seconds']:.0f} s, {describe(outcome)}")
     return result
@@ -191,7 +192,16 @@ def _run(row: Row, cell: Cell, python: Path | str, folder: Path, data: Path) -> 
     """Train once, and collect what the processes wrote down."""
     for name in ("work", "seen", "home", "tmp"):
         (folder / name).mkdir(parents=True)
-    command = [python, HERE / row.script, "--way", cell.way, "--workers", cell.workers, "--processes", cell.processes]
+    command = [
+        python,
+        SCRIPTS / row.script,
+        "--way",
+        cell.way,
+        "--workers",
+        cell.workers,
+        "--processes",
+        cell.processes,
+    ]
     command += ["--folder", folder, "--data", data, "--samples", row.samples]
     began = time.monotonic()
     output = folder / "output.txt"

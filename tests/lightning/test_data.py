@@ -87,11 +87,11 @@ def strategy(**options: Any) -> ASGDStrategy:
 ONCE = Counter(range(SAMPLES))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("processes", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, processes: dict[str, Any]) -> None:
     module = Watching(tmp_path)
     run = trainer(tmp_path, strategy(), val_check_interval=0.5, max_epochs=2)
-    run.fit(module, numbered(num_workers=workers), loader(16))
+    run.fit(module, numbered(**processes), loader(16))
     seen = Seen(tmp_path)
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
     assert seen.batches(0) > 2 * seen.batches(1)

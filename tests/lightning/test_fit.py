@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -143,6 +144,30 @@ def test_metrics_equal_those_over_the_whole_set(tmp_path: Path) -> None:
     assert last["val_mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
     assert last["val_mse"] == pytest.approx(float((error**2).mean()), rel=1e-5)
     assert last["ranks"] == 1.0
+
+
+def test_a_checkpoint_may_hold_a_metric_which_is_then_one_of_nobodys_run(tmp_path: Path) -> None:
+    """As hyperparameters of pytorch-forecasting do: its losses are metrics."""
+    import torchmetrics
+
+    class Measured(Regression):
+        def __init__(self, mae: torchmetrics.Metric) -> None:
+            super().__init__()
+            self.mae = mae
+            self.save_hyperparameters()
+
+        def on_train_end(self) -> None:
+            self.copied = copy.deepcopy(self.mae)
+            self.trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    untouched = torchmetrics.MeanAbsoluteError()
+    module = Measured(torchmetrics.MeanAbsoluteError())
+    trainer(tmp_path, ASGDStrategy(nsync=3), devices=1, max_epochs=1).fit(module, loader(64))
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["hyper_parameters"]["mae"]
+    names = ("dist_sync_fn", "distributed_available_fn")
+    assert [getattr(saved, name) for name in names] == [getattr(untouched, name) for name in names]
+    for name in names:  # a copy made in mid-fit is measured over all workers, as the metric is
+        assert getattr(module.copied, name) is getattr(module.mae, name) is not getattr(untouched, name)
 
 
 def test_a_non_finite_update_is_refused_and_training_goes_on(tmp_path: Path) -> None:

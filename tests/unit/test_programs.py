@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.libraries.catalogue import ROWS
 from benchmarks.libraries.overlay import reason
-from benchmarks.libraries.runner import HERE, Cell, Result, Row
+from benchmarks.libraries.runner import SCRIPTS, Cell, Result, Row
 from benchmarks.libraries.verdict import data_table, library_table, problems
 
 LIBRARY = Row("library", "script.py", ("library>=1",))
@@ -100,4 +100,4 @@ def test_a_cell_is_kept_until_what_it_depends_on_changes(tmp_path: Path) -> None
 
 
 def test_every_row_has_its_script() -> None:
-    assert [row.name for row in ROWS.values() if not (HERE / row.script).exists()] == []
+    assert [row.name for row in ROWS.values() if not (SCRIPTS / row.script).exists()] == []

@@ -35,7 +35,7 @@ class Model(pl.LightningModule):
         from torch_geometric.nn import GIN, MLP
 
         self.gnn = GIN(4, 32, 3, dropout=0.1, jk="cat")
-        self.classifier = MLP([32, 32, 2], norm="batch_norm", dropout=0.1)
+        self.classifier = MLP([32, 32, 2], norm=None, dropout=0.1)
 
     def forward(self, data: Any) -> torch.Tensor:
         from torch_geometric.nn import global_add_pool
@@ -66,7 +66,7 @@ def main() -> None:
     best = pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=1)
     options = run.trainer_options()
     options["callbacks"].append(best)
-    trainer = pl.Trainer(max_epochs=4, log_every_n_steps=5, **options)
+    trainer = pl.Trainer(max_epochs=10, log_every_n_steps=5, **options)
     trainer.fit(module, LightningDataset(train, val, batch_size=16, num_workers=2))
     module.eval()
     whole = Batch.from_data_list(data)

@@ -14,8 +14,8 @@ CELLS, GENES, KINDS = 640, 60, 4
 def counts() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     kinds = random.integers(KINDS, size=CELLS)
-    rates = random.gamma(40.0, 0.05, size=(KINDS, GENES))
-    depth = random.gamma(8.0, 0.1, size=(CELLS, 1))
+    rates = random.gamma(5.0, 0.2, size=(KINDS, GENES))
+    depth = random.gamma(8.0, 0.2, size=(CELLS, 1))
     return random.poisson(rates[kinds] * depth), kinds
 
 

@@ -1,6 +1,6 @@
 """What the programs of this folder have in common: who trains, and what is written down about it.
 
-Each of them is a script that :mod:`runner` starts as a user would. ``run = Run(...)`` reads the command line,
+Each of them is a script that the runner starts as a user would. ``run = Run(...)`` reads the command line,
 ``run.trainer_options()`` is handed to the library's Trainer, ``run.finish(...)`` ends the script. In between every
 process writes to files of its own, named by its number, in the run's folder ``seen``:
 
