@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_asgd import ASGDStrategy, Timeouts
 from tests.lightning.models import dataset
 
-LIGHTNINGS = ("pytorch_lightning", "lightning.pytorch")
+USUALLY_ONE = ("pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow))
 SAMPLES, BATCH, EPOCHS = 128, 4, 3  # 16 batches for each of two workers
 
 
@@ -99,7 +99,7 @@ def check_trained_once(ranks: list[Any], epochs: int) -> None:
     assert zero["batches"] == one["batches"]
 
 
-@pytest.mark.parametrize("package", LIGHTNINGS)
+@pytest.mark.parametrize("package", USUALLY_ONE)
 @pytest.mark.parametrize("data", ["leases", "split"])
 def test_statistics_of_averaged_weights_are_those_of_all_samples(tmp_path: Path, package: str, data: str) -> None:
     """Lightning takes a last pass over the data without gradients."""
@@ -115,7 +115,7 @@ def test_statistics_of_averaged_weights_are_those_of_all_samples(tmp_path: Path,
         assert rank["batches"] == 16
 
 
-@pytest.mark.parametrize("package", LIGHTNINGS)
+@pytest.mark.parametrize("package", USUALLY_ONE)
 @pytest.mark.parametrize(
     ("accumulate", "steps"),
     [
@@ -140,7 +140,7 @@ def test_steps_of_a_number_of_batches_that_changes_between_epochs(
     assert all(1 in rank["steps"] for rank in ranks)
 
 
-@pytest.mark.parametrize("package", LIGHTNINGS)
+@pytest.mark.parametrize("package", USUALLY_ONE)
 def test_steps_of_a_number_of_batches_that_changes_within_an_epoch(tmp_path: Path, package: str) -> None:
     def changing(pl: Any) -> Any:
         class Changing(pl.Callback):

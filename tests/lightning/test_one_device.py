@@ -92,10 +92,10 @@ def check_same(ours: OneDevice, theirs: OneDevice) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Some of them on each Lightning; the others are slow."""
+    """All on both Lightnings; all but a few are slow."""
     for number, name in enumerate(OPTIMIZERS):
-        for package, every in zip(PACKAGES, (4, 10), strict=True):
-            usual = number % every == 0 and name not in ("compiled", "lbfgs")
+        for package in PACKAGES:
+            usual = number % 9 == 0 and package == PACKAGES[0] and name not in ("compiled", "lbfgs")
             yield pytest.param(name, package, id=f"{name}-{package}", marks=[] if usual else [pytest.mark.slow])
 
 
@@ -163,8 +163,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
     return odd("auto", tmp_path_factory.mktemp("one"))
 
 
+USUAL = ("after every step", "local SGD", "Hogwild", "zmq")
+
+
 @NEEDS_SHARED_MEMORY
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_every_way_to_exchange_gives_the_bits_of_one_device(way: str, one_device: OneDevice, tmp_path: Path) -> None:
     if WAYS[way].get("transport") == "zmq":
         pytest.importorskip("zmq")
@@ -172,7 +175,12 @@ def test_every_way_to_exchange_gives_the_bits_of_one_device(way: str, one_device
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "package"), [(("swa",), PACKAGES[1]), (("ema",), PACKAGES[0]), (("accumulation",), PACKAGES[0])]
+    ("callbacks", "package"),
+    [
+        pytest.param(("swa",), PACKAGES[1], marks=pytest.mark.slow),
+        (("ema",), PACKAGES[0]),
+        pytest.param(("accumulation",), PACKAGES[0], marks=pytest.mark.slow),
+    ],
 )
 def test_callbacks_that_change_weights_give_the_bits_of_one_device(
     callbacks: tuple[str, ...], package: str, tmp_path: Path
@@ -181,7 +189,7 @@ def test_callbacks_that_change_weights_give_the_bits_of_one_device(
     check_same(odd(ASGDStrategy(), tmp_path, callbacks, package), theirs)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.slow)])
 def test_resuming_from_any_step_gives_the_bits_of_one_device(package: str, tmp_path: Path) -> None:
     pl = importlib.import_module(package)
     seen: dict[tuple[str, int], Any] = {}

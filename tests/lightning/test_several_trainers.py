@@ -15,7 +15,8 @@ from lightning_asgd.errors import ConfigurationError
 from tests.lightning.models import digest, loader
 from tests.lightning.test_neighbours import check, run
 
-TREES = [pl, lightning.pytorch]
+OTHER = pytest.param(lightning.pytorch, marks=pytest.mark.slow)
+USUALLY_ONE = [pl, OTHER]
 
 
 def module_of(tree: Any) -> Any:
@@ -45,8 +46,8 @@ def make(tree: Any, strategy: Any, folder: Path, **options: Any) -> Any:
     return tree.Trainer(strategy=strategy, **{**off, **defaults, **options})
 
 
-@pytest.mark.parametrize("first", TREES)
-@pytest.mark.parametrize("second", TREES)
+@pytest.mark.parametrize("first", USUALLY_ONE)
+@pytest.mark.parametrize("second", [pl, lightning.pytorch])
 def test_a_strategy_goes_from_trainer_to_trainer(tmp_path: Path, first: Any, second: Any) -> None:
     strategy = ASGDStrategy(nsync=2)
     fit, module = make(first, strategy, tmp_path), module_of(first)
@@ -85,7 +86,7 @@ def test_a_strategy_goes_from_trainer_to_trainer(tmp_path: Path, first: Any, sec
     assert digest(module) != before
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", USUALLY_ONE)
 def test_arguments_are_those_of_the_strategy_or_of_the_newest_trainer(tmp_path: Path, tree: Any) -> None:
     environment = type(make(tree, ASGDStrategy(), tmp_path).strategy.cluster_environment)()
     double = tree.plugins.DoublePrecision()
@@ -102,7 +103,7 @@ def test_arguments_are_those_of_the_strategy_or_of_the_newest_trainer(tmp_path: 
         make(tree, strategy, tmp_path, plugins=[environment])
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", USUALLY_ONE)
 def test_the_strategy_of_a_trainer_that_runs_is_not_taken(tmp_path: Path, tree: Any) -> None:
     strategy = ASGDStrategy()
 

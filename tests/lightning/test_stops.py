@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_asgd import ASGDStrategy, Timeouts
 from tests.lightning.models import dataset
 
-LIGHTNINGS = ("pytorch_lightning", "lightning.pytorch")
+USUALLY_ONE = ("pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow))
 BATCH, BATCHES = 4, 64  # 32 for each of two workers
 
 
@@ -111,7 +111,7 @@ def stop_at(places: dict[int, tuple[int, int]], where: str = "end") -> Any:
     return stop
 
 
-@pytest.mark.parametrize("package", LIGHTNINGS)
+@pytest.mark.parametrize("package", USUALLY_ONE)
 @pytest.mark.parametrize("data", ["leases", "split"])
 @pytest.mark.parametrize(
     ("stop", "options"),

@@ -75,7 +75,7 @@ def test_a_users_own_monitor_stays(tmp_path: Path) -> None:
     assert fit.callbacks == before
 
 
-@pytest.mark.parametrize("tree", [pl, lightning.pytorch])
+@pytest.mark.parametrize("tree", [pl, pytest.param(lightning.pytorch, marks=pytest.mark.slow)])
 def test_callbacks_and_module_can_be_pickled_after_a_fit(tmp_path: Path, tree: Any) -> None:
     off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     fit = tree.Trainer(
