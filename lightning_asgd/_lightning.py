@@ -50,6 +50,7 @@ __all__ = [
     "when_batches_are_fetched",
     "when_epochs_end",
     "when_imported",
+    "without_optimizers",
 ]
 
 MALICIOUS = ("2.6.2", "2.6.3")
@@ -644,6 +645,11 @@ def rank_zero_warn(message: str) -> None:
     from lightning_utilities.core.rank_zero import rank_zero_warn
 
     rank_zero_warn(message, stacklevel=6)
+
+
+def without_optimizers(state: dict[str, Any]) -> dict[str, Any]:
+    """A strategy's attributes as before its optimizers were made: Lightning's wrappers of these cannot be pickled."""
+    return {**state, **{name: [] for name in ("_optimizers", "_lightning_optimizers") if name in state}}
 
 
 def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> Any:

@@ -239,6 +239,10 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.job = job
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes: libraries save a strategy with their models."""
+        return {**self.__dict__, "procs": []}
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start what is not running yet, then run ``function`` in this process, which is a worker itself."""
         environment = self.cluster_environment
@@ -334,6 +338,10 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         self.job = job
         self.policy = policy
         self._last: threading.Timer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes: libraries save a strategy with their models."""
+        return {**self.__dict__, "_procs": [], "_last": None}
 
     @property
     def procs(self) -> list[Any]:

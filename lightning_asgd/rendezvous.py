@@ -143,6 +143,15 @@ class Rendezvous:
         """A published value, or None."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
+    def _peek(self, key: str) -> Any:
+        try:
+            return self.peek(key)
+        except RuntimeError as error:  # of torch's store
+            raise LaunchError(
+                f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected it "
+                "to live until its workers have ended. Look at its output."
+            ) from error
+
     def get(self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
         """Wait for a value.
 
@@ -156,7 +165,7 @@ class Rendezvous:
             LaunchError: it does not come in time.
         """
         deadline = time.monotonic() + timeout_s
-        while (value := self.peek(key)) is None:
+        while (value := self._peek(key)) is None:
             check()
             if time.monotonic() > deadline:
                 raise LaunchError(

@@ -17,6 +17,7 @@ from lightning_asgd._lightning import (
     let_metrics_ask,
     rank_zero_warn,
     synchronise_metrics,
+    without_optimizers,
 )
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Run
@@ -229,8 +230,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._membership: Membership | None = None  # from set-up to teardown
         self._fit: Fit | None = None  # the same, while it fits
         self._offline = Collectives()  # before, and after where there is nobody else
-        self._undo_sigterm: Callable[[], None] = lambda: None
+        self._undo_sigterm: Callable[[], None] | None = None
         self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a saved copy goes on with, or one in another process: nothing of this process's session."""
+        mine: dict[str, Any] = {"_membership": None, "_fit": None, "_undo_sigterm": None, "_callbacks": []}
+        return {**without_optimizers(self.__dict__), **mine}
 
     # ------------------------------------------------------------------ who this worker is
 
@@ -392,7 +398,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.close()
             self._fit = None
-        self._undo_sigterm()
+        if self._undo_sigterm is not None:
+            self._undo_sigterm()
+            self._undo_sigterm = None
         super().teardown()
         if resting() is None:  # this worker is alone again
             world.withdraw()

@@ -76,7 +76,7 @@ def test_a_users_own_monitor_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", [pl, pytest.param(lightning.pytorch, marks=pytest.mark.slow)])
-def test_callbacks_and_module_can_be_pickled_after_a_fit(tmp_path: Path, tree: Any) -> None:
+def test_callbacks_module_and_strategy_can_be_pickled_after_a_fit(tmp_path: Path, tree: Any) -> None:
     off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     fit = tree.Trainer(
         strategy=ASGDStrategy(), accelerator="cpu", devices=1, max_epochs=1, default_root_dir=str(tmp_path), **off
@@ -87,3 +87,10 @@ def test_callbacks_and_module_can_be_pickled_after_a_fit(tmp_path: Path, tree: A
     again = pickle.loads(pickle.dumps(module))
     assert torch.equal(again.layer.weight, module.layer.weight)
     pickle.dumps(fit.callbacks)
+    strategy = pickle.loads(pickle.dumps(fit.strategy))  # libraries save it with a model, and train on with it
+    next_fit = tree.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, default_root_dir=str(tmp_path), **off
+    )
+    next_fit.fit(module)
+    assert next_fit.global_step == fit.global_step > 0
+    assert strategy.stats.steps == fit.global_step
