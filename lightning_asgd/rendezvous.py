@@ -148,8 +148,8 @@ class Rendezvous:
             return self.peek(key)
         except RuntimeError as error:  # of torch's store
             raise LaunchError(
-                f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected it "
-                "to live until its workers have ended. Look at its output."
+                f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected "
+                "it to live until its workers have ended. Look at its output."
             ) from error
 
     def get(self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
