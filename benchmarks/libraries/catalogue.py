@@ -21,7 +21,7 @@ ROWS = {
         Row("darts", "darts_nbeats.py", ("darts>=0.35",)),
         Row("pytorch-forecasting", "forecasting_tft.py", ("pytorch-forecasting>=1.4",)),
         Row("lightly", "lightly_simclr.py", ("lightly>=1.5",)),
-        Row("lightly-gathered", "lightly_gathered.py", ("lightly>=1.5",)),
+        Row("lightly-gathered", "lightly_gathered.py", ("lightly>=1.5",), refused="CollectiveUnavailableError"),
         Row("torch-geometric", "geometric_graphs.py", ("torch-geometric>=2.6",)),
         Row("segmentation-models-pytorch", "segmentation_unet.py", ("segmentation-models-pytorch>=0.5",)),
         Row("chemprop", "chemprop_mpnn.py", ("chemprop>=2.1",)),

@@ -66,6 +66,7 @@ class Row:
         requirements: what pip installs.
         cells: the trainings.
         samples: of an epoch, for a data set that divides itself; 0 for a library that trains.
+        refused: the error that A-SGD is to raise, since the program needs all workers in every step; empty for none.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Row:
     requirements: tuple[str, ...]
     cells: tuple[Cell, ...] = (Cell("one"), Cell("ddp", 2), Cell("asgd", 2))
     samples: int = 0
+    refused: str = ""
 
     @property
     def package(self) -> str:

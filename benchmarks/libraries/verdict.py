@@ -42,6 +42,9 @@ def _alone(row: Row, result: Result) -> list[Mapping[str, Any]]:
 
 
 def _problems(row: Row, outcome: Mapping[str, Any], cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if row.refused:
+        named = outcome["exit"] != 0 and row.refused in outcome["problem"]
+        return [] if named else [f"was to be refused by {row.refused}, and was not: {outcome['problem']}"]
     if outcome["exit"] != 0:
         return [f"exit code {outcome['exit']}: {outcome['problem']}"]
     found = []
@@ -101,7 +104,7 @@ def _faults(outcome: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _verdict(row: Row, result: Result) -> str:
-    good = "each once" if row.samples else "as DDP"
+    good = "refused by name" if row.refused else "each once" if row.samples else "as DDP"
     unfinished = "" if result.refused or all(str(cell) in result.cells for cell in row.cells) else "not run yet"
     return "; ".join(filter(None, [*problems(row, result), unfinished])).replace("|", "/") or good
 

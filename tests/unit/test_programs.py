@@ -83,6 +83,24 @@ def test_what_was_not_run_is_not_called_good() -> None:
     assert library_table([(LIBRARY, found)])[1][0][-1] == "not run yet"
 
 
+@pytest.mark.parametrize(
+    ("asgd", "says"),
+    [
+        ({"exit": 1, "problem": "CollectiveUnavailableError: torch.distributed.all_gather was called ..."}, []),
+        (
+            {"exit": 1, "problem": "RuntimeError: no"},
+            ["was to be refused by CollectiveUnavailableError, and was not: "],
+        ),
+        ({}, ["was to be refused by CollectiveUnavailableError, and was not: "]),
+    ],
+)
+def test_a_program_that_is_to_be_refused_must_be(asgd: dict[str, Any], says: list[str]) -> None:
+    row = Row("library", "script.py", ("library>=1",), refused="CollectiveUnavailableError")
+    found = problems(row, result(row, **asgd))
+    assert len(found) == len(says)
+    assert all(text.startswith(start) for text, start in zip(found, says, strict=True))
+
+
 def test_pips_reason_is_reported() -> None:
     assert problems(LIBRARY, Result(Path(), refused="a\nERROR: conflict")) == ["cannot be run: ERROR: conflict"]
     output = "Collecting a\nThe conflict is caused by:\n    a 1 depends on torch<2\nERROR: Cannot install a\nWARNING: x"
