@@ -64,9 +64,12 @@ if rank_variables.settle():
 
 
 def _register(tree: _lightning.Tree) -> None:
-    from lightning_asgd.strategy import ASGDStrategy
+    from lightning_asgd import world
+    from lightning_asgd.strategy import ASGDStrategy, give_way
 
     tree.register(ASGDStrategy)
+    _lightning.when_process_groups_are_made(tree, give_way)
+    _lightning.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
 _lightning.when_imported("strategies", _register)

@@ -50,6 +50,7 @@ __all__ = [
     "when_batches_are_fetched",
     "when_epochs_end",
     "when_imported",
+    "when_process_groups_are_made",
     "without_optimizers",
 ]
 
@@ -372,6 +373,20 @@ def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
             self.distributed_available_fn = _InPlaceOf(jit_distributed_available, distributed_available)
 
     Metric.__init__ = make_and_ask
+
+
+def when_process_groups_are_made(tree: Tree, call: Callable[[], None]) -> None:
+    """Have something called before one of the tree's own strategies, such as DDP, makes its process group."""
+    for name in ("ddp", "fsdp", "model_parallel", "deepspeed"):
+        module: Any = sys.modules.get(f"{tree.package}.strategies.{name}")
+        make = getattr(module, "_init_dist_connection", None)
+        if make is not None:
+            module._init_dist_connection = functools.partial(_after, call, make)
+
+
+def _after(call: Callable[[], None], make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    call()
+    make(*args, **kwargs)
 
 
 def keep_sigterm_local(trainer: Any) -> Callable[[], None]:

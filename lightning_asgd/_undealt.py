@@ -55,7 +55,10 @@ class FirstBatch:
     def note(self, batch: Any) -> None:
         """Look at a batch, if it is the first."""
         if self._digest is None:
-            self._digest = _digest(batch)
+            try:
+                self._digest = _digest(batch)
+            except Exception:  # of a batch's own classes: it is for a warning only
+                self._digest = b""
 
     def compare(self, trainer: Any, collectives: Collectives) -> None:
         """Ask the others once, and warn. All workers call it together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
         wait_s: how long to wait.
 
     Returns:
-        exit codes of those that have failed, by rank. One that still runs has not.
+        exit codes of those that have failed, by rank. One that still runs is to be killed, and counts as failed.
     """
     begun = time.monotonic()
     told = False
@@ -43,7 +44,8 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
             told = True
             log.warning("This process has ended its work, and waits for worker %s.", ", ".join(running))
         time.sleep(_POLL_S)
-    return {rank: process.returncode for rank, process in workers.items() if process.returncode}
+    codes = {rank: -signal.SIGKILL if (code := p.poll()) is None else code for rank, p in workers.items()}
+    return {rank: code for rank, code in codes.items() if code}
 
 
 def is_failing() -> bool:

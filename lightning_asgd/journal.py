@@ -80,7 +80,7 @@ class Journal:
     """
 
     def __init__(self, folder: str | Path, workers: int, settings: Mapping[str, Any]) -> None:
-        self._file: _Local | _Remote = _Remote(str(folder)) if _is_url(folder) else _Local(Path(folder))
+        self._file: _Local | _Remote = _Remote(str(folder)) if _is_url(folder) else _Local(_local(folder))
         self._write("fit", started=time.strftime("%Y-%m-%d %H:%M:%S"), workers=workers, settings=dict(settings))
 
     @property
@@ -169,6 +169,11 @@ def _is_url(place: str | Path) -> bool:
     return fsspec.utils.get_protocol(str(place)) not in ("file", "local")
 
 
+def _local(place: str | Path) -> Path:
+    """The path of a place on this machine, which may be given as ``file://``."""
+    return Path(_file_system(str(place))[1])
+
+
 def _file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
     import fsspec.core
@@ -186,7 +191,7 @@ def find(folder: str | Path) -> str | Path:
     Raises:
         ConfigurationError: there is none, or more than one.
     """
-    is_folder, found = _search_url(str(folder)) if _is_url(folder) else _search(Path(folder))
+    is_folder, found = _search_url(str(folder)) if _is_url(folder) else _search(_local(folder))
     if len(found) == 1:
         return found[0]
     if not found:
@@ -250,7 +255,7 @@ def read(path: str | Path) -> list[Fit]:
 
 def _text(file: str | Path) -> str:
     if not _is_url(file):
-        return Path(file).read_text()
+        return _local(file).read_text()
     fs, path = _file_system(str(file))
     return str(fs.cat_file(path).decode())
 

@@ -158,9 +158,12 @@ class Membership:
     def _report_exit(self, rank: int, code: int) -> None:
         """Called by the supervisor's thread when a worker's process has ended."""
         overseer = supervisor.current()
-        if overseer is not None and not self._policy.abort:
+        rests = resting() is self  # nobody trains on without it then
+        if overseer is not None and not self._policy.abort and not rests:
             overseer.excuse(rank)
-        if code != 0:
+        if code != 0 and rests:
+            log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
+        elif code != 0:
             log.warning("Worker %d ended with exit code %d; the others go on without it.", rank, code)
         self.client.leave(f"its process ended with exit code {code}", worker=rank)
 

@@ -101,7 +101,8 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
             self._store = place.store()
             log.warning(
                 "A process group with a backend of torch's own was made. Its calls wait for all of its ranks, also "
-                "between two sync points: call them at sync points and outside of fit only."
+                "between two sync points: call them at sync points and outside of fit only. They are neither encrypted "
+                "nor authenticated, whatever the transport."
             )
         return self._store
 

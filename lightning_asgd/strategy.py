@@ -14,7 +14,6 @@ from lightning_asgd._lightning import (
     StrategyExtension,
     follow_progress,
     keep_sigterm_local,
-    let_metrics_ask,
     rank_zero_warn,
     synchronise_metrics,
     without_optimizers,
@@ -42,7 +41,7 @@ from lightning_asgd.worker.entry import agree, named_state
 from lightning_asgd.worker.meter import Meter
 from lightning_asgd.worker.sharing import Sharing
 
-__all__ = ["ASGDStrategy"]
+__all__ = ["ASGDStrategy", "give_way"]
 
 _DATA = ("leases", "split")
 _ON_FAILURE = ("continue", "abort")
@@ -304,7 +303,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             with with_last_words():
                 self._membership.join()
         self._announce()
-        let_metrics_ask(world.collectives_are_real)
         self._undo_sigterm = keep_sigterm_local(trainer)
         self._add_callbacks(trainer)
 
@@ -538,7 +536,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return self.collectives.decide(decision, all=all)
 
     def _metrics_sync(self) -> bool:
-        return self.collectives.real
+        # After the fit a program may have destroyed the process group, to test with one device for instance.
+        return self.collectives.real if self._membership is not None else world.collectives_are_real()
 
     @with_last_words()
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -590,6 +589,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def lightning_restore_optimizer(self) -> bool:
         """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
         return self._membership is None or self._membership.founder
+
+
+def give_way() -> None:
+    """Leave torch.distributed to another strategy of this process, which is about to make its own process group."""
+    leave_resting()
+    if world.is_ours():
+        world.withdraw()
 
 
 def _is_monitored(trainer: Any) -> bool:

@@ -90,7 +90,9 @@ def collectives_are_real() -> bool:
     """Whether a collective of ``torch.distributed`` reaches other processes now: what metrics ask before they sync."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    return not is_ours() or (_place is not None and not _place.forked and _place.meets and _place.collectives().real)
+    if _place is None:
+        return True  # another library's group, and no fit of ours
+    return not _place.forked and _place.meets and _place.collectives().real
 
 
 def check_module(module: nn.Module) -> None:

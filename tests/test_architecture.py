@@ -380,7 +380,17 @@ ALLOWED: dict[str, set[str]] = {
     "commands.main": {"commands.plan", "commands.report", "commands.serve", "commands.stalls", "commands.status"}
     | {"errors"},
     # what users import
-    "__init__": {"_lightning", "config", "errors", "monitor", "posterior", "rank_variables", "stats", "strategy"}
+    "__init__": {
+        "_lightning",
+        "config",
+        "errors",
+        "monitor",
+        "posterior",
+        "rank_variables",
+        "stats",
+        "strategy",
+        "world",
+    }
     | {"data_stalls.cache", "data_stalls.monitor"},
 }
 

@@ -116,7 +116,6 @@ def test_fit_validate_test_predict_and_fit_again_with_one_trainer(tmp_path: Path
 
 def test_metrics_equal_those_over_the_whole_set(tmp_path: Path) -> None:
     import torchmetrics
-    from torchmetrics.metric import jit_distributed_available
 
     class Measured(Regression):
         def __init__(self) -> None:

@@ -93,7 +93,10 @@ def check(folder: Path, *names: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("pl", "order"),
-    [("pytorch_lightning", ["ddp", "asgd", "asgd", "ddp"]), ("lightning.pytorch", ["asgd", "ddp", "asgd"])],
+    [
+        ("pytorch_lightning", ["ddp", "asgd", "asgd", "ddp"]),
+        pytest.param("lightning.pytorch", ["asgd", "ddp", "asgd"], marks=pytest.mark.slow),
+    ],
 )
 def test_ddp_and_asgd_follow_each_other_in_one_script(tmp_path: Path, pl: str, order: list[str]) -> None:
     script = f"""
@@ -126,6 +129,7 @@ assert trainer.world_size == devices
 )
 
 
+@pytest.mark.slow  # nine scripts, which import everything; tests/unit/test_rank_variables.py has the rules
 @pytest.mark.timeout(180)
 def test_programs_that_a_worker_starts_train_on_their_own(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -163,6 +167,12 @@ class Fails(pl.Callback):
 trainer = fit("fit", ASGDStrategy(nsync=2), callbacks=[Fails()])
 if trainer.global_rank == 1:
     raise KeyError("after the fit")
+if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
+    import psutil
+    trainer.strategy.barrier()
+    while any("script.py" in child.cmdline() for child in psutil.Process().children()):
+        time.sleep(0.1)
+    time.sleep(0.5)
 """
 
 
@@ -228,7 +238,11 @@ assert predicted == [[0, 2, 4], [1, 3, 5]][trainer.global_rank], predicted
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("pl", "fabric"), [("pytorch_lightning", "lightning_fabric"), ("lightning.pytorch", "lightning.fabric")]
+    ("pl", "fabric"),
+    [
+        ("pytorch_lightning", "lightning_fabric"),
+        pytest.param("lightning.pytorch", "lightning.fabric", marks=pytest.mark.slow),
+    ],
 )
 def test_an_environment_of_others_brings_its_own_world(tmp_path: Path, pl: str, fabric: str) -> None:
     script = FIT.format(pl=pl).replace("import ASGDStrategy", "import ASGDStrategy, Timeouts")

@@ -377,8 +377,9 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
 
 
 def test_a_trainer_that_does_not_fit_the_run_is_told_why(
-    tmp_path: Path, mains: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mains: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(SECRET_ENV, raising=False)  # an encrypted job of this process has made one
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
     try:

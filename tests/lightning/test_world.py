@@ -60,7 +60,8 @@ def ddp_afterwards(folder: Path, rank: int, port: int) -> Any:
     fit(folder, Regression())
     module = Regression()
     trainer(folder, "ddp", max_epochs=1).fit(module, loader(SAMPLES, BATCH))
-    return {"batches": len(module.losses), "digest": digest(torch.nn.ParameterList(module.parameters()))}
+    weights = digest(torch.nn.ParameterList(module.parameters()))
+    return {"batches": len(module.losses), "digest": weights, "backend": dist.get_backend()}
 
 
 def one_is_terminated(folder: Path, rank: int, port: int) -> Any:
@@ -115,6 +116,7 @@ def test_ddp_in_the_same_processes_afterwards(tmp_path: Path, mains: Any) -> Non
     assert codes == [0, 0]
     assert zero == one
     assert zero["batches"] == SAMPLES // BATCH // 2
+    assert zero["backend"] == "gloo"  # DDP's own: ours would carry its gradients over the servers
 
 
 def test_a_worker_that_gets_sigterm_ends_and_the_others_go_on(tmp_path: Path, mains: Any) -> None:
