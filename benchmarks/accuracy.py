@@ -244,9 +244,11 @@ def difference(values: list[float]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), nargs="+", default=list(OPTIMIZERS))
-    parser.add_argument("--workers", type=int, help="only cells with so many")
+    parser.add_argument("--workers", type=int, help="only cells with this number of workers")
     parser.add_argument("--way", choices=WAYS, nargs="+", default=list(WAYS))
-    parser.add_argument("--seeds", type=int, help="at most so many (default: 10 for Adam with 2 workers, else 5)")
+    parser.add_argument(
+        "--seeds", type=int, help="at most this number of seeds (default: 10 for Adam with 2 workers, else 5)"
+    )
     parser.add_argument("--epochs", type=int, default=READ[-1])
     parser.add_argument("--table", action="store_true", help="run nothing, print what there is")
     parser.add_argument("--file", type=Path, default=FILE)

@@ -232,7 +232,7 @@ def brief(args: argparse.Namespace) -> None:
     import lightning_asgd
 
     peaks = run(Case("A-SGD, 1 server", "asgd", servers=1), args.params, args.steps)
-    named = ("worker 0", "worker 1", "server 0")  # the one that waits for its place comes when the machine has time
+    named = ("worker 0", "worker 1", "server 0")  # the hot standby starts when the machine has time
     rss = {name: peaks[name].training["rss"] for name in named}
     CONSOLE.print(", ".join(f"{name}: {value / 1e6:.0f} MB" for name, value in rss.items()))
     if args.json:

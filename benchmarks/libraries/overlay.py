@@ -1,4 +1,4 @@
-"""Other people's libraries, each in an environment of its own on top of the one that runs this program.
+"""Other people's libraries, each in an environment of its own on top of this program's.
 
 An overlay is a virtual environment whose path also leads to this program's packages. pip sees those, so it installs
 only what is missing, or what the library needs in another version. Torch, Lightning and torchmetrics are held where
@@ -26,7 +26,7 @@ class OverlayError(RuntimeError):
 
 
 def overlay(folder: Path, requirements: tuple[str, ...]) -> Path:
-    """Make an overlay, or find the one that an earlier call made from the same requirements.
+    """Make an overlay, or find an overlay that an earlier call made from the same requirements.
 
     Args:
         folder: of the overlay.
