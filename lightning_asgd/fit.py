@@ -374,10 +374,10 @@ class Fit:
         return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
 
     def catch_up(self) -> dict[str, Tensor]:
-        """Bring the module to what a checkpoint is to hold, on worker 0 between two sync points.
+        """What a checkpoint is to hold instead of the module's own tensors, on worker 0 between two sync points.
 
         Returns:
-            by key of the module's state, what the checkpoint is to hold instead.
+            by key of the module's state.
         """
         instead = self.sharing.catch_up() if self._writes_alone else {}
         if not instead:
@@ -401,9 +401,8 @@ class Fit:
         entry = entry_of(self.sharing.versions, self._config.algorithm_name, servers, workers)
         data = self.data.state if is_writer else None
         if data is not None:
-            epoch, done = self.sharing.held_units
-            if data and self._writes_alone and epoch == self.data.trained[0]:
-                data["done"] = done  # not what others have pushed since: the weights do not hold it
+            if self._writes_alone:
+                self.data.in_checkpoint(data, self.sharing.caught_up)
             entry["data"] = data
             self.data.as_if_equal(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

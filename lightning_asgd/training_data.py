@@ -14,6 +14,7 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.membership import Membership
 from lightning_asgd.messages import Part
+from lightning_asgd.ranges import merged
 from lightning_asgd.resume import Resumption
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
@@ -203,6 +204,18 @@ class TrainingData(Data):
     def state(self) -> dict[str, Any] | None:
         """What has been trained of the present epoch; None while every worker has its own part."""
         return None if self._loop is None else self._loop.state()
+
+    def in_checkpoint(self, state: dict[str, Any], found: tuple[str, tuple[tuple[int, int], ...]]) -> None:
+        """Put into a checkpoint's state what its weights hold, on worker 0 between two sync points.
+
+        Args:
+            state: :attr:`state`, changed in place.
+            found: the epoch, and the ranges of its units that the common weights hold.
+        """
+        if self._loop is not None and state:
+            if found[0] == self.trained[0]:
+                state["done"] = found[1]  # not what others have pushed since
+            state["done"] = merged(sorted([*state["done"], *self._loop.leases.own]))
 
     def as_if_equal(self, loops: dict[str, Any]) -> None:
         """Put the counts of batches into a checkpoint that a worker would have if all were equally fast.

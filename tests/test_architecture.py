@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "journal": {"errors", "messages"},
     "layout": {"errors", "messages"},
     "finite": set(),
+    "ranges": set(),
     # sampling, on the worker
     "optim": {"errors"},
     "posterior": {"errors"},
@@ -103,7 +104,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": set(),
     "server.coordinator": {"errors", "messages"},
     "server.gradients": {"messages"},
-    "server.leases": {"errors", "messages"},
+    "server.leases": {"errors", "messages", "ranges"},
     "server.epochs": {"errors", "messages", "server.leases"},
     "server.restoration": {"messages"},
     "server.snapshots": {"errors", "messages", "transport.wire"},
@@ -317,6 +318,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "membership",
         "messages",
+        "ranges",
         "resume",
     }
     | {"worker.data", "worker.sharing"},

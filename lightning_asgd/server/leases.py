@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.messages import Claim, Epoch, Grant, Part
+from lightning_asgd.ranges import common, merged
 
 __all__ = ["Leases"]
 
@@ -171,8 +172,8 @@ class Leases:
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
-            worker.applied += sum(b - a for a, b in _common(self._finished, first, last))
-            for a, b in _common(self._free, first, last):
+            worker.applied += sum(b - a for a, b in common(self._finished, first, last))
+            for a, b in common(self._free, first, last):
                 self._hold(worker, a, b)
 
     def applied(self, number: int, units: int) -> None:
@@ -403,27 +404,11 @@ class Leases:
             end = self.epoch.ends[bisect_right(self.epoch.ends, first)]
             insort(self._free, (first, min(last, end)))
             first = min(last, end)
-        self._free = _merged(self._free, self.epoch.ends)
+        self._free = merged(self._free, self.epoch.ends)
 
     def _finish(self, first: int, last: int) -> None:
         insort(self._finished, (first, last))
-        self._finished = _merged(self._finished)
-
-
-def _merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Ascending ranges with those put together that touch or overlap, but for those that touch at given ends."""
-    merged: list[tuple[int, int]] = []
-    for a, b in ranges:
-        if merged and (merged[-1][1] > a or (merged[-1][1] == a and a not in ends)):
-            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
-        else:
-            merged.append((a, b))
-    return merged
-
-
-def _common(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """What ranges have in common with another one."""
-    return [(max(a, first), min(b, last)) for a, b in ranges if a < last and first < b]
+        self._finished = merged(self._finished)
 
 
 def _through(loads: Sequence[tuple[float, float, int]], units: int) -> float:

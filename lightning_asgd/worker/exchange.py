@@ -60,6 +60,8 @@ class _Pending:
     nbytes: int = 0  # of the update
     futures: list[Future[Any]] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)  # when each server has
+    replies: list[Reply] = field(default_factory=list)  # where a checkpoint needed them before they were merged
+    answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # the weights in them
 
 
 class Exchanger(Sharing):
@@ -327,36 +329,59 @@ class Exchanger(Sharing):
                     self.client.answer(COORDINATOR, self._pending.futures[COORDINATOR])
                 self.replica.pack_again(server)
             message = self.client.latest(self._fragment)[server]
+            self._pending.answers = []
             self._pending.futures[server] = self.client.resend(server, message)
             self.client.answer(server, self._pending.futures[server])
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Sharing`.
 
-        The steps since the latest push are pushed now, and the answer is merged as any other. Where answers wait for
-        other workers, a push that these do not expect would upset their rounds: there the module and the rounds stay as
-        they are, and the result is the servers' weights with this worker's steps on top.
+        Nothing is pushed, and no weights are merged: a program may have put others into the module for this checkpoint,
+        and a push at another time than usual would upset the rounds of algorithms that have some. Only a force that has
+        come goes into the module: the checkpoint holds the centre.
         """
-        weights, waits = self._algorithm.answer is Answer.WEIGHTS, self._algorithm.waits
-        if waits and weights and (self._leaving is not None or (self._pending is not None and not self.answered)):
-            return {}  # an answer that others hold back: nobody has newer weights than this worker
+        self.caught_up = self._epoch, self._done
+        if self._leaving is not None:
+            self.replica.await_arrival()
+            self._send(self._leaving)
+        pending = self._pending
+        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.fetch:
+            if self._algorithm.waits and not self.answered:
+                return {}  # others hold the answer back: nobody has newer weights than this worker
+            if not self._keep_answers(pending):
+                return {}  # what has happened is seen to before the next batch
+            self.caught_up = pending.replies[0].epoch, pending.replies[0].done
+            return self.replica.ahead(pending.answers, alone=self._alone)
         _go_through(self._finish(sync=True))
-        if not waits:
-            self._start(push=self._since_push > 0, fetch=True, may_wait=False, full=True)
-            _go_through(self._finish(sync=True))
-            if weights:
-                return {}
-        return self.replica.ahead(self._look(), alone=self._alone)
+        replies = self._look()
+        self.caught_up = replies[0].epoch, replies[0].done
+        return self.replica.ahead(self._answers(replies), alone=self._alone)
+
+    def _keep_answers(self, pending: _Pending) -> bool:
+        """Wait for the weights that an exchange brings, and leave them to be merged later.
+
+        Returns:
+            False if there are none: the update was refused, or the others have gone on without this worker.
+        """
+        if not pending.answers:
+            try:
+                replies = self.client.replies(pending.futures, self._fragment)
+            except WorkerAwayError:
+                return False
+            if self._pending is not pending or self.client.resent or _refused(replies):
+                return False
+            pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
+        return True
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         _go_through(self._finish())
-        return self.replica.read(self._look())
+        return self.replica.read(self._answers(self._look()))
 
-    def _look(self) -> list[tuple[Tensor, ...]]:
-        """The servers' present weights, while no exchange is under way."""
+    def _look(self) -> list[Reply]:
+        """The servers' present weights, while nothing is on its way through the memory that they come through."""
         self.replica.await_arrival()
-        replies = self.client.replies(  # never refused: only pushes are
+        return self.client.replies(  # never refused: only pushes are
             self.client.exchange(
                 self._seq,
                 self.versions,
@@ -367,12 +392,6 @@ class Exchanger(Sharing):
                 full=True,
             )
         )
-        return self._answers(replies)
-
-    @property
-    def held_units(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """See :class:`Sharing`."""
-        return self._epoch, self._done
 
     def state(self) -> list[list[Any]]:
         """See :class:`Sharing`."""
@@ -494,14 +513,14 @@ class Exchanger(Sharing):
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         if pending.push and pending.fetch:
             self._trip_s, self._latest_s = min(trip_s, self._latest_s or trip_s), trip_s
-        refused = any(r.verdict is Verdict.REFUSED for r in replies)
+        refused = _refused(replies)
         if pending.fetch:
             # The versions move on only with the weights: a push is as stale as the weights it was trained from.
             self.versions = [r.version for r in replies]
             self._pushes = [r.pushes for r in replies]
             self._done, self._epoch = replies[0].done, replies[0].epoch
             self._pushed = []
-            answers = self._answers(replies, common=pending.common)
+            answers = pending.answers or self._answers(replies, common=pending.common)
             if adopt:
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
@@ -577,6 +596,10 @@ class Exchanger(Sharing):
         )
         self.stats.sync_wait_s += wait_s if sync else 0.0
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+
+
+def _refused(replies: Sequence[Reply]) -> bool:
+    return any(r.verdict is Verdict.REFUSED for r in replies)
 
 
 def _decoded(parts: Any, code: Streams | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:

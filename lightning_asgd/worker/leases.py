@@ -277,6 +277,15 @@ class DataLeases(Data):
         return self.opened, self._trained
 
     @property
+    def own(self) -> list[tuple[int, int]]:
+        """Ranges of the units that this worker has trained in this epoch."""
+        left, own = self._trained, []
+        for first, last in self._granted:
+            own.append((first, min(last, first + left)))
+            left -= min(left, last - first)
+        return own
+
+    @property
     def part(self) -> Part | None:
         """This worker's part of the present epoch, for a coordinator that takes the place of one that was lost."""
         if self._plan is None:
@@ -368,10 +377,7 @@ class DataLeases(Data):
         self._waiting.clear()
         self._loading.clear()
         self._take(self._ask(stop=True, halt=halt))
-        left = self._trained
-        for index, (first, last) in enumerate(self._granted):
-            self._granted[index] = (first, min(last, first + left))
-            left -= min(left, last - first)
+        self._granted = self.own
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units whose updates have been applied, of all workers."""

@@ -27,6 +27,8 @@ class Sharing:
         self.stats = ExchangeStats()
         self.versions = [0] * num_servers
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
+        # The epoch, and ranges of its units whose updates are in the common weights that :meth:`catch_up` found last.
+        self.caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # no epoch: not known
 
     @property
     def final_once_pushed(self) -> bool:
@@ -83,20 +85,12 @@ class Sharing:
         return {}
 
     def catch_up(self) -> dict[str, Tensor]:
-        """Bring the module to what a checkpoint is to hold: the common weights with all of this worker's steps.
+        """What a checkpoint is to hold: the common weights with all of this worker's steps. The module stays as it is.
 
         Returns:
-            by name, what the checkpoint is to hold instead of the module's own tensors.
+            by name, what the checkpoint is to hold instead of the module's own tensors; those that miss are up to date.
         """
         return {}
-
-    @property
-    def held_units(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The epoch, and the ranges of its units whose updates are in the weights that were fetched last.
-
-        The epoch is empty where that is not known.
-        """
-        return "", ()
 
     def samples(self) -> list[dict[str, Tensor]]:
         """What the algorithm has had the servers keep of the weights, by name, oldest first."""

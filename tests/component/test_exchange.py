@@ -922,25 +922,53 @@ def test_a_refused_update_of_a_worker_alone_is_thrown_away(servers: int, compres
 @pytest.mark.parametrize("held", [0, 2, 3])
 def test_catching_up_brings_the_servers_weights_with_all_steps(overlap: bool, held: int) -> None:
     cluster, transport = scripted(servers=2, workers=2)
-    worker = Worker(cluster, nsync=2, scale="mean", overlap=overlap)
-    other = Worker(cluster, 1, nsync=1, scale="mean", overlap=False)
+    worker = Worker(cluster, nsync=2, scale="sum", overlap=overlap)
+    other = Worker(cluster, 1, nsync=1, scale="sum", overlap=False)
+    other.step(0.75)
     for step in range(3):
         if overlap and step + 1 == held:
             transport.hold()
-        worker.step(0.3)
+        worker.step(0.25)
     transport.release()
-    other.step(0.7)
-    assert worker.exchanger.catch_up() == {}
-    servers = worker.exchanger.peek()["w"]
-    assert bits(worker.w) == bits(servers)
-    torch.testing.assert_close(servers, torch.full((4,), 0.5 * (3 * 0.3 + 0.7)))
-    assert worker.exchanger.unacknowledged == 0
-    pushed = len(pushes(transport))
-    worker.exchanger.catch_up()  # nothing was trained since
-    assert len(pushes(transport)) == pushed
+    found = worker.exchanger.catch_up()["w"]
+    assert found.tolist() == [0.75 + 3 * 0.25] * 4
     other.step(1.0)
+    assert worker.exchanger.catch_up()["w"].tolist() in ([1.5] * 4, [2.5] * 4)  # what is on its way may be older
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("rules", [{}, {"nfetch": 4}, {"compression": "bf16"}], ids=str)
+def test_catching_up_with_other_weights_in_the_module_loses_no_update(
+    rules: dict[str, Any], steps: int, shared: bool
+) -> None:
+    cluster, transport = scripted(servers=2, workers=2)
+    worker = Worker(cluster, nsync=2, scale="sum", shared=shared, **rules)
+    other = Worker(cluster, 1, nsync=1, scale="sum", overlap=False)
+    for _ in range(steps):
+        worker.step(0.25)
+    other.step(1.0)
+    own = worker.w.clone()
+    worker.w.fill_(64.0)  # an average over time, for instance
+    before = len(pushes(transport))
     worker.exchanger.catch_up()
-    assert bits(worker.w) == bits(other.w)
+    assert worker.w.tolist() == [64.0] * 4
+    assert len(pushes(transport)) == before
+    worker.w.copy_(own)
+    other.step(2.0)
+    worker.step(0.25)
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
+    assert worker.w.tolist() == [0.25 * (steps + 1) + 3.0] * 4
+
+
+def test_catching_up_twice_before_the_answer_is_merged_finds_the_same() -> None:
+    worker = Worker(Cluster(1, 2), nsync=1, compression="bf16")
+    worker.step(0.25)
+    weights = worker.exchanger.catch_up()["w"]
+    assert weights.tolist() == worker.exchanger.catch_up()["w"].tolist() == [0.125] * 4
+    worker.exchanger.advance()
+    assert worker.w.tolist() == [0.125] * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -957,13 +985,15 @@ def test_a_worker_alone_takes_the_weights_that_the_servers_optimizer_has_made(ov
     assert bits(worker.w) == bits(worker.exchanger.peek()["w"])
 
 
-def test_catching_up_pushes_gradients() -> None:
+def test_catching_up_keeps_the_steps_whose_gradients_were_not_pushed() -> None:
     cluster = Cluster(1, 2)
     worker = Worker(cluster, nsync=5, algorithm=Downpour(lr=1.0))
     worker.w.grad = torch.full((4,), 2.0)
     for _ in range(3):
-        worker.train(-0.1)
-    assert worker.exchanger.catch_up() == {}
+        worker.train(-0.125)
+    assert worker.exchanger.catch_up()["w"].tolist() == [-0.375] * 4
+    worker.exchanger.flush()
+    worker.exchanger.fetch()
     assert worker.w.tolist() == [-3.0] * 4  # half of three gradients
 
 
@@ -971,8 +1001,8 @@ def test_catching_up_of_elastic_workers_brings_the_centre_and_keeps_their_own_we
     cluster = Cluster(1, 2)
     worker = Worker(cluster, nsync=5, algorithm=EASGD(beta=0.5))
     worker.train(4.0)
-    assert worker.exchanger.catch_up()["w"].tolist() == [1.0] * 4
-    assert worker.w.tolist() == [3.0] * 4
+    assert worker.exchanger.catch_up()["w"].tolist() == [0.0] * 4  # what it has not pushed is not in the centre
+    assert worker.w.tolist() == [4.0] * 4
 
 
 WAITING = [ASGD("sum", transforms=[StaleSynchronous(0)]), LocalSGD(), StreamingDiLoCo(parts=1)]
