@@ -39,3 +39,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the asynchronous phase also where training was no whole epoch."""
         trainer.strategy.sync_point("train end")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let other callbacks save what they have without the other workers, who know nothing of it."""
+        trainer.strategy.meet_nobody()

@@ -409,6 +409,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Leave the session in which this worker rests since its latest one, before its process ends."""
         leave_resting()
 
+    def meet_nobody(self) -> None:
+        """This worker has failed: what callbacks do about it does not wait for the others."""
+        if self.collectives.phase is Phase.SYNC:
+            self.collectives.phase = Phase.OFFLINE
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others at once, so that nobody waits for this worker."""
         if self._membership is not None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
@@ -42,10 +43,10 @@ class Module(pl.LightningModule):
         weight = float(self.net.weight.double().sum())
         self.seen = [self.trainer.world_size, self.global_rank, total, weight]
 
-def fit(name, strategy, devices=2, callbacks=()):
+def fit(name, strategy, devices=2, callbacks=(), **more):
     off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, callbacks=list(callbacks), **off
+        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, callbacks=list(callbacks), **(off | more)
     )
     trainer.fit(Keeping(name), DataLoader(TensorDataset(torch.randn(32, 4)), 4))
     return trainer
@@ -191,6 +192,37 @@ def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_
     assert done.returncode == (1 if when == "after" else 0), done.stderr
     assert json.loads((tmp_path / "fit-0.json").read_text())[1] == 0
     assert (tmp_path / "end-0").exists()
+
+
+SAVES = """
+class Fails(pl.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.global_rank == int(sys.argv[1]):
+            raise KeyError("a name that this rank lacks")
+
+saver = pl.callbacks.OnExceptionCheckpoint(".", "rescued")
+try:
+    fit("fit", ASGDStrategy(nsync=2), callbacks=[Fails(), saver], enable_checkpointing=True)
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_fails_where_all_meet_saves_without_the_others(tmp_path: Path, rank: int) -> None:
+    """With its own error: the others would wait elsewhere for it, or for something else."""
+    (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + SAVES)
+    command = [sys.executable, "script.py", str(rank)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "KeyError" in done.stdout + done.stderr
+    assert "CollectiveMismatchError" not in done.stdout + done.stderr
+    if rank:  # the others go on
+        assert (tmp_path / "fit-0.json").exists()
+    else:
+        assert torch.load(tmp_path / "rescued.ckpt", weights_only=False)["global_step"] > 0
 
 
 # As in Ray: every process sees one device, and only the environment knows how many processes there are.
