@@ -72,6 +72,8 @@ class LeasedLoop:
         self._batch = 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
+        self._begins = False  # whether an epoch begins, and none of its batches has come
+        self._granting = False  # whether what is iterated over last is what is granted
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
         self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
@@ -116,7 +118,7 @@ class LeasedLoop:
         loop = self.trainer.fit_loop
         (loader,) = loop._combined_loader.flattened
         self._uninstall()
-        self._loader = loader
+        self._loader, self._granting = loader, False
         self._most = self._batches = int(loop.max_batches)
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
@@ -126,8 +128,29 @@ class LeasedLoop:
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
         sampler.set_epoch(loop.epoch_progress.current.processed)
-        _set_batches(loader, LeasedBatches(inner, self.leases, self._plan, length))
-        iter(loop._data_fetcher)
+        _set_batches(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
+        self.expect()
+
+    def expect(self) -> None:
+        """An epoch begins: it is Lightning that iterates over the data next, until the first batch has come."""
+        self._begins = True
+        if not self._granting:
+            iter(self.trainer.fit_loop._data_fetcher)
+
+    def _opened(self) -> Plan | None:
+        """The epoch that begins now, unless a program looks at the data in between."""
+        self._granting = self._begins
+        return self._plan() if self._begins else None
+
+    def _part(self) -> list[Any]:
+        """This worker's batches of the present epoch if all were equally fast: DDP's."""
+        inner = self._loader.batch_sampler.inner
+        kept = {name: getattr(inner.sampler, name) for name in self._dealt}
+        vars(inner.sampler).update(self._dealt)
+        try:
+            return list(inner)
+        finally:
+            vars(inner.sampler).update(kept)
 
     def _uninstall(self) -> None:
         """Give the training dataloader back as it was: it may be the user's own."""
@@ -214,7 +237,7 @@ class LeasedLoop:
     def before_batch(self) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
         loop, leases = self.trainer.fit_loop, self.leases
-        self._idle = self._met = self._over = self._left = self._ended = False
+        self._idle = self._met = self._over = self._left = self._ended = self._begins = False
         self._trained, self._counted = None, 0
         leases.begin_batch()
         fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress

@@ -72,7 +72,10 @@ class TrainingData(Data):
 
     def share(self) -> None:
         """Let the training dataloader yield what this worker is granted, if the data can be shared."""
-        if self._never or (self._loop is not None and self._loop.installed):
+        if self._never:
+            return
+        if self._loop is not None and self._loop.installed:
+            self._loop.expect()
             return
         if self._loop is None and self._membership.between_epochs:
             begin_epochs_anew(self._trainer)

@@ -465,14 +465,23 @@ class LeasedBatches:
     Args:
         inner: batch sampler over the samples of all workers.
         leases: what is granted.
-        plan: what epoch it is; asked whenever somebody begins to iterate.
-        length: number of batches of a worker if all were equally fast.
+        plan: what epoch it is, if it is Lightning that begins to iterate; None if it is a program.
+        part: this worker's batches if all were equally fast, for a program.
+        length: their number.
     """
 
-    def __init__(self, inner: Any, leases: DataLeases, plan: Callable[[], Plan], length: int) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        leases: DataLeases,
+        plan: Callable[[], Plan | None],
+        part: Callable[[], Sequence[Any]],
+        length: int,
+    ) -> None:
         self.inner = inner
         self._leases = leases
         self._new_plan = plan
+        self._part = part
         self._length = length
 
     def __getattr__(self, name: str) -> Any:
@@ -484,7 +493,10 @@ class LeasedBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self._leases.open(self._new_plan())
+        plan = self._new_plan()
+        if plan is None:
+            return iter(self._part())
+        self._leases.open(plan)
         return _Granted(self._leases)
 
 

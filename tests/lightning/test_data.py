@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -104,6 +105,40 @@ def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Pa
         assert seen.by_rank[rank]["step"] == 32
     for place, end in enumerate((SAMPLES // 2, SAMPLES)):  # validated at the same place of the epoch
         assert sum(BATCH * seen.by_rank[rank]["validated"][place][1] for rank in (0, 1)) == end
+
+
+class Looking(Callback):
+    """Looks at the training data where no worker trains."""
+
+    def __init__(self, folder: Path, ranks: tuple[int, ...]) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.found: list[list[int]] = []
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank in self.ranks:
+            self.found.append([n for batch in trainer.train_dataloader for n in batch[2].tolist()])
+
+    on_train_epoch_end = on_validation_epoch_end
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        (self.folder / f"found{trainer.global_rank}.json").write_text(json.dumps(self.found))
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize("processes", [{}, {"num_workers": 1}])
+def test_a_program_that_iterates_over_the_training_data_gets_the_part_that_ddp_would_give_it(
+    tmp_path: Path, ranks: tuple[int, ...], processes: dict[str, Any]
+) -> None:
+    looking = Looking(tmp_path, ranks)
+    run = trainer(tmp_path, strategy(), val_check_interval=0.5, max_epochs=2, callbacks=[looking])
+    run.fit(Watching(tmp_path, 0.01), numbered(**processes), loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    found = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in (0, 1)]
+    assert [len(each) for each in found] == [6 if rank in ranks else 0 for rank in (0, 1)]
+    for one, other in itertools.zip_longest(*found, fillvalue=()):
+        assert len(one) == SAMPLES // 2
+        assert not other or Counter([*one, *other]) == ONCE
 
 
 def test_limits_and_accumulation_count_the_progress_of_all(tmp_path: Path) -> None:
