@@ -76,9 +76,12 @@ class Places:
     def _run(self, fetcher: Any) -> None:
         """Train an epoch, and wait until all have."""
         self._ended = False
-        type(self._loop).run(self._loop, fetcher)
         if self._others.apart:
+            type(self._loop).run(self._loop, fetcher)
             return
+        # Hooks of the epoch's beginning may have stopped some workers only. These would not open the epoch's data.
+        self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
+        type(self._loop).run(self._loop, fetcher)
         while not self._ended:
             if self._all_validate(ends=True, validates=False):
                 self._validate()
@@ -118,7 +121,7 @@ class Places:
         self._batches = together.batches
         stepped = -1 < loop.max_steps <= loop.global_step
         self._ended = together.ends or self._stops or stepped
-        return together.validates or (self._stops and loop._should_check_val_epoch())
+        return together.validates or (self._stops and self._batches > 0 and loop._should_check_val_epoch())
 
     def _validate(self) -> None:
         """What Lightning does after a batch."""

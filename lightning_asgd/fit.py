@@ -239,7 +239,7 @@ class Fit:
 
     @with_last_words()
     def any_stops(self, should_stop: bool) -> bool:
-        """Whether any worker is to stop training, after a validation."""
+        """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
 
     def end_within(self, batches: int) -> None:

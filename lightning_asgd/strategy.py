@@ -427,6 +427,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """What the worker shares through while it fits."""
         return None if self._fit is None else self._fit.sharing
 
+    def on_train_start(self) -> None:
+        """Let all stop where one does before the first epoch."""
+        if self._fit is not None and not self._fit.apart:
+            trainer = self.lightning_module.trainer
+            trainer.should_stop = self._fit.any_stops(trainer.should_stop)
+
     @with_last_words()
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge what has come, exchange if it is time."""

@@ -130,3 +130,25 @@ def test_all_stop_at_one_place(tmp_path: Path, package: str, data: str, stop: An
     assert zero["weights"] == one["weights"]
     assert zero["end"]["stops"]
     assert zero["end"]["step"] == zero["end"]["total"][0]
+
+
+@pytest.mark.parametrize("package", USUALLY_ONE)
+@pytest.mark.parametrize("data", ["leases", "split"])
+@pytest.mark.parametrize(
+    ("hook", "epoch"), [("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 1)]
+)
+def test_all_stop_before_an_epoch_where_one_does(
+    tmp_path: Path, package: str, data: str, hook: str, epoch: int
+) -> None:
+    def stopping(pl: Any, folder: Path) -> Any:
+        def stop(_: Any, trainer: Any, module: Any) -> None:
+            if trainer.global_rank == 1 and trainer.current_epoch == epoch:
+                trainer.should_stop = True
+
+        return type("Stopping", (pl.Callback,), {hook: stop})()
+
+    zero, one = program(package, tmp_path, lambda *_: None, data, callbacks=[stopping], max_epochs=4)
+    assert zero["end"] == one["end"]
+    assert zero["seen"] == one["seen"]
+    assert 2 * zero["end"]["step"] == zero["trained"] + one["trained"] == BATCHES * epoch
+    assert [what for what, _ in zero["seen"]].count("validation") == epoch
