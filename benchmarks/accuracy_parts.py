@@ -1,0 +1,221 @@
+"""Where A-SGD with Adam loses accuracy early in training: one cause at a time, in virtual time.
+
+    python benchmarks/accuracy_parts.py               # about half an hour
+    python benchmarks/accuracy_parts.py --seeds 3     # a quick look
+
+The CNN, the images and the rate of benchmarks/accuracy.py, two workers, all in one process. The servers and exchanges
+are the real ones, in virtual time, so a seed gives the same bits on any day, and rows differ by one cause only:
+
+1. one Adam that takes the mean of both workers' gradients: DDP,
+2. an Adam per worker, whose weights are averaged after every step: *local Adam*,
+3. the same every ten steps: *they drift apart*,
+4. A-SGD every ten steps, whose answers come at once: *staleness*, since nobody waits for the other,
+5. the same, with answers that come some steps later: *merging while training goes on*, which is what the strategy does.
+
+Batch norm's statistics are taken in three ways from the same weights: those of worker 0, as DDP does; the mean over the
+workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. Differences are
+taken from row 1 seed by seed, with their standard error. Every run is a line of results/accuracy_parts.jsonl, and is
+not repeated as long as this file stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not depend on the machine's cores
+
+import torch
+from accuracy import BATCH, CNN, CONSOLE, IMAGES, PACKAGE, ROOT, TESTED, TRAINED, difference, read
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from lightning_asgd.simulation import Link, LogNormal, Network, Problem, Simulation
+
+FILE = ROOT / "results" / "accuracy_parts.jsonl"
+WORKERS, RATE = 2, 1e-3
+LATE = Network(workers=Link(latency_s=2.0))  # a step takes one second: the answer comes four to five steps later
+ROWS: dict[str, dict[str, Any] | None] = {
+    "DDP: one Adam": None,
+    "an Adam each, averaged every step": {"exchange": {"algorithm": "local_sgd", "nsync": 1}},
+    "averaged every 10 steps": {"exchange": {"algorithm": "local_sgd", "nsync": 10}},
+    "A-SGD, answers at once": {"exchange": {"nsync": 10, "overlap": False}},
+    "A-SGD, answers 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
+}
+STATISTICS = ("worker 0's", "the mean", "fresh")
+
+
+class Images(Problem):
+    """The CNN on both workers' shares of the images, which are dealt and shuffled anew every epoch as DDP does.
+
+    Args:
+        seed: of the first weights and of the order of the images.
+        train: images and labels.
+        batch: images per worker and step.
+    """
+
+    def __init__(self, seed: int, train: tuple[Tensor, Tensor], batch: int) -> None:
+        torch.manual_seed(seed)
+        self.nets = [CNN("Adam").net for _ in range(WORKERS)]  # a net per worker has its own statistics
+        self._seed, self._train, self._batch = seed, train, batch
+        self.first = parameters_to_vector(self.nets[0].parameters()).detach().clone()
+        self.steps = TRAINED // WORKERS // batch  # of an epoch
+        self._taken = [0] * WORKERS
+        self._orders: dict[int, Tensor] = {}
+
+    def start(self) -> Tensor:
+        return self.first.clone()
+
+    def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
+        epoch, step = divmod(self._taken[worker], self.steps)
+        self._taken[worker] += 1
+        if epoch not in self._orders:
+            self._orders[epoch] = torch.randperm(
+                TRAINED, generator=torch.Generator().manual_seed(1000 * self._seed + epoch)
+            )
+        mine = self._orders[epoch][worker::WORKERS][step * self._batch : (step + 1) * self._batch]
+        net = self.nets[worker]
+        vector_to_parameters(weights, net.parameters())
+        images, labels = (part[mine] for part in self._train)
+        with torch.enable_grad():
+            loss = functional.cross_entropy(net(images), labels)
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+        return float(loss.detach()), torch.cat([g.reshape(-1) for g in gradients])
+
+    def loss(self, weights: Tensor) -> float:
+        return 0.0  # only what training ends with is looked at
+
+
+def train_together(problem: Images, epochs: int) -> Tensor:
+    """Take the mean of the workers' gradients in every step."""
+    weights = nn.Parameter(problem.start())
+    optimizer = torch.optim.Adam([weights], lr=RATE)
+    nobody = torch.Generator()
+    for _ in range(epochs * problem.steps):
+        gradients = [problem.gradient(weights.detach(), worker, nobody)[1] for worker in range(WORKERS)]
+        weights.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+    return weights.detach()
+
+
+def train(row: str, problem: Images, epochs: int, seed: int) -> Tensor:
+    """Weights after so many epochs."""
+    settings = ROWS[row]
+    if settings is None:
+        return train_together(problem, epochs)
+    make: Callable[[Any], Any] = lambda parameters: torch.optim.Adam(parameters, lr=RATE)  # noqa: E731
+    plan = Simulation(
+        problem=problem,
+        workers=WORKERS,
+        steps=problem.steps,
+        epochs=epochs,
+        optimizer=make,
+        speed=LogNormal(1.0, 0.1),
+        evaluate_every=sys.maxsize,
+        seed=seed,
+        **settings,
+    )
+    return plan.run().weights
+
+
+def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tensor, Tensor]) -> list[float]:
+    """On the test images, with each kind of statistics."""
+    ours = [[b.clone() for b in net.buffers()] for net in problem.nets]
+    net = problem.nets[0]
+    vector_to_parameters(weights, net.parameters())
+    mean = [torch.stack([b.float() for b in each]).mean(0) for each in zip(*ours, strict=True)]
+    found = []
+    for kind in STATISTICS:
+        if kind == "fresh":
+            norms = [m for m in net if isinstance(m, nn.BatchNorm2d)]
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # the mean over all batches
+            with torch.no_grad():
+                for images in fresh.split(500):
+                    net.train()(images)
+        else:
+            for buffer, value in zip(net.buffers(), ours[0] if kind == STATISTICS[0] else mean, strict=True):
+                buffer.copy_(value)
+        net.eval()
+        with torch.no_grad():
+            parts = zip(*(part.split(500) for part in test), strict=True)
+            right = sum(int((net(images).argmax(1) == labels).sum()) for images, labels in parts)
+        found.append(right / TESTED)
+    return found
+
+
+def show(found: dict[tuple[str, int], list[float]], epochs: int, batch: int) -> None:
+    """Print means, and differences from DDP's by seed."""
+    title = f"Accuracy after {epochs} epochs in batches of {batch}, difference from DDP's own by seed, standard error"
+    table = Table(title=title, min_width=110)
+    for heading in ("", "seeds", *(f"statistics: {kind}" for kind in STATISTICS)):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in ROWS:
+        mine = {seed: values for (name, seed), values in found.items() if name == row}
+        if not mine:
+            continue
+        texts = []
+        for index in range(len(STATISTICS)):
+            text = f"{statistics.fmean(v[index] for v in mine.values()):.4f}"
+            base = {seed: found[(next(iter(ROWS)), seed)] for seed in mine if (next(iter(ROWS)), seed) in found}
+            pairs = [mine[seed][index] - base[seed][0] for seed in base]
+            if pairs:
+                mean, error = difference(pairs)
+                text += f"  {mean:+.4f} ± {error:.4f}"
+            texts.append(text)
+        table.add_row(row, str(len(mine)), *texts)
+    CONSOLE.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--file", type=Path, default=FILE)
+    args = parser.parse_args()
+    if not IMAGES.is_dir():
+        CONSOLE.print(f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}")
+        return 2
+    torch.set_num_threads(1)
+    train_set, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    known = {}
+    if args.file.exists():
+        for entry in map(json.loads, args.file.read_text().splitlines()):
+            if entry["version"] == version:
+                known[(entry["epochs"], entry["batch"], entry["row"], entry["seed"])] = entry["accuracies"]
+    args.file.parent.mkdir(exist_ok=True)
+    for epochs in args.epochs:
+        found = {}
+        for seed in range(1, 1 + args.seeds):
+            for row in ROWS:
+                key = epochs, args.batch, row, seed
+                if key not in known:
+                    began = time.monotonic()
+                    problem = Images(seed, train_set, args.batch)
+                    weights = train(row, problem, epochs, seed)
+                    known[key] = accuracies(problem, weights, train_set[0][:5000], test)
+                    entry = dict(zip(("epochs", "batch", "row", "seed"), key, strict=True))
+                    with args.file.open("a") as file:
+                        file.write(json.dumps({**entry, "version": version, "accuracies": known[key]}) + "\n")
+                    seconds = time.monotonic() - began
+                    CONSOLE.print(f"{epochs} epochs, seed {seed}, {row}: {seconds:.0f} s, {known[key]}")
+                found[(row, seed)] = known[key]
+        show(found, epochs, args.batch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
