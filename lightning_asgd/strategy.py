@@ -321,6 +321,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 collectives=lambda: self.collectives,
                 meets=not self._job.attaches,
                 store=self._job.store,
+                encrypted=self._job.transport == "zmq",
             )
         )
 
