@@ -464,6 +464,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.data.share()
             if self._job.attaches:  # others may have joined or left since the latest epoch
+                self._joined().begin_epoch()
                 self._announce()
 
     @with_last_words()
