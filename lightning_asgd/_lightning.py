@@ -45,6 +45,7 @@ __all__ = [
     "progress_in",
     "progress_of",
     "rank_zero_warn",
+    "save_on_exception",
     "synchronise_metrics",
     "tree_of",
     "when_batches_are_fetched",
@@ -495,6 +496,12 @@ def checkpoint_states(trainer: Any) -> list[Any]:
     states = [vars(callback) for callback in trainer.checkpoint_callbacks]
     kept = [{key: state[key] for key in _CHECKPOINT_STATE if key in state} for state in states]
     return list(apply_to_collection(kept, Tensor, lambda t: t.detach().cpu()))
+
+
+def save_on_exception(trainer: Any, error: BaseException) -> None:
+    """Let the Trainer's checkpoint callbacks save what they do when an exception is raised."""
+    for callback in trainer.checkpoint_callbacks:
+        callback.on_exception(trainer, trainer.lightning_module, error)
 
 
 def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:

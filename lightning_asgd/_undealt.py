@@ -27,10 +27,9 @@ def is_dealt(trainer: Any) -> bool:
     """Whether a distributed sampler gives every worker its share of the training data.
 
     Args:
-        trainer: its training data have been set up.
+        trainer: the Trainer. Where its training data have not been set up there is nothing to deal.
     """
-    loaders = trainer.fit_loop._combined_loader.flattened
-    samplers = [_sampler_of(loader) for loader in loaders]
+    samplers = [_sampler_of(loader) for loader in _loaders_of(trainer)]
     return all(getattr(sampler, "num_replicas", None) == trainer.world_size for sampler in samplers)
 
 
@@ -41,8 +40,13 @@ def _sampler_of(loader: Any) -> Any:
 
 def datasets_of(trainer: Any) -> str:
     """Class names of the training datasets."""
-    loaders = trainer.fit_loop._combined_loader.flattened
-    return ", ".join(dict.fromkeys(type(getattr(loader, "dataset", loader)).__name__ for loader in loaders))
+    datasets = (getattr(loader, "dataset", loader) for loader in _loaders_of(trainer))
+    return ", ".join(dict.fromkeys(type(dataset).__name__ for dataset in datasets))
+
+
+def _loaders_of(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader  # a search for a batch size takes it away, for instance
+    return [] if combined is None else combined.flattened
 
 
 class FirstBatch:

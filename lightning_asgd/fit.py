@@ -289,6 +289,7 @@ class Fit:
             mine,
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
+            stops=halt,
         )
         self.data.compare(self._collectives)
         board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))

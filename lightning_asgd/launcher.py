@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd import rank_variables, supervisor
-from lightning_asgd._lightning import Extension, is_environment, is_foreign
+from lightning_asgd._lightning import Extension, is_environment, is_foreign, save_on_exception
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.messages import Policy
 from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
@@ -372,6 +372,7 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             for process in self.procs:
                 process.join(_STOP_S)
             self.kill(signal.SIGKILL)
+            self._strategy.has_failed_elsewhere()
             raise
         finally:
             if self._last is not None:
@@ -399,7 +400,9 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
-            # Lightning reports exceptions to the strategy in the main process only, which is not a worker here.
+            # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
+            # here.
+            self._save(args[1], error)
             self._strategy.on_exception(error)
             rank = int(os.environ.get("LOCAL_RANK", "0"))
             if rank and not self.policy.abort and isinstance(error, Exception):
@@ -407,6 +410,16 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
             raise
         finally:
             self._strategy.leave_job()  # such a process ends without calling what is registered for its exit
+
+    def _save(self, trainer: Any, error: BaseException) -> None:
+        """Let checkpoint callbacks save what worker 0 has trained."""
+        if trainer is None or not self._strategy.is_global_zero:
+            return
+        try:
+            self._strategy.meet_nobody()
+            save_on_exception(trainer, error)
+        except Exception:  # the program's own error is the one to tell
+            log.warning("Worker 0 could not write a checkpoint after an exception.", exc_info=True)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         super()._recover_results_in_main_process(worker_output, trainer)

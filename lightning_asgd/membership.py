@@ -223,6 +223,9 @@ class Membership:
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error
 
+    def begin_epoch(self) -> None:
+        """Take notice of who takes part, where that changes."""
+
     def update(self) -> None:
         """Take notice of who is chief, where that changes: between two batches and at sync points."""
 

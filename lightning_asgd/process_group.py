@@ -46,6 +46,7 @@ class Standing:
         collectives: gives what it reaches the others by, which may change.
         meets: whether there are moments in which all workers meet. In a run that workers join and leave there are none.
         store: gives a key-value store that all workers reach, for process groups of other backends; None without one.
+        encrypted: whether what workers send is. Nothing would encrypt groups of other backends: there are none then.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Standing:
     collectives: Callable[[], Collectives]
     meets: bool = True
     store: Callable[[], Any] | None = None
+    encrypted: bool = False
     forked: bool = False
     """Whether this process is one that the worker has forked, such as a DataLoader's."""
 
@@ -91,6 +93,12 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
 
     def _open(self) -> Any:
         place = self._place()
+        if place is not None and place.encrypted:
+            raise CollectiveUnavailableError(
+                "A process group with a backend of torch's own was asked for with transport='zmq', and nothing would "
+                "encrypt what it sends. Expected new_group(), or new_group(backend='gloo'), of all ranks or of a "
+                "single one: A-SGD's own group serves that."
+            )
         if place is None or place.store is None or not place.meets or place.collectives().phase is Phase.ASYNC:
             raise CollectiveUnavailableError(
                 "A process group with a backend of torch's own was asked for where A-SGD workers do not meet. Expected "
@@ -102,7 +110,7 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
             log.warning(
                 "A process group with a backend of torch's own was made. Its calls wait for all of its ranks, also "
                 "between two sync points: call them at sync points and outside of fit only. They are neither encrypted "
-                "nor authenticated, whatever the transport."
+                "nor authenticated."
             )
         return self._store
 

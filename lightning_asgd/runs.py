@@ -90,6 +90,8 @@ class RunMembership(Membership):
         super().__init__(job, config, policy, board, rank=0, world_size=1)
         self._device = device
         self._trainer: Any = None  # while it fits
+        self._living: tuple[int, ...] = ()  # as the latest epoch began
+        self._heard = 0  # news that were there before this worker
         self._attachment = Attachment(self.client, self._change_chief)
 
     @property
@@ -99,8 +101,8 @@ class RunMembership(Membership):
 
     @property
     def standing(self) -> tuple[int, int]:
-        """The worker's place among those that it has heard of, and their number."""
-        living = sorted({*self.board.living, self.client.worker})
+        """The worker's place among those that lived when its epoch began, and their number."""
+        living = sorted({*self._living, self.client.worker})
         return living.index(self.client.worker), len(living)
 
     @property
@@ -125,12 +127,19 @@ class RunMembership(Membership):
 
     def join(self) -> None:
         """Attach the worker; waits while another one brings the run's first weights."""
-        heard = self._arrive()
+        self._heard = heard = self._arrive()
         become_global_zero(self.rank)
-        now = self.client.beat(heard, self._config.timeouts.silence_s)
-        self.board.living = (self.client.worker,) if now is None else now.living
+        self.board.living = (self.client.worker,)
+        self.begin_epoch()
         about = (self._tell, self.board, self._attachment.follow, heard)
         self._heartbeat = Heartbeat(self.client, self._config.timeouts.silence_s, *about)
+
+    def begin_epoch(self) -> None:
+        """Ask who lives: from its signs of life alone this worker would hear of others too late."""
+        now = self.client.beat(self._heard, self._config.timeouts.silence_s)
+        if now is not None:
+            self.board.living = now.living
+        self._living = self.board.living
 
     def _arrive(self) -> int:
         while True:

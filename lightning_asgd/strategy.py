@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,8 @@ from lightning_asgd.worker.meter import Meter
 from lightning_asgd.worker.sharing import Sharing
 
 __all__ = ["ASGDStrategy", "give_way"]
+
+log = logging.getLogger(__name__)
 
 _DATA = ("leases", "split")
 _ON_FAILURE = ("continue", "abort")
@@ -231,6 +234,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._offline = Collectives()  # before, and after where there is nobody else
         self._undo_sigterm: Callable[[], None] | None = None
         self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
+        self._saves_nothing = False  # until Lightning has told callbacks of a failure in the workers' processes
 
     def __getstate__(self) -> dict[str, Any]:
         """What a saved copy goes on with, or one in another process: nothing of this process's session."""
@@ -321,6 +325,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 collectives=lambda: self.collectives,
                 meets=not self._job.attaches,
                 store=self._job.store,
+                encrypted=self._job.transport == "zmq",
             )
         )
 
@@ -414,8 +419,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self.collectives.phase is Phase.SYNC:
             self.collectives.phase = Phase.OFFLINE
 
+    def has_failed_elsewhere(self) -> None:
+        """The workers are processes that this one has waited for, and have failed: it has nothing to save."""
+        self._saves_nothing = True
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others at once, so that nobody waits for this worker."""
+        self._saves_nothing = False
         if self._membership is not None:
             text = f"it raised {type(exception).__name__}: {exception}" if str(exception) else repr(exception)
             self._membership.fail(text)
@@ -463,6 +473,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.data.share()
             if self._job.attaches:  # others may have joined or left since the latest epoch
+                self._joined().begin_epoch()
                 self._announce()
 
     @with_last_words()
@@ -577,6 +588,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
         In the asynchronous phase the others are not asked: they resume with worker 0's.
         """
+        if self._saves_nothing:
+            log.warning(
+                "The main process has trained nothing, and does not write %s. Worker 0 does when it raises an "
+                "exception. If it was killed, or says that it could not, there is none: resume from an earlier one.",
+                filepath,
+            )
+            return
         if self._fit is not None and "optimizer_states" in checkpoint:
             self._fit.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -125,6 +125,28 @@ def _prepare_torch() -> None:
 
     nn.SyncBatchNorm.forward = normalise_locally  # type: ignore[method-assign]
 
+    c10d = _dist.distributed_c10d
+    make_group = getattr(c10d, "_new_group_with_tag", None)  # what every way to make a group goes through
+    if make_group is None:
+        return  # then the store refuses what nothing would encrypt
+
+    @functools.wraps(make_group)
+    def make_encrypted(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if str(backend).lower() == "gloo" and _place is not None and _place.encrypted and is_ours():
+            backend = BACKEND
+            _say_that_ours_serves()
+        return make_group(ranks, timeout, backend, *args, **kwargs)
+
+    c10d._new_group_with_tag = make_encrypted
+
+
+@functools.cache
+def _say_that_ours_serves() -> None:
+    log.warning(
+        "A process group with backend 'gloo' was asked for, and is served by A-SGD's own: nothing would encrypt what "
+        "gloo sends, and transport='zmq' is to. Call its collectives at sync points and outside of fit only."
+    )
+
 
 def _after_fork() -> None:
     if _place is not None:
@@ -143,8 +165,11 @@ def _create(options: Any, _: Any) -> Any:
         )
     ranks = list(options.global_ranks_in_group)
     if ranks and len(ranks) not in (1, _place.world_size):
+        instead = f"Give new_group(ranks={ranks}, backend='gloo') to have torch's own group."
+        if _place.encrypted:
+            instead = "With transport='zmq' there is no other: nothing would encrypt what a group of torch's own sends."
         raise CollectiveUnavailableError(
             f"torch.distributed.new_group({ranks}) was called among {_place.world_size} workers of A-SGD. Expected all "
-            f"ranks or a single one. Give new_group(ranks={ranks}, backend='gloo') to have torch's own group."
+            f"ranks or a single one. {instead}"
         )
     return group_class()(options.group_rank, options.group_size, *([] if len(ranks) == 1 else [_here]))

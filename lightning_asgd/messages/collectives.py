@@ -74,6 +74,7 @@ class Contribution:
         source: the one worker whose payload is delivered; None: everybody's.
         target: the one worker that it is delivered to, the others get nothing; None: everybody.
         timeout_s: seconds after which the servers give up on the missing workers.
+        stops: whether the worker trains no more, so that the others are to come soon.
         answer: what the worker was answered by a coordinator that was lost since: it does not wait any more, and the
             others are to get the same. None if it waits.
     """
@@ -87,4 +88,5 @@ class Contribution:
     source: int | None = None
     target: int | None = None
     timeout_s: float = 1800.0
+    stops: bool = False
     answer: dict[int, Any] | None = None

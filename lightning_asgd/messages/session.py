@@ -26,7 +26,7 @@ __all__ = [
 FOUNDED = "founded"
 """Name of the :class:`Note` that says that a run has weights."""
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 

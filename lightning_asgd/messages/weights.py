@@ -172,6 +172,7 @@ class Reply:
         done: ranges of units of it whose updates the weights hold.
         terms: how often each worker was declared away; those that never were are left out.
         left: workers that are gone, and why.
+        stopped: number of the collective in which a worker waits that trains no more; 0 if there is none.
     """
 
     version: int
@@ -185,6 +186,7 @@ class Reply:
     done: tuple[tuple[int, int], ...] = ()
     terms: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
+    stopped: int = 0
 
     @property
     def bulky(self) -> bool:

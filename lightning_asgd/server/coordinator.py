@@ -52,6 +52,7 @@ class _Operation:
     deadline: float
     contributions: dict[int, Any] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # those who have not been answered by a predecessor
+    stops: bool = False  # whether one of those who have come trains no more
 
     def signature(self) -> tuple[object, ...]:
         return _signature(self.first)
@@ -122,6 +123,11 @@ class Coordinator:
     def trusted(self) -> set[int]:
         """Those of the living who may train."""
         return self.living - self.lapsed
+
+    @property
+    def stopped(self) -> int:
+        """Number of the collective in which a worker waits that trains no more; 0 if there is none."""
+        return max((seq for seq, operation in self._operations.items() if operation.stops), default=0)
 
     @property
     def expected_back(self) -> set[int]:
@@ -312,6 +318,7 @@ class Coordinator:
             error = self._disagree(message, operation.first, set(operation.contributions))
             return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
         operation.contributions[worker] = message.payload
+        operation.stops |= message.stops
         if message.answer is not None and message.target in (None, worker):
             # A predecessor had completed it: the rest is answered likewise, now or when it comes.
             return self._complete(seq, message.answer, self._expected - set(self.left))

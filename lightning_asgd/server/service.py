@@ -714,6 +714,7 @@ class Service:
             if each.message.fetch:
                 epoch, done = self._epochs.done
                 reply = replace(reply, epoch=epoch, done=done, terms=self._terms, left=self._left)
+                reply = replace(reply, stopped=0 if self._coordinator is None else self._coordinator.stopped)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 
     def _end_session(self, why: str) -> None:

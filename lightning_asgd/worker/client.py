@@ -113,6 +113,7 @@ class Client:
         self._policy = policy or Policy()
         self._after = after
         self._collectives = 0
+        self._stopped = 0  # number of the one in which a worker waits that trains no more, as far as is known
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
         # Collectives that were answered, by number, and the answers: the latest, and those that others may need yet.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
@@ -376,6 +377,7 @@ class Client:
                 reply: Reply = self.answer(server, future)
                 self._terms[server] |= reply.terms
                 self._left[server] |= reply.left
+                self._stopped = max(self._stopped, reply.stopped)
                 self._pushers[server] = set(reply.pushes) or self._pushers[server]
                 return reply
             except WorkerAwayError:
@@ -494,6 +496,7 @@ class Client:
         *,
         source: int | None = None,
         target: int | None = None,
+        stops: bool = False,
         timeout_s: float,
     ) -> dict[int, Any]:
         """Take part in a collective and wait for the others.
@@ -504,6 +507,7 @@ class Client:
             payload: this worker's value.
             source: the only worker whose value is wanted; None for everybody's.
             target: the only worker that wants them; None for everybody.
+            stops: whether this worker trains no more: the others are to come soon.
             timeout_s: seconds to wait for the missing workers.
 
         Returns:
@@ -517,7 +521,7 @@ class Client:
         """
         self._collectives += 1
         message = Contribution(
-            self.session, self.worker, self._collectives, kind, name, _closed(payload), source, target, timeout_s
+            self.session, self.worker, self._collectives, kind, name, _closed(payload), source, target, timeout_s, stops
         )
         limit = timeout_s + _GRACE_S
         while True:
@@ -536,6 +540,11 @@ class Client:
             else:
                 self._remember(message, values)
                 return {rank: _opened(f"worker {rank}", value) for rank, value in values.items()}
+
+    @property
+    def others_stopped(self) -> bool:
+        """Whether another worker trains no more, and waits in this one's next collective."""
+        return self._stopped > self._collectives
 
     def _remember(self, message: Contribution, answer: dict[int, Any]) -> None:
         """Keep what a collective came to, for those who need it yet if the coordinator is lost."""

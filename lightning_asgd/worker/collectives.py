@@ -58,7 +58,9 @@ class Collectives:
         """This worker's."""
         return self.client.worker if self.client is not None else 0
 
-    def gather(self, kind: str, name: str, payload: Any, *, target: int | None = None) -> dict[int, Any]:
+    def gather(
+        self, kind: str, name: str, payload: Any, *, target: int | None = None, stops: bool = False
+    ) -> dict[int, Any]:
         """Everybody's payload by rank.
 
         Args:
@@ -66,10 +68,11 @@ class Collectives:
             name: which one, in error texts.
             payload: any picklable value; tensors must be on the CPU.
             target: the only worker that gets it (the others get nothing); None: everybody.
+            stops: whether this worker trains no more: the others are to come soon.
         """
         if not self.real or self.client is None:
             return {self.rank: payload}
-        return self._call(self.client, kind, name, payload, target=target)
+        return self._call(self.client, kind, name, payload, target=target, stops=stops)
 
     def barrier(self, name: str = "") -> None:
         """Wait for everybody."""
@@ -110,7 +113,7 @@ class Collectives:
         answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
         return bool(min(answers) if all else max(answers))
 
-    def _call(self, client: Client, kind: str, name: str, payload: Any, **about: int | None) -> dict[int, Any]:
+    def _call(self, client: Client, kind: str, name: str, payload: Any, **about: Any) -> dict[int, Any]:
         begun = time.perf_counter()
         try:
             return client.collective(kind, name, payload, timeout_s=self.timeout_s, **about)

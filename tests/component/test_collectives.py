@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
+from lightning_asgd.messages import Contribution
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from tests.helpers.cluster import Cluster, run_workers
 
@@ -232,3 +233,18 @@ def test_names_of_reductions(op: Any, name: str) -> None:
 def test_an_unknown_reduction_is_refused(op: Any) -> None:
     with pytest.raises(ValueError, match=r"is unknown. Expected one of 'mean', 'sum', 'max', 'min', 'product'"):
         reduce_op_name(op)
+
+
+def test_an_answer_tells_that_somebody_waits_who_trains_no_more() -> None:
+    cluster = Cluster(1, 2)
+    zero, _ = (cluster.enter(rank, {"w": torch.zeros(2)}, nsync=1) for rank in range(2))
+    for stops in (False, True):
+        mine = Contribution("test", 1, 1 + stops, "sync point", "epoch end", stops=stops)
+        theirs = cluster.transport.call(0, mine, 10.0)
+        zero.fetch()
+        assert zero.client.others_stopped is stops
+        zero.client.collective("sync point", "epoch end", timeout_s=10.0)
+        assert theirs.done()
+        assert not zero.client.others_stopped
+        zero.fetch()
+        assert not zero.client.others_stopped

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_asgd import rank_variables, world
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.process_group import GuardedStore, Standing, group_class
 from lightning_asgd.worker.collectives import Collectives, Phase
@@ -210,3 +212,27 @@ def test_a_group_of_another_backend_is_refused_where_workers_do_not_meet() -> No
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.add("number", 2) == 2
+
+
+@pytest.fixture
+def first_of_three() -> Iterator[Standing]:
+    """This process is the first of three workers, whose messages are encrypted."""
+    place = Standing(0, SIZE, 0, SIZE, 0, 1, Collectives, store=dist.HashStore, encrypted=True)
+    world.announce(place)
+    yield place
+    world.withdraw()
+    os.environ.pop(rank_variables.OWNER_ENV, None)  # a worker's process ends with it
+
+
+def test_what_nothing_would_encrypt_is_refused(first_of_three: Standing) -> None:
+    with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there is no other"):
+        dist.new_group([0, 1], backend="gloo")
+    with pytest.raises(CollectiveUnavailableError, match="with transport='zmq', and nothing would encrypt"):
+        dist.new_group(backend="cpu:gloo,cuda:gloo")
+    for ranks in (None, [0, 1, 2], [0]):
+        assert dist.get_backend(dist.new_group(ranks, backend="gloo")) == "asgd"
+    assert dist.get_backend(dist.new_group(backend=dist.Backend.GLOO)) == "asgd"
+    first_of_three.encrypted = False
+    with pytest.raises(CollectiveUnavailableError, match=r"Give new_group\(ranks=\[0, 1\], backend='gloo'\)"):
+        dist.new_group([0, 1])
+    assert dist.get_backend(dist.new_group([0], backend="gloo")) == "gloo"

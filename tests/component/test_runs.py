@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.commands.status import tables
+from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ServerLostError, WorkerLostError
 from lightning_asgd.messages import (
     Attach,
@@ -36,8 +38,11 @@ from lightning_asgd.messages import (
     View,
     WorkerView,
 )
+from lightning_asgd.runs import RunMembership
 from lightning_asgd.server.service import Service
+from lightning_asgd.stats import Board
 from lightning_asgd.transport import shared_memory
+from lightning_asgd.transport.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchange import Exchanger
@@ -105,6 +110,29 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
     service.handle(Note("s", 1, "founded", True))
     service.tick()
     assert waiting.value().worker in service.status()["living"]
+
+
+def test_an_epoch_begins_with_those_who_live_then() -> None:
+    service = founded()
+    transport = InProcessTransport([service.handle])
+    job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport)
+    silent = Timeouts(silence_s=1000.0)  # no sign of life tells of others meanwhile
+    config = ExchangeConfig.create(nsync=1, timeouts=silent)
+    membership = RunMembership(job, config, Policy(1000.0), Board(), "cpu")
+    membership.join()
+    try:
+        assert membership.standing == (1, 2)
+        third = come(service).worker
+        membership.begin_epoch()
+        assert membership.standing == (1, 3)
+        service.handle(Leave("s", 1))
+        assert membership.standing == (1, 3)  # the same until the epoch's end
+        membership.begin_epoch()
+        assert membership.standing == (0, 2)
+        membership.board.hear({}, (1, 2, third))  # an older answer, which arrives late
+        assert membership.standing == (0, 2)
+    finally:
+        membership.leave()
 
 
 def test_one_that_gave_up_before_it_was_let_in_leaves_no_trace() -> None:

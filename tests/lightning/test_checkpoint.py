@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
@@ -218,3 +221,42 @@ def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
         (theirs,) = after[0]["slots"]["optimizer"]["state"].values()
         assert float(mine["sum"].sum()) > 0
         assert torch.equal(mine["sum"], theirs["sum"])
+
+
+class Fails(Regression):
+    """Worker 0 does so in its sixth batch."""
+
+    def __init__(self, killed: bool) -> None:
+        super().__init__()
+        self.killed = killed
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 0 and batch_idx == 5:
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("in the sixth batch")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_checkpoint_on_an_exception_is_worker_0_s(
+    tmp_path: Path, start_method: str, killed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The main process, in which Lightning reports the exception, has trained nothing."""
+    saver = OnExceptionCheckpoint(tmp_path, "failed")
+    strategy = ASGDStrategy(nsync=2, start_method=start_method, data="split")  # so that worker 0 has six batches
+    run = trainer(tmp_path, strategy, callbacks=[saver], enable_checkpointing=True)
+    module = Fails(killed)
+    untrained = digest(module)
+    with pytest.raises(ProcessExitedException if killed else ProcessRaisedException, match=None if killed else "sixth"):
+        run.fit(module, loader())
+    assert f"The main process has trained nothing, and does not write {tmp_path}/failed.ckpt" in caplog.text
+    assert (tmp_path / "failed.ckpt").exists() is not killed
+    if not killed:
+        saved = torch.load(tmp_path / "failed.ckpt", weights_only=False)
+        assert saved["global_step"] >= 5
+        module.load_state_dict(saved["state_dict"])
+        assert digest(module) != untrained
+    run.save_checkpoint(tmp_path / "later.ckpt")  # where a program asks for it itself, it has what there is
+    assert torch.load(tmp_path / "later.ckpt", weights_only=False)["global_step"] == 0

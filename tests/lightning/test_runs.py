@@ -118,7 +118,9 @@ def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
     raise SystemExit(main(["serve", f"--port={port}", "--run-id=counts", f"--transport={transport}", *more]))
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2) -> None:
+def attach(
+    folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2, silence_s: float = 1.0
+) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     pl.seed_everything(ord(name))  # unlike the others'
@@ -128,7 +130,7 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
         server=address,
         run_id="counts",
         transport=transport,
-        timeouts=Timeouts(silence_s=1.0),
+        timeouts=Timeouts(silence_s=silence_s),
     )
     os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
     data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=True)
@@ -265,7 +267,8 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
     started: dict[str, Any] = {}
 
     def start(name: str, step_s: float, batch_size: int) -> None:
-        started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size))
+        # With 60 s no sign of life tells of another worker while this takes.
+        started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size, 60.0))
         started[name].start()
 
     served.start()
@@ -283,6 +286,9 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
         for process in (*started.values(), served):
             process.kill()
             process.join()
+    worlds = [entry["world"] for entry in Diary.read(tmp_path / "a.json")]
+    assert worlds[0] == [0, 1, "0", "1"]
+    assert [0, 2, "0", "2"] in worlds  # in the next epoch after the other one came
     steps = EPOCHS * math.ceil(SAMPLES / 16)  # in the first worker's batches, whoever trains them
     ends = [Diary.read(tmp_path / f"{name}.json")[-1] for name in "ab"]
     for end in ends:

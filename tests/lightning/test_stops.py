@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,20 @@ def test_all_stop_before_an_epoch_where_one_does(
     assert zero["seen"] == one["seen"]
     assert 2 * zero["end"]["step"] == zero["trained"] + one["trained"] == BATCHES * epoch
     assert [what for what, _ in zero["seen"]].count("validation") == epoch
+
+
+@pytest.mark.parametrize("data", ["leases", "split"])
+def test_the_others_come_where_one_stops(tmp_path: Path, data: str) -> None:
+    """With their next exchange, not at the epoch's end."""
+
+    def stop(module: Any, batch_idx: int, here: str) -> None:
+        if here == "end" and module.global_rank == 0:
+            time.sleep(0.1)  # an epoch of 32 batches takes it seconds
+        elif here == "end" and batch_idx == 4:
+            module.trainer.should_stop = True
+
+    zero, one = program("pytorch_lightning", tmp_path, stop, data)
+    assert zero["end"] == one["end"]
+    assert zero["weights"] == one["weights"]
+    assert one["trained"] == 5
+    assert zero["trained"] < BATCHES // 2

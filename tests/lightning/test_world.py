@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterDataPipe
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import CollectiveUnavailableError
 from tests.lightning.models import Regression, digest, loader, trainer
 from tests.lightning.test_processes import mains
 
@@ -71,6 +77,56 @@ def one_is_terminated(folder: Path, rank: int, port: int) -> Any:
     return {"batches": len(module.losses), "step": run.global_step}
 
 
+class Numbers(IterDataPipe[Any]):
+    """As many samples as others have, each with its number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((torch.full((8,), i / SAMPLES), torch.tensor([i / SAMPLES]), i) for i in range(SAMPLES))
+
+
+class Grouped(Regression):
+    """Notes its samples by epoch, and what a group comes to that a program has made with gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[list[int]] = []
+        self.sums: list[float] = []
+        self.refusal = ""
+        self.group: Any = None
+
+    def on_fit_start(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+
+    def on_train_epoch_start(self) -> None:
+        self.samples.append([])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.samples[-1] += batch[2].tolist()
+        if dist.get_backend(self.group) == "asgd" and not self.refusal:
+            try:
+                dist.all_reduce(torch.ones(1), group=self.group)
+            except CollectiveUnavailableError as error:
+                self.refusal = str(error)
+        return super().training_step(batch[:2], batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        total = torch.tensor([self.global_rank + 1.0])
+        dist.all_reduce(total, group=self.group)
+        self.sums.append(total.item())
+
+
+def pipes(folder: Path, rank: int, port: int, transport: str, processes: int) -> Any:
+    """What groups and loaders that ask for gloo are given."""
+    logging.basicConfig()
+    os.environ[SECRET_ENV] = "a secret of this test alone"
+    module = Grouped()
+    keep = {"multiprocessing_context": "fork", "persistent_workers": True} if processes else {}
+    data = DataLoader(Numbers().shuffle().sharding_filter(), BATCH, num_workers=processes, **keep)
+    trainer(folder, ASGDStrategy(nsync=4, transport=transport), max_epochs=2).fit(module, data)
+    backend = dist.get_backend(module.group)
+    return {"samples": module.samples, "sums": module.sums, "refusal": module.refusal, "backend": backend}
+
+
 def _process(job: Callable[..., Any], folder: Path, rank: int, port: int) -> None:
     with (folder / f"output{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
@@ -125,3 +181,29 @@ def test_a_worker_that_gets_sigterm_ends_and_the_others_go_on(tmp_path: Path, ma
     assert one is None
     assert zero["batches"] > SAMPLES // BATCH // 2
     assert "Error" not in (tmp_path / "output1").read_text()
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("transport", "backend", "said"),
+    [
+        ("rpc", "gloo", "They are neither encrypted nor authenticated."),
+        ("zmq", "asgd", "A process group with backend 'gloo' was asked for, and is served by A-SGD's own"),
+    ],
+)
+def test_gloo_and_iter_data_pipes(
+    tmp_path: Path, mains: Any, transport: str, backend: str, said: str, processes: int
+) -> None:
+    """Their loaders make a group by gloo, of which all learn the seed to shuffle by."""
+    if transport == "zmq":
+        pytest.importorskip("zmq")
+    (zero, one), codes = run(mains, functools.partial(pipes, transport=transport, processes=processes), tmp_path)
+    assert codes == [0, 0]
+    assert zero["backend"] == one["backend"] == backend
+    assert zero["sums"] == one["sums"] == [3.0, 3.0]
+    for mine, theirs in zip(zero["samples"], one["samples"], strict=True):
+        assert sorted(mine + theirs) == list(range(SAMPLES))
+        assert sorted(mine) != mine  # shuffled
+    assert (tmp_path / "output0").read_text().count(said) == 1
+    if backend == "asgd":
+        assert "all_reduce was called in the asynchronous phase" in zero["refusal"]

@@ -87,7 +87,7 @@ def test_views_arrive_without_what_they_are_views_of() -> None:
         Initialise("s", 0, (), StreamingDiLoCo()),
         Contribution("s", 0, 3, "broadcast", "x", payload={"a": (1, None)}, answer={0: 1.5, 3: "x"}),
         Epoch("e", 3, (1, 3), b"\x00\xff", ((0, 1),)),
-        Reply(3, 1, Verdict.APPLIED, pushes={0: 1}, terms={1: 2}, left={2: "gone"}),
+        Reply(3, 1, Verdict.APPLIED, pushes={0: 1}, terms={1: 2}, left={2: "gone"}, stopped=4),
     ],
     ids=lambda message: type(message).__name__,
 )
