@@ -280,7 +280,7 @@ class Fit:
         self.take_figures()
         board, waits = membership.board, self._config.algorithm.waits
         checkpoints = checkpoint_states(trainer)
-        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, place=place, trained=trained)
+        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt)
         met = meet(
             membership.client,
             self._collectives,
@@ -289,7 +289,6 @@ class Fit:
             mine,
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
-            stops=halt,
         )
         self.data.compare(self._collectives)
         board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))

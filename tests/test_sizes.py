@@ -16,16 +16,16 @@ from tests.test_architecture import FILES, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "_lightning": 687,
-    "_loop": 475,
-    "server.coordinator": 526,
-    "server.service": 749,
+    "_lightning": 694,
+    "_loop": 498,
+    "server.coordinator": 533,
+    "server.service": 750,
     "server.shard": 482,
-    "strategy": 602,
+    "strategy": 631,
     "transport.rpc": 462,
-    "worker.client": 791,
-    "worker.exchange": 596,
-    "worker.leases": 526,
+    "worker.client": 800,
+    "worker.exchange": 619,
+    "worker.leases": 544,
     "worker.replica": 598,
 }
 
@@ -35,7 +35,7 @@ LONG_FUNCTIONS = {
     "commands.serve.serve": 72,
     "data_stalls.probe.stalls": 63,
     "process_group.group_class": 196,
-    "strategy.ASGDStrategy.__init__": 100,
+    "strategy.ASGDStrategy.__init__": 101,
     "worker.entry.enter": 116,
 }
 
@@ -64,7 +64,7 @@ TOOLS = (
     *("commands", "data_stalls", "report", "simulation"),
     *("figures", "journal", "monitor", "optim", "posterior", "sizing", "timing"),
 )
-LINES = {"core": 18_780, "tools": 4_685}
+LINES = {"core": 18_992, "tools": 4_685}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

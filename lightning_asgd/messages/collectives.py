@@ -48,6 +48,7 @@ class Meeting:
             None if it has not.
         place: where it is; None outside of epochs.
         trained: whether it has trained since the last one, with or without optimizer steps.
+        halts: whether it trains no more of the epoch, so that the others are to come soon.
     """
 
     moved: bool
@@ -58,6 +59,7 @@ class Meeting:
     versions: tuple[int, ...] | None = None
     place: Place | None = None
     trained: bool = False
+    halts: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ def meet(
     *,
     all_have_pushed: bool,
     always: bool = False,
-    stops: bool = False,
 ) -> dict[int, Meeting]:
     """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
 
@@ -47,7 +46,6 @@ def meet(
         mine: what this worker says.
         all_have_pushed: whether this worker knows that the others have pushed what they trained, too.
         always: whether weights are fetched although nobody has trained.
-        stops: whether this worker trains no more: the others are to come soon.
 
     Returns:
         what all say, by rank.
@@ -61,7 +59,7 @@ def meet(
         sharing.fetch(park=True)
         if client.restored == restored:
             mine = replace(mine, versions=tuple(sharing.versions))
-    met: dict[int, Meeting] = collectives.gather("sync point", name, mine, stops=stops)
+    met: dict[int, Meeting] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
     if None not in fetched and len(fetched) == 1:
         if mine.versions not in fetched:  # the others have met without this worker, which was silent
