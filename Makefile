@@ -13,7 +13,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all check format bench monitor race convergence accuracy regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
+.PHONY: help demo docs test test-all check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ regress: $(VENV)/.installed-examples ## speed and memory beside another commit's
 
 accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: hours, goes on where it was interrupted
 	@$(RUN) benchmarks/accuracy.py
+
+parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause at a time, in virtual time; WORKERS=
+	@$(RUN) benchmarks/accuracy_parts.py $(if $(WORKERS),--workers $(WORKERS))
 
 compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the conformance tests, and run them all
 	@$(RUN) -m tests.conformance.page

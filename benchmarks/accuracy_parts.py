@@ -1,20 +1,21 @@
 """Where A-SGD with Adam loses accuracy early in training: one cause at a time, in virtual time.
 
-    python benchmarks/accuracy_parts.py               # about half an hour
-    python benchmarks/accuracy_parts.py --seeds 3     # a quick look
+    python benchmarks/accuracy_parts.py               # a quarter of an hour; goes on where it was interrupted
+    python benchmarks/accuracy_parts.py --workers 4
 
-The CNN, the images and the rate of benchmarks/accuracy.py, two workers, all in one process. The servers and exchanges
+The CNN, the images and the rate of benchmarks/accuracy.py, all in one process. The servers and exchanges
 are the real ones, in virtual time, so a seed gives the same bits on any day, and rows differ by one cause only:
 
 1. one Adam that takes the mean of both workers' gradients: DDP,
 2. an Adam per worker, whose weights are averaged after every step: *local Adam*,
-3. the same every ten steps: *they drift apart*,
+3. the same every ten steps: *drift*,
 4. A-SGD every ten steps, whose answers come at once: *staleness*, since nobody waits for the other,
 5. the same, with answers that come some steps later: *merging while training goes on*, which is what the strategy does.
 
 Batch norm's statistics are taken in three ways from the same weights: those of worker 0, as DDP does; the mean over the
-workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. Differences are
-taken from row 1 seed by seed, with their standard error. Every run is a line of results/accuracy_parts.jsonl, and is
+workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. With these the
+test loss is shown too, which is less noisy than the accuracy. Differences are taken from row 1 seed by seed, with their
+standard error. Every run is a line of results/accuracy_parts.jsonl, and is
 not repeated as long as this file stays as it is.
 """
 
@@ -43,7 +44,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from lightning_asgd.simulation import Link, LogNormal, Network, Problem, Simulation
 
 FILE = ROOT / "results" / "accuracy_parts.jsonl"
-WORKERS, RATE = 2, 1e-3
+RATE = 1e-3
 LATE = Network(workers=Link(latency_s=2.0))  # a step takes one second: the answer comes four to five steps later
 ROWS: dict[str, dict[str, Any] | None] = {
     "DDP: one Adam": None,
@@ -53,24 +54,26 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "A-SGD, answers 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
 }
 STATISTICS = ("worker 0's", "the mean", "fresh")
+COLUMNS = (*(f"accuracy, statistics: {kind}" for kind in STATISTICS), "loss, fresh")
 
 
 class Images(Problem):
-    """The CNN on both workers' shares of the images, which are dealt and shuffled anew every epoch as DDP does.
+    """The CNN on the workers' shares of the images, which are dealt and shuffled anew every epoch as DDP does.
 
     Args:
         seed: of the first weights and of the order of the images.
         train: images and labels.
-        batch: images per worker and step.
+        workers: number of workers.
     """
 
-    def __init__(self, seed: int, train: tuple[Tensor, Tensor], batch: int) -> None:
+    def __init__(self, seed: int, train: tuple[Tensor, Tensor], workers: int) -> None:
         torch.manual_seed(seed)
-        self.nets = [CNN("Adam").net for _ in range(WORKERS)]  # a net per worker has its own statistics
-        self._seed, self._train, self._batch = seed, train, batch
+        self.workers = workers
+        self.nets = [CNN("Adam").net for _ in range(workers)]  # a net per worker has its own statistics
+        self._seed, self._train = seed, train
         self.first = parameters_to_vector(self.nets[0].parameters()).detach().clone()
-        self.steps = TRAINED // WORKERS // batch  # of an epoch
-        self._taken = [0] * WORKERS
+        self.steps = TRAINED // workers // BATCH  # of an epoch
+        self._taken = [0] * workers
         self._orders: dict[int, Tensor] = {}
 
     def start(self) -> Tensor:
@@ -83,7 +86,7 @@ class Images(Problem):
             self._orders[epoch] = torch.randperm(
                 TRAINED, generator=torch.Generator().manual_seed(1000 * self._seed + epoch)
             )
-        mine = self._orders[epoch][worker::WORKERS][step * self._batch : (step + 1) * self._batch]
+        mine = self._orders[epoch][worker :: self.workers][step * BATCH : (step + 1) * BATCH]
         net = self.nets[worker]
         vector_to_parameters(weights, net.parameters())
         images, labels = (part[mine] for part in self._train)
@@ -102,7 +105,7 @@ def train_together(problem: Images, epochs: int) -> Tensor:
     optimizer = torch.optim.Adam([weights], lr=RATE)
     nobody = torch.Generator()
     for _ in range(epochs * problem.steps):
-        gradients = [problem.gradient(weights.detach(), worker, nobody)[1] for worker in range(WORKERS)]
+        gradients = [problem.gradient(weights.detach(), worker, nobody)[1] for worker in range(problem.workers)]
         weights.grad = torch.stack(gradients).mean(0)
         optimizer.step()
     return weights.detach()
@@ -116,7 +119,7 @@ def train(row: str, problem: Images, epochs: int, seed: int) -> Tensor:
     make: Callable[[Any], Any] = lambda parameters: torch.optim.Adam(parameters, lr=RATE)  # noqa: E731
     plan = Simulation(
         problem=problem,
-        workers=WORKERS,
+        workers=problem.workers,
         steps=problem.steps,
         epochs=epochs,
         optimizer=make,
@@ -129,7 +132,7 @@ def train(row: str, problem: Images, epochs: int, seed: int) -> Tensor:
 
 
 def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tensor, Tensor]) -> list[float]:
-    """On the test images, with each kind of statistics."""
+    """On the test images, with each kind of statistics; last the loss with fresh ones."""
     ours = [[b.clone() for b in net.buffers()] for net in problem.nets]
     net = problem.nets[0]
     vector_to_parameters(weights, net.parameters())
@@ -149,27 +152,26 @@ def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tens
                 buffer.copy_(value)
         net.eval()
         with torch.no_grad():
-            parts = zip(*(part.split(500) for part in test), strict=True)
-            right = sum(int((net(images).argmax(1) == labels).sum()) for images, labels in parts)
-        found.append(right / TESTED)
-    return found
+            outputs = torch.cat([net(images) for images in test[0].split(500)])
+        found.append(float((outputs.argmax(1) == test[1]).sum()) / TESTED)
+    return [*found, float(functional.cross_entropy(outputs, test[1]))]
 
 
-def show(found: dict[tuple[str, int], list[float]], epochs: int, batch: int) -> None:
+def show(found: dict[tuple[str, int], list[float]], epochs: int, workers: int) -> None:
     """Print means, and differences from DDP's by seed."""
-    title = f"Accuracy after {epochs} epochs in batches of {batch}, difference from DDP's own by seed, standard error"
+    title = f"{workers} workers, {epochs} epochs: mean, and difference from DDP by seed with its standard error"
     table = Table(title=title, min_width=110)
-    for heading in ("", "seeds", *(f"statistics: {kind}" for kind in STATISTICS)):
+    for heading in ("", "seeds", *COLUMNS):
         table.add_column(heading, justify="right" if heading else "left")
     for row in ROWS:
         mine = {seed: values for (name, seed), values in found.items() if name == row}
         if not mine:
             continue
         texts = []
-        for index in range(len(STATISTICS)):
+        for index in range(len(COLUMNS)):
             text = f"{statistics.fmean(v[index] for v in mine.values()):.4f}"
             base = {seed: found[(next(iter(ROWS)), seed)] for seed in mine if (next(iter(ROWS)), seed) in found}
-            pairs = [mine[seed][index] - base[seed][0] for seed in base]
+            pairs = [mine[seed][index] - base[seed][0 if index < 3 else 3] for seed in base]
             if pairs:
                 mean, error = difference(pairs)
                 text += f"  {mean:+.4f} ± {error:.4f}"
@@ -180,9 +182,9 @@ def show(found: dict[tuple[str, int], list[float]], epochs: int, batch: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
     if not IMAGES.is_dir():
@@ -195,25 +197,25 @@ def main() -> int:
     if args.file.exists():
         for entry in map(json.loads, args.file.read_text().splitlines()):
             if entry["version"] == version:
-                known[(entry["epochs"], entry["batch"], entry["row"], entry["seed"])] = entry["accuracies"]
+                known[(entry["epochs"], entry["workers"], entry["row"], entry["seed"])] = entry["found"]
     args.file.parent.mkdir(exist_ok=True)
     for epochs in args.epochs:
         found = {}
         for seed in range(1, 1 + args.seeds):
             for row in ROWS:
-                key = epochs, args.batch, row, seed
+                key = epochs, args.workers, row, seed
                 if key not in known:
                     began = time.monotonic()
-                    problem = Images(seed, train_set, args.batch)
+                    problem = Images(seed, train_set, args.workers)
                     weights = train(row, problem, epochs, seed)
                     known[key] = accuracies(problem, weights, train_set[0][:5000], test)
-                    entry = dict(zip(("epochs", "batch", "row", "seed"), key, strict=True))
+                    entry = dict(zip(("epochs", "workers", "row", "seed"), key, strict=True))
                     with args.file.open("a") as file:
-                        file.write(json.dumps({**entry, "version": version, "accuracies": known[key]}) + "\n")
+                        file.write(json.dumps({**entry, "version": version, "found": known[key]}) + "\n")
                     seconds = time.monotonic() - began
                     CONSOLE.print(f"{epochs} epochs, seed {seed}, {row}: {seconds:.0f} s, {known[key]}")
                 found[(row, seed)] = known[key]
-        show(found, epochs, args.batch)
+        show(found, epochs, args.workers)
     return 0
 
 
