@@ -16,13 +16,14 @@ Batch norm's statistics are taken in three ways from the same weights: those of 
 workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. With these the
 test loss is shown too, which is less noisy than the accuracy. Differences are taken from row 1 seed by seed, with their
 standard error. Every run is a line of results/accuracy_parts.jsonl, and is
-not repeated as long as this file stays as it is.
+not repeated as long as what trains in this file stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import statistics
@@ -54,7 +55,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "A-SGD, answers 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
 }
 STATISTICS = ("worker 0's", "the mean", "fresh")
-COLUMNS = (*(f"accuracy, statistics: {kind}" for kind in STATISTICS), "loss, fresh")
+COLUMNS = (*(f"accuracy, {kind}" for kind in STATISTICS), "loss, fresh")
 
 
 class Images(Problem):
@@ -159,7 +160,8 @@ def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tens
 
 def show(found: dict[tuple[str, int], list[float]], epochs: int, workers: int) -> None:
     """Print means, and differences from DDP's by seed."""
-    title = f"{workers} workers, {epochs} epochs: mean, and difference from DDP by seed with its standard error"
+    first = next(iter(ROWS))
+    title = f"{workers} workers, {epochs} epochs: DDP's mean; differences from it by seed, with their standard error"
     table = Table(title=title, min_width=110)
     for heading in ("", "seeds", *COLUMNS):
         table.add_column(heading, justify="right" if heading else "left")
@@ -167,15 +169,14 @@ def show(found: dict[tuple[str, int], list[float]], epochs: int, workers: int) -
         mine = {seed: values for (name, seed), values in found.items() if name == row}
         if not mine:
             continue
-        texts = []
-        for index in range(len(COLUMNS)):
-            text = f"{statistics.fmean(v[index] for v in mine.values()):.4f}"
-            base = {seed: found[(next(iter(ROWS)), seed)] for seed in mine if (next(iter(ROWS)), seed) in found}
-            pairs = [mine[seed][index] - base[seed][0 if index < 3 else 3] for seed in base]
-            if pairs:
-                mean, error = difference(pairs)
-                text += f"  {mean:+.4f} ± {error:.4f}"
-            texts.append(text)
+        values = list(zip(*mine.values(), strict=True))
+        texts = [f"{statistics.fmean(each):.4f}" for each in values]
+        base = {seed: found[(first, seed)] for seed in mine if (first, seed) in found}
+        if row != first and base:
+            for index in range(len(COLUMNS)):
+                reference = 0 if index < len(STATISTICS) else index  # DDP's own statistics are worker 0's
+                mean, error = difference([mine[seed][index] - base[seed][reference] for seed in base])
+                texts[index] = f"{mean:+.4f} ± {error:.4f}"
         table.add_row(row, str(len(mine)), *texts)
     CONSOLE.print(table)
 
@@ -192,7 +193,8 @@ def main() -> int:
         return 2
     torch.set_num_threads(1)
     train_set, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    sources = map(inspect.getsource, (Images, train_together, train, accuracies))
+    version = hashlib.sha256("".join([*sources, repr(ROWS)]).encode()).hexdigest()[:12]
     known = {}
     if args.file.exists():
         for entry in map(json.loads, args.file.read_text().splitlines()):
