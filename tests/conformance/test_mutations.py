@@ -126,7 +126,7 @@ def mutated_fit(lab: Lab, n: int, mutation: str) -> None:
     seen = 0
     original = Collectives.gather
 
-    def mutated(self: Collectives, kind: str, name: str, payload: Any, *, target: int | None = None) -> Any:
+    def mutated(self: Collectives, kind: str, name: str, payload: Any, **about: Any) -> Any:
         nonlocal seen
         mine = self.real and lab.rank == 1 and seen == n
         seen += self.real
@@ -134,8 +134,8 @@ def mutated_fit(lab: Lab, n: int, mutation: str) -> None:
             return dict.fromkeys(range(2), payload)
         if mine and mutation == "reorder":
             return original(self, "barrier", "another", None)
-        answer = original(self, kind, name, payload, target=target)
-        return original(self, kind, name, payload, target=target) if mine and mutation == "repeat" else answer
+        answer = original(self, kind, name, payload, **about)
+        return original(self, kind, name, payload, **about) if mine and mutation == "repeat" else answer
 
     Collectives.gather = mutated  # type: ignore[method-assign]
     try:
