@@ -73,7 +73,6 @@ class LeasedLoop:
         self._resumed = dict(resumed)
         self._loader: Any = None
         self._begins = False  # whether an epoch begins, and none of its batches has come
-        self._granting = False  # whether what is iterated over last is what is granted
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
         self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
@@ -118,7 +117,7 @@ class LeasedLoop:
         loop = self.trainer.fit_loop
         (loader,) = loop._combined_loader.flattened
         self._uninstall()
-        self._loader, self._granting = loader, False
+        self._loader = loader
         self._most = self._batches = int(loop.max_batches)
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
@@ -129,17 +128,16 @@ class LeasedLoop:
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
         sampler.set_epoch(loop.epoch_progress.current.processed)
         _set_batches(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
-        self.expect()
+        self._begins = True
+        iter(loop._data_fetcher)
+        self._begins = False
 
     def expect(self) -> None:
-        """An epoch begins: it is Lightning that iterates over the data next, until the first batch has come."""
+        """An epoch begins: it is Lightning that iterates over the data, until the first batch has come."""
         self._begins = True
-        if not self._granting:
-            iter(self.trainer.fit_loop._data_fetcher)
 
     def _opened(self) -> Plan | None:
-        """The epoch that begins now, unless a program looks at the data in between."""
-        self._granting = self._begins
+        """The epoch that begins now; None where a program looks at the data."""
         return self._plan() if self._begins else None
 
     def _part(self) -> list[Any]:

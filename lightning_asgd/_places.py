@@ -43,6 +43,9 @@ class Others(Protocol):
             where all are together.
         """
 
+    def begin_within(self) -> None:
+        """An epoch begins."""
+
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker says yes."""
 
@@ -76,6 +79,7 @@ class Places:
     def _run(self, fetcher: Any) -> None:
         """Train an epoch, and wait until all have."""
         self._ended = False
+        self._others.begin_within()
         if self._others.apart:
             type(self._loop).run(self._loop, fetcher)
             return

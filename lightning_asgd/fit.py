@@ -237,6 +237,10 @@ class Fit:
         together = all_together(m.place or mine for m in met.values())
         return replace(together, batches=self.data.count(together.step, together.batches))
 
+    def begin_within(self) -> None:
+        """An epoch begins."""
+        self.data.begin_epoch()
+
     @with_last_words()
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop training, before an epoch or after a validation."""

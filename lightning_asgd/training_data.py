@@ -72,10 +72,7 @@ class TrainingData(Data):
 
     def share(self) -> None:
         """Let the training dataloader yield what this worker is granted, if the data can be shared."""
-        if self._never:
-            return
-        if self._loop is not None and self._loop.installed:
-            self._loop.expect()
+        if self._never or (self._loop is not None and self._loop.installed):
             return
         if self._loop is None and self._membership.between_epochs:
             begin_epochs_anew(self._trainer)
@@ -106,6 +103,11 @@ class TrainingData(Data):
             f"{what} A slow worker holds the others up at the end of an epoch. ASGDStrategy(data='split') says that "
             "this is meant."
         )
+
+    def begin_epoch(self) -> None:
+        """Lightning is about to iterate over the data, if it has not yet."""
+        if self._loop is not None:
+            self._loop.expect()
 
     # ------------------------------------------------------------------ every batch
 

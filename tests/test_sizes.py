@@ -17,7 +17,7 @@ from tests.test_architecture import FILES, TREES
 LINES_OF_A_FILE = 450
 LONG_FILES = {
     "_lightning": 694,
-    "_loop": 498,
+    "_loop": 496,
     "server.coordinator": 533,
     "server.service": 750,
     "server.shard": 482,
@@ -64,7 +64,7 @@ TOOLS = (
     *("commands", "data_stalls", "report", "simulation"),
     *("figures", "journal", "monitor", "optim", "posterior", "sizing", "timing"),
 )
-LINES = {"core": 18_992, "tools": 4_685}
+LINES = {"core": 19_000, "tools": 4_685}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
