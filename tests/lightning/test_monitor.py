@@ -49,7 +49,7 @@ def test_weights_and_biases_has_every_metric_of_every_worker(tmp_path: Path, mon
 
     logger = pl.loggers.WandbLogger(save_dir=str(tmp_path), project="p")
     fit = trainer(
-        tmp_path, ASGDStrategy(nsync=3, start_method="fork"), logger=logger, callbacks=[ASGDMonitor(0.2)], max_epochs=3
+        tmp_path, ASGDStrategy(nsync=3, start_method="fork"), logger=logger, callbacks=[ASGDMonitor(0.2)], max_epochs=6
     )
     fit.fit(Finished(), loader(1024), loader(64))
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
