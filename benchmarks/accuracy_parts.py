@@ -3,20 +3,20 @@
     python benchmarks/accuracy_parts.py               # a quarter of an hour; goes on where it was interrupted
     python benchmarks/accuracy_parts.py --workers 4
 
-The CNN, the images and the rate of benchmarks/accuracy.py, all in one process. The servers and exchanges
-are the real ones, in virtual time, so a seed gives the same bits on any day, and rows differ by one cause only:
+The CNN, the images and the learning rate of benchmarks/accuracy.py, all in one process. The servers and exchanges are
+the real ones, in virtual time, so a seed gives the same bits on any day. Each row adds one cause:
 
-1. one Adam that takes the mean of both workers' gradients: DDP,
+1. one Adam that takes the mean of all workers' gradients: DDP,
 2. an Adam per worker, whose weights are averaged after every step: *local Adam*,
-3. the same every ten steps: *drift*,
+3. the same every ten steps: *drift* of the workers' weights,
 4. A-SGD every ten steps, whose answers come at once: *staleness*, since nobody waits for the other,
 5. the same, with answers that come some steps later: *merging while training goes on*, which is what the strategy does.
 
 Batch norm's statistics are taken in three ways from the same weights: those of worker 0, as DDP does; the mean over the
 workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. With these the
-test loss is shown too, which is less noisy than the accuracy. Differences are taken from row 1 seed by seed, with their
-standard error. Every run is a line of results/accuracy_parts.jsonl, and is
-not repeated as long as what trains in this file stays as it is.
+test loss is shown too, which is less noisy than the accuracy. Differences are taken from row 1 by seed, with their
+standard error. Every run is a line of results/accuracy_parts.jsonl, and is not repeated while the functions that train
+and test stay as they are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COLUMNS = (*(f"accuracy, {kind}" for kind in STATISTICS), "loss, fresh")
 
 
 class Images(Problem):
-    """The CNN on the workers' shares of the images, which are dealt and shuffled anew every epoch as DDP does.
+    """The CNN on the workers' shares of the images, shuffled and divided again every epoch, as under DDP.
 
     Args:
         seed: of the first weights and of the order of the images.
@@ -113,7 +113,7 @@ def train_together(problem: Images, epochs: int) -> Tensor:
 
 
 def train(row: str, problem: Images, epochs: int, seed: int) -> Tensor:
-    """Weights after so many epochs."""
+    """Train one row's way, and return the final weights, shape ``(n,)``."""
     settings = ROWS[row]
     if settings is None:
         return train_together(problem, epochs)

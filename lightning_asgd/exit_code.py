@@ -31,7 +31,7 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
         wait_s: how long to wait.
 
     Returns:
-        exit codes of those that have failed, by rank. One that still runs is to be killed, and counts as failed.
+        exit codes of those that have failed, by rank. A worker that still runs counts as killed.
     """
     begun = time.monotonic()
     told = False

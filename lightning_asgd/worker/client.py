@@ -113,7 +113,7 @@ class Client:
         self._policy = policy or Policy()
         self._after = after
         self._collectives = 0
-        self._stopped = 0  # number of the one in which a worker waits that trains no more, as far as is known
+        self._stopped = 0  # number of the latest collective in which a stopped worker is known to wait
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
         # Collectives that were answered, by number, and the answers: the latest, and those that others may need yet.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}

@@ -116,7 +116,7 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     service = founded()
     transport = InProcessTransport([service.handle])
     job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport)
-    silent = Timeouts(silence_s=1000.0)  # no sign of life tells of others meanwhile
+    silent = Timeouts(silence_s=1000.0)  # no heartbeat is sent during the test
     config = ExchangeConfig.create(nsync=1, timeouts=silent)
     membership = RunMembership(job, config, Policy(1000.0), Board(), "cpu")
     membership.join()

@@ -267,7 +267,7 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
     started: dict[str, Any] = {}
 
     def start(name: str, step_s: float, batch_size: int) -> None:
-        # With 60 s no sign of life tells of another worker while this takes.
+        # With silence_s=60 no heartbeat is answered during the test.
         started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size, 60.0))
         started[name].start()
 

@@ -85,7 +85,7 @@ class Numbers(IterDataPipe[Any]):
 
 
 class Grouped(Regression):
-    """Notes its samples by epoch, and what a group comes to that a program has made with gloo."""
+    """Notes its samples by epoch, and the sum over a process group that it makes with gloo."""
 
     def __init__(self) -> None:
         super().__init__()
