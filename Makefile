@@ -64,8 +64,8 @@ regress: $(VENV)/.installed-examples ## speed and memory beside another commit's
 accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: hours, goes on where it was interrupted
 	@$(RUN) benchmarks/accuracy.py
 
-parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause at a time, in virtual time; WORKERS=
-	@$(RUN) benchmarks/accuracy_parts.py $(if $(WORKERS),--workers $(WORKERS))
+parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause at a time, in virtual time; WORKERS=, OPTIMIZER=
+	@$(RUN) benchmarks/accuracy_parts.py $(if $(WORKERS),--workers $(WORKERS)) $(if $(OPTIMIZER),--optimizer $(OPTIMIZER))
 
 compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the conformance tests, and run them all
 	@$(RUN) -m tests.conformance.page

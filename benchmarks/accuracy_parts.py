@@ -1,13 +1,14 @@
-"""Where A-SGD with Adam loses accuracy early in training: one cause at a time, in virtual time.
+"""Where A-SGD loses accuracy early in training: one cause at a time, in virtual time.
 
-    python benchmarks/accuracy_parts.py               # a quarter of an hour; goes on where it was interrupted
+    python benchmarks/accuracy_parts.py               # Adam: a quarter of an hour; resumes where it was interrupted
     python benchmarks/accuracy_parts.py --workers 4
+    python benchmarks/accuracy_parts.py --optimizer SGD
 
-The CNN, the images and the learning rate of benchmarks/accuracy.py, all in one process. The servers and exchanges are
+The CNN, the images and the optimizers of benchmarks/accuracy.py, all in one process. The servers and exchanges are
 the real ones, in virtual time, so a seed gives the same bits on any day. Each row adds one cause:
 
-1. one Adam that takes the mean of all workers' gradients: DDP,
-2. an Adam per worker, whose weights are averaged after every step: *local Adam*,
+1. one optimizer that takes the mean of all workers' gradients: DDP,
+2. an optimizer per worker, whose weights are averaged after every step: *local optimizers*,
 3. the same every ten steps: *drift* of the workers' weights,
 4. A-SGD every ten steps, whose answers come at once: *staleness*, since nobody waits for the other,
 5. the same, with answers that come some steps later: *merging while training goes on*, which is what the strategy does.
@@ -36,7 +37,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not depend on the machine's cores
 
 import torch
-from accuracy import BATCH, CNN, CONSOLE, IMAGES, PACKAGE, ROOT, TESTED, TRAINED, difference, read
+from accuracy import BATCH, CNN, CONSOLE, IMAGES, OPTIMIZERS, PACKAGE, ROOT, TESTED, TRAINED, difference, read
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,11 +46,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from lightning_asgd.simulation import Link, LogNormal, Network, Problem, Simulation
 
 FILE = ROOT / "results" / "accuracy_parts.jsonl"
-RATE = 1e-3
 LATE = Network(workers=Link(latency_s=2.0))  # a step takes one second: the answer comes four to five steps later
 ROWS: dict[str, dict[str, Any] | None] = {
-    "DDP: one Adam": None,
-    "an Adam each, averaged every step": {"exchange": {"algorithm": "local_sgd", "nsync": 1}},
+    "DDP: one optimizer": None,
+    "one each, averaged every step": {"exchange": {"algorithm": "local_sgd", "nsync": 1}},
     "averaged every 10 steps": {"exchange": {"algorithm": "local_sgd", "nsync": 10}},
     "A-SGD, answers at once": {"exchange": {"nsync": 10, "overlap": False}},
     "A-SGD, answers 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
@@ -70,7 +70,7 @@ class Images(Problem):
     def __init__(self, seed: int, train: tuple[Tensor, Tensor], workers: int) -> None:
         torch.manual_seed(seed)
         self.workers = workers
-        self.nets = [CNN("Adam").net for _ in range(workers)]  # a net per worker has its own statistics
+        self.nets = [CNN("SGD").net for _ in range(workers)]  # a net per worker has its own statistics
         self._seed, self._train = seed, train
         self.first = parameters_to_vector(self.nets[0].parameters()).detach().clone()
         self.steps = TRAINED // workers // BATCH  # of an epoch
@@ -100,10 +100,10 @@ class Images(Problem):
         return 0.0  # only what training ends with is looked at
 
 
-def train_together(problem: Images, epochs: int) -> Tensor:
+def train_together(problem: Images, epochs: int, make: Callable[[Any], Any]) -> Tensor:
     """Take the mean of the workers' gradients in every step."""
     weights = nn.Parameter(problem.start())
-    optimizer = torch.optim.Adam([weights], lr=RATE)
+    optimizer = make([weights])
     nobody = torch.Generator()
     for _ in range(epochs * problem.steps):
         gradients = [problem.gradient(weights.detach(), worker, nobody)[1] for worker in range(problem.workers)]
@@ -112,12 +112,12 @@ def train_together(problem: Images, epochs: int) -> Tensor:
     return weights.detach()
 
 
-def train(row: str, problem: Images, epochs: int, seed: int) -> Tensor:
+def train(row: str, problem: Images, epochs: int, seed: int, optimizer: str) -> Tensor:
     """Train one row's way, and return the final weights, shape ``(n,)``."""
     settings = ROWS[row]
+    make: Callable[[Any], Any] = OPTIMIZERS[optimizer]
     if settings is None:
-        return train_together(problem, epochs)
-    make: Callable[[Any], Any] = lambda parameters: torch.optim.Adam(parameters, lr=RATE)  # noqa: E731
+        return train_together(problem, epochs, make)
     plan = Simulation(
         problem=problem,
         workers=problem.workers,
@@ -158,10 +158,10 @@ def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tens
     return [*found, float(functional.cross_entropy(outputs, test[1]))]
 
 
-def show(found: dict[tuple[str, int], list[float]], epochs: int, workers: int) -> None:
+def show(found: dict[tuple[str, int], list[float]], about: str) -> None:
     """Print means, and differences from DDP's by seed."""
     first = next(iter(ROWS))
-    title = f"{workers} workers, {epochs} epochs: DDP's mean; differences from it by seed, with their standard error"
+    title = f"{about}: DDP's mean; differences from it by seed, with their standard error"
     table = Table(title=title, min_width=110)
     for heading in ("", "seeds", *COLUMNS):
         table.add_column(heading, justify="right" if heading else "left")
@@ -186,6 +186,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="Adam")
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
     if not IMAGES.is_dir():
@@ -195,29 +196,30 @@ def main() -> int:
     train_set, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
     sources = map(inspect.getsource, (Images, train_together, train, accuracies))
     version = hashlib.sha256("".join([*sources, repr(ROWS)]).encode()).hexdigest()[:12]
+    names = "optimizer", "epochs", "workers", "row", "seed"
     known = {}
     if args.file.exists():
         for entry in map(json.loads, args.file.read_text().splitlines()):
             if entry["version"] == version:
-                known[(entry["epochs"], entry["workers"], entry["row"], entry["seed"])] = entry["found"]
+                known[tuple(entry[name] for name in names)] = entry["found"]
     args.file.parent.mkdir(exist_ok=True)
     for epochs in args.epochs:
         found = {}
         for seed in range(1, 1 + args.seeds):
             for row in ROWS:
-                key = epochs, args.workers, row, seed
+                key = args.optimizer, epochs, args.workers, row, seed
                 if key not in known:
                     began = time.monotonic()
                     problem = Images(seed, train_set, args.workers)
-                    weights = train(row, problem, epochs, seed)
+                    weights = train(row, problem, epochs, seed, args.optimizer)
                     known[key] = accuracies(problem, weights, train_set[0][:5000], test)
-                    entry = dict(zip(("epochs", "workers", "row", "seed"), key, strict=True))
+                    entry = dict(zip(names, key, strict=True))
                     with args.file.open("a") as file:
                         file.write(json.dumps({**entry, "version": version, "found": known[key]}) + "\n")
                     seconds = time.monotonic() - began
                     CONSOLE.print(f"{epochs} epochs, seed {seed}, {row}: {seconds:.0f} s, {known[key]}")
                 found[(row, seed)] = known[key]
-        show(found, epochs, args.workers)
+        show(found, f"{args.optimizer}, {args.workers} workers, {epochs} epochs")
     return 0
 
 
