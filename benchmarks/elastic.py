@@ -41,10 +41,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.commands.main import main as command
-from lightning_asgd.messages import Look, View
-from lightning_asgd.rendezvous import Rendezvous
-from lightning_asgd.transport import choose
+from lightning_asgd.cli.command_line import main as command
+from lightning_asgd.protocol import Look, View
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 WORKERS = 6
 SAMPLES, BATCH, NSYNC, STEP_S = 20_000, 2, 5, 0.02
@@ -144,7 +144,7 @@ class Run:
 
     def look(self, address: str) -> Callable[[], View]:
         """What looks at a server."""
-        transport = choose.connect("rpc", [address], "lo")
+        transport = registry.connect("rpc", [address], "lo")
 
         def look() -> View:
             view: View = transport.call(0, Look(), 10.0).wait()
@@ -158,7 +158,7 @@ class Run:
         for process in (*self.workers.values(), self.server):
             process.join(10)
             process.kill()
-        choose.release()
+        registry.release()
 
 
 def _until(condition: Callable[[], Any], seconds: float, what: str) -> float:

@@ -43,13 +43,13 @@ import torch.distributed.rpc as rpc
 from rich.console import Console
 from rich.table import Table
 
-from lightning_asgd import supervisor
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import build_layout
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
-from lightning_asgd.server.process import ServerSettings
-from lightning_asgd.transport import choose, shared_memory
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.processes import supervisor
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports import registry, shared_memory
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.replica import Replica
 
@@ -256,7 +256,7 @@ def main() -> int:
     alone = TorchAlone(n, port)
     overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK))
     rendezvous: Any = overseer.rendezvous
-    choose.provide_secret(one_machine=True)
+    registry.provide_secret(one_machine=True)
     encrypted = supervisor.Supervisor(rendezvous, ServerSettings(transport="zmq"))
     encrypted.start()
     encrypted.add_servers(1)
@@ -268,7 +268,7 @@ def main() -> int:
     times: dict[str, list[float]] = {}
     transports = [("shared memory", True), ("RPC", False), ("ZeroMQ, encrypted", False)]
     for (name, shared), address, pid in zip(transports, addresses, pids, strict=True):
-        transport = choose.connect("zmq" if "ZeroMQ" in name else "rpc", [address], "lo")
+        transport = registry.connect("zmq" if "ZeroMQ" in name else "rpc", [address], "lo")
         worker = Worker(transport, name, n, shared)
         server = psutil.Process(pid)
         times[f"gRPC beside {name}"] = []

@@ -69,7 +69,7 @@ def figures() -> dict[str, Any]:
     """What this process and its servers hold now."""
     me = psutil.Process()
     children = me.children(recursive=True)
-    servers = [p for p in children if "lightning_asgd.server.process" in p.cmdline()]
+    servers = [p for p in children if "lightning_asgd.server.server_process" in p.cmdline()]
     connections = [c for p in (me, *servers) for c in p.net_connections("inet")]
     return {
         "processes": len(children),

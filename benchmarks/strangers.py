@@ -41,12 +41,11 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Exchange, Join
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
-from lightning_asgd.server.process import ServerArguments, ServerSettings
-from lightning_asgd.transport import wire
-from lightning_asgd.transport.zeromq.ends import keys_of
-from lightning_asgd.transport.zeromq.worker import ZmqTransport
+from lightning_asgd.protocol import Beat, Exchange, Join, codec
+from lightning_asgd.server.server_process import ServerArguments, ServerSettings
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.zmq_sockets import keys_of
+from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.client import Client
 
 GROWTH_MB = 5.0
@@ -106,11 +105,11 @@ def insider(chance: random.Random, number: int) -> list[bytes]:
     real = chance.choice(
         [Join(SESSION, 1, 2), Beat(SESSION, 1), Exchange(SESSION, 1, 1, 0, False, True), {"no": "message"}, [[]]]
     )
-    header, _ = wire.encode(real)
+    header, _ = codec.encode(real)
     changed = bytearray(header)
     changed[chance.randrange(len(changed))] = chance.randrange(32, 127)
     with contextlib.suppress(ProtocolError):
-        if isinstance(wire.decode(bytes(changed), []), Join):
+        if isinstance(codec.decode(bytes(changed), []), Join):
             changed = bytearray(header)  # whoever knows the secret may begin another session
     about: list[Any] = ["somebody", number, [number - 1]]
     return chance.choice(
@@ -132,7 +131,7 @@ def memory_mb(process: psutil.Process) -> float:
 
 def beat(number: int) -> list[bytes]:
     """A message that is answered when all before it have been read."""
-    header, _ = wire.encode(Beat(SESSION, 1))
+    header, _ = codec.encode(Beat(SESSION, 1))
     return [json.dumps(["somebody", number, [], [], header.decode()]).encode()]
 
 
@@ -166,7 +165,7 @@ def main() -> int:
     rendezvous = Rendezvous.host(LOOPBACK)
     arguments = ServerArguments(ServerSettings(transport="zmq"), "server0", "key", *rendezvous.address, os.getpid())
     with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "lightning_asgd.server.process", arguments.to_json()]
+        command = [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             address = str(rendezvous.get("key", "The server", 60.0)["address"])

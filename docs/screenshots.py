@@ -325,7 +325,10 @@ def main() -> int:
     parser.add_argument("--browser", help="one of the Chromium family")
     parser.add_argument("options", nargs="*", help="of the browser")
     args = parser.parse_args()
-    for needed, made in ((SITE / "index.html", "make docs"), (REPORT / "report.html", "python examples/monitor.py")):
+    for needed, made in (
+        (SITE / "index.html", "make docs"),
+        (REPORT / "report.html", "python examples/monitor.py"),
+    ):
         if not needed.is_file():
             sys.exit(f"There is no {needed.relative_to(ROOT)}. Run `{made}` first.")
     PICTURES.mkdir(parents=True, exist_ok=True)

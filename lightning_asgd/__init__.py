@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd import _lightning, rank_variables
+from lightning_asgd.adapter import class_trees
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.processes import rank_variables
 
 if TYPE_CHECKING:
+    from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+    from lightning_asgd.adapter.strategy import ASGDStrategy
     from lightning_asgd.config import Timeouts
     from lightning_asgd.data_stalls.cache import CachedDataset
-    from lightning_asgd.data_stalls.monitor import DataStallMonitor
-    from lightning_asgd.monitor import ASGDMonitor
+    from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
-    from lightning_asgd.strategy import ASGDStrategy
 
 __all__ = [
     "ASGDError",
@@ -35,10 +36,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "ASGDMonitor": "lightning_asgd.monitor",
-    "ASGDStrategy": "lightning_asgd.strategy",
+    "ASGDMonitor": "lightning_asgd.adapter.asgd_monitor",
+    "ASGDStrategy": "lightning_asgd.adapter.strategy",
     "CachedDataset": "lightning_asgd.data_stalls.cache",
-    "DataStallMonitor": "lightning_asgd.data_stalls.monitor",
+    "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "Timeouts": "lightning_asgd.config",
@@ -60,18 +61,18 @@ def __dir__() -> list[str]:
 
 # Before anything asks Lightning for a rank: this process may be a program that a worker has started.
 if rank_variables.settle():
-    _lightning.forget_rank()
+    class_trees.forget_rank()
 
 
-def _register(tree: _lightning.Tree) -> None:
-    from lightning_asgd import world
-    from lightning_asgd.strategy import ASGDStrategy, give_way
+def _register(tree: class_trees.Tree) -> None:
+    from lightning_asgd.adapter import world
+    from lightning_asgd.adapter.strategy import ASGDStrategy, give_way
 
     tree.register(ASGDStrategy)
-    _lightning.when_process_groups_are_made(tree, give_way)
-    _lightning.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
+    class_trees.when_process_groups_are_made(tree, give_way)
+    class_trees.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
-_lightning.when_imported("strategies", _register)
-_lightning.when_imported("trainer.connectors.accelerator_connector", _lightning.let_several_trainers_take)
-_lightning.when_imported("callbacks.callback", _lightning.CallbackExtension.join)
+class_trees.when_imported("strategies", _register)
+class_trees.when_imported("trainer.connectors.accelerator_connector", class_trees.let_several_trainers_take)
+class_trees.when_imported("callbacks.callback", class_trees.CallbackExtension.join)

@@ -1,4 +1,4 @@
-"""Fewer bytes per exchange: lossy codes for vectors. What a code loses is kept by who uses it (``streams.py``).
+"""Fewer bytes per exchange: lossy codes for vectors. What a code loses is kept by who uses it (``codec_streams.py``).
 
 References:
     Dettmers, "8-Bit Approximations for Parallelism" (2016), for scales of blocks; Aji and Heafield, "Sparse
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Configurable
-from lightning_asgd.algorithms.settings import between, whole
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import Configurable, between, whole
 
 __all__ = ["Cast", "Compression", "Int8", "TopK", "find"]
 

@@ -1,7 +1,7 @@
 """Which scalar of which tensor lives on which server, and what a flat vector of them looks like.
 
 A layout is computed from a module's tensors alone, so every worker computes the same one. Tensors of the same dtype
-and :class:`~lightning_asgd.messages.Role` form a *group*: one flat vector. Each group is cut into as many contiguous
+and :class:`~lightning_asgd.layout.Role` form a *group*: one flat vector. Each group is cut into as many contiguous
 ranges as there are servers, so every server holds an equal share of the bytes whatever the dtypes are.
 """
 
@@ -10,14 +10,29 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.messages import Groups, Role
 
-__all__ = ["Group", "Layout", "Piece", "TensorSpec", "build_layout", "dtype_from_name", "dtype_name"]
+__all__ = ["Group", "Groups", "Layout", "Piece", "Role", "TensorSpec", "build_layout", "dtype_from_name", "dtype_name"]
+
+
+class Role(str, Enum):
+    """How a server combines what the workers send for a group of tensors."""
+
+    PARAMETER = "parameter"
+    """The algorithm says."""
+    AVERAGE = "average"
+    """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
+    LARGEST = "largest"
+    """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``)."""
+
+
+Groups = tuple[tuple[Role, str, int], ...]
+"""What a vector consists of: per group of tensors its role, dtype name and number of scalars."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,25 @@
-"""What a worker records of its exchanges, and what it knows of the other workers' figures."""
+"""What a worker records of its exchanges."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
-from lightning_asgd.messages import Figures, Verdict
-
-__all__ = ["Board", "ExchangeRecord", "ExchangeStats"]
+__all__ = ["ExchangeRecord", "ExchangeStats", "Verdict"]
 
 _KEPT = 10_000  # records kept; the sums go on for ever
+
+
+class Verdict(str, Enum):
+    """What a server did with a push."""
+
+    APPLIED = "applied"
+    REPEATED = "repeated"  # applied before: this delivery changed nothing
+    REFUSED = "refused"  # it held a NaN or an infinity
+    DROPPED = "dropped"  # a transform did not want it
+    NONE = "none"  # nothing was pushed
 
 
 @dataclass(frozen=True)
@@ -101,37 +109,3 @@ class ExchangeStats:
     def last(self) -> dict[str, Any] | None:
         """The latest record as a dictionary, None before the first exchange."""
         return asdict(self.records[-1]) if self.records else None
-
-
-@dataclass
-class Board:
-    """The latest figures of the workers, as far as this one knows: by heartbeats, and from sync points.
-
-    The heartbeat's thread and the training thread both write to it. Each figure replaces another as a whole.
-
-    Attributes:
-        mine: this worker's own; None if it takes none.
-        living: workers that take part.
-    """
-
-    mine: Figures | None = None
-    living: tuple[int, ...] = ()
-    _latest: dict[int, Figures] = field(default_factory=dict)
-
-    def post(self, worker: int, mine: Figures) -> None:
-        """Put this worker's own there."""
-        self.mine = mine
-        self._latest[worker] = mine
-
-    def hear(self, figures: Mapping[int, Figures | None], living: Iterable[int]) -> None:
-        """Take notice of workers' figures; of two of the same worker, the later ones stay."""
-        self.living = tuple(sorted(living))
-        for worker, new in figures.items():
-            old = self._latest.get(worker)
-            if new is not None and (old is None or (new.began, new.at_s) >= (old.began, old.at_s)):
-                self._latest[worker] = new
-
-    @property
-    def figures(self) -> dict[int, Figures]:
-        """Figures by worker."""
-        return dict(sorted(self._latest.items()))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd._lightning import tree_of
+from lightning_asgd.adapter.class_trees import tree_of
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["TrainingStep", "seconds_per_step"]

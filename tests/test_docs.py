@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from lightning_asgd import errors
-from lightning_asgd.commands.main import COMMANDS
+from lightning_asgd.cli.command_line import COMMANDS
 from tests.helpers import pages
 from tests.test_architecture import TREES
 

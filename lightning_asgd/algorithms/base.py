@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import Configurable
 
-__all__ = ["Algorithm", "Answer", "Configurable", "Payload", "Push", "Run", "Table", "Transform"]
+__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "Table", "Transform"]
 
 
 class Payload(str, Enum):
@@ -121,13 +122,6 @@ class Run:
     nsync: int = 1
     optimizers: Sequence[Any] = ()
     precision: str = "32-true"
-
-
-class Configurable:
-    """What a configuration file of a ``LightningCLI`` may name by its class.
-
-    A class that is a dataclass all the way up would be taken literally there, and not for its subclasses.
-    """
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from lightning_asgd.algorithms.asgd import ASGD
 from lightning_asgd.algorithms.base import Run
-from lightning_asgd.algorithms.worker import needs_nesterov
+from lightning_asgd.algorithms.optimizer_checks import needs_nesterov
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["DANASlim"]

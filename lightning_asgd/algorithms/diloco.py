@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_asgd.algorithms.asgd import factor
 from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.algorithms.settings import at_least, between, whole
+from lightning_asgd.validation import at_least, between, whole
 
 __all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 

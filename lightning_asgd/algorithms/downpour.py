@@ -32,8 +32,8 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.asgd import factor, parse_scale
 from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
-from lightning_asgd.algorithms.settings import at_least
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import at_least
 
 __all__ = ["Downpour"]
 

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Payload, Push, Run
-from lightning_asgd.algorithms.settings import between
-from lightning_asgd.algorithms.worker import needs_nesterov
+from lightning_asgd.algorithms.optimizer_checks import needs_nesterov
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import between
 
 __all__ = ["EAMSGD", "EASGD"]
 

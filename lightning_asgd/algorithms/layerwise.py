@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
-from lightning_asgd.algorithms.settings import whole
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import whole
 
 __all__ = ["LayerWise"]
 

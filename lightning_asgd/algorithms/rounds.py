@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_asgd.algorithms.base import Payload, Push, Table, Transform
-from lightning_asgd.algorithms.settings import at_least
+from lightning_asgd.validation import at_least
 
 __all__ = ["Barrier", "WarmStart"]
 

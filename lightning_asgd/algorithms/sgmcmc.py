@@ -40,9 +40,9 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Push, Run, Transform
 from lightning_asgd.algorithms.elastic import EASGD
-from lightning_asgd.algorithms.settings import whole
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.optim import PosteriorSampler
+from lightning_asgd.validation import whole
 
 __all__ = ["SGMCMC", "ElasticSGMCMC"]
 

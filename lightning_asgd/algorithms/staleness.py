@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Payload, Push, Table, Transform
-from lightning_asgd.algorithms.settings import at_least, between
+from lightning_asgd.validation import at_least, between
 
 __all__ = [
     "DelayCompensation",

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_asgd.journal import Fit
-from lightning_asgd.messages import Figures
+from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.protocol import Figures
 
 __all__ = ["STATES", "Curves"]
 

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning_asgd.figures import Window, measures
-from lightning_asgd.journal import Fit
-from lightning_asgd.messages import Figures
+from lightning_asgd.monitoring.metric_definitions import Window, measures
+from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.protocol import Figures
 from lightning_asgd.report.pictures import draw
 
 __all__ = ["write"]
@@ -41,7 +41,7 @@ _CAPTIONS = {
     ),
 }
 
-# Column: the metric of lightning_asgd.figures, and how it is written.
+# Column: the metric of lightning_asgd.monitoring.metric_definitions, and how it is written.
 _COLUMNS: dict[str, tuple[str, str, float]] = {
     "samples/s": ("samples_per_s", "{:,.0f}", 1.0),
     "updates/s": ("updates_per_s", "{:.1f}", 1.0),

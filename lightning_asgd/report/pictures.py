@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from lightning_asgd.figures import bars, staleness
-from lightning_asgd.journal import Fit
+from lightning_asgd.monitoring.metric_definitions import bars, staleness
+from lightning_asgd.monitoring.metric_log import Fit
 from lightning_asgd.report.curves import STATES, Curves
 
 __all__ = ["draw"]

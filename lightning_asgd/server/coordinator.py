@@ -25,7 +25,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution, Figures, Policy
+from lightning_asgd.protocol import Contribution, Figures, Policy
 
 __all__ = ["Coordinator", "Delivery"]
 

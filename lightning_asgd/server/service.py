@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.messages import (
+from lightning_asgd.protocol import (
     FOUNDED,
     PROTOCOL,
     Attach,
@@ -46,15 +46,15 @@ from lightning_asgd.messages import (
     View,
     Watch,
 )
-from lightning_asgd.server.buffers import Buffers
 from lightning_asgd.server.coordinator import Coordinator, Delivery
-from lightning_asgd.server.epochs import Epochs, Ranges
-from lightning_asgd.server.gradients import Means
-from lightning_asgd.server.leases import Leases
-from lightning_asgd.server.restoration import Restoration
+from lightning_asgd.server.epoch_history import Epochs, Ranges
+from lightning_asgd.server.layer_means import Means
+from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.shard import Due, Shard
-from lightning_asgd.server.snapshots import Snapshot
-from lightning_asgd.server.view import view
+from lightning_asgd.server.snapshot_store import Snapshot
+from lightning_asgd.server.state_recovery import Restoration
+from lightning_asgd.server.status_report import view
+from lightning_asgd.server.update_buffers import Buffers
 
 __all__ = ["Service"]
 

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.finite import ABSURD, is_finite, largest
-from lightning_asgd.messages import Exchange, Groups, Reply, Role, Verdict
+from lightning_asgd.layout import Groups, Role
+from lightning_asgd.numerics import ABSURD, is_finite, largest
+from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.stats import Verdict
 
 __all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
 

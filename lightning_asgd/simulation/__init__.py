@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from lightning_asgd.simulation.network import Link, Network
 from lightning_asgd.simulation.problems import ModuleProblem, Problem, Quadratic
-from lightning_asgd.simulation.report import Point, Report, WorkerReport
 from lightning_asgd.simulation.run import Crash, Simulation
+from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, LogNormal, Speed, Trace
 
 __all__ = [

@@ -16,10 +16,10 @@ from typing import Any
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.messages import Exchange, Initialise, Join, Reply
-from lightning_asgd.simulation.checks import number
+from lightning_asgd.protocol import Exchange, Initialise, Join, Reply
 from lightning_asgd.simulation.clock import VirtualClock
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.simulation.setting_checks import number
+from lightning_asgd.transports.transport import Transport
 
 __all__ = ["Link", "Network", "Wires"]
 

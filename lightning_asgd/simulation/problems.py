@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.simulation.checks import number, whole
+from lightning_asgd.simulation.setting_checks import number, whole
 
 __all__ = ["ModuleProblem", "Problem", "Quadratic"]
 

@@ -17,15 +17,15 @@ from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Exchange, Leave
+from lightning_asgd.protocol import Exchange, Leave
 from lightning_asgd.server.service import Service
-from lightning_asgd.simulation.checks import number, whole
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.network import Network, Wires
 from lightning_asgd.simulation.problems import Problem
-from lightning_asgd.simulation.report import Point, Report, WorkerReport
+from lightning_asgd.simulation.setting_checks import number, whole
+from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker
+from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
-from lightning_asgd.simulation.worker import Life, SimulatedWorker
 from lightning_asgd.worker.client import Client
 
 __all__ = ["Crash", "Simulation"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.simulation.checks import number
+from lightning_asgd.simulation.setting_checks import number
 
 __all__ = ["Constant", "LogNormal", "Speed", "Trace"]
 

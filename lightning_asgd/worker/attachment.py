@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.messages import FOUNDED
+from lightning_asgd.protocol import FOUNDED
 from lightning_asgd.worker.client import Client
 
 __all__ = ["Attachment"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.codec_streams import Coded
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import (
     ASGDError,
@@ -23,7 +24,7 @@ from lightning_asgd.errors import (
     error_from,
 )
 from lightning_asgd.layout import Layout
-from lightning_asgd.messages import (
+from lightning_asgd.protocol import (
     Attach,
     Attached,
     Beat,
@@ -54,8 +55,7 @@ from lightning_asgd.messages import (
     SharedRef,
     Watch,
 )
-from lightning_asgd.streams import Coded
-from lightning_asgd.transport.base import TIMED_OUT, Transport
+from lightning_asgd.transports.transport import TIMED_OUT, Transport
 
 __all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]
 

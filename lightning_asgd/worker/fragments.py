@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Layout
-from lightning_asgd.messages import Held
+from lightning_asgd.protocol import Held
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.sharing import Sharing
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.synchronizer import Sharing
 
 __all__ = ["Fragments"]
 

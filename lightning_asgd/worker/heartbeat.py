@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
-from lightning_asgd.stats import Board
+from lightning_asgd.monitoring.metrics_board import Board
 from lightning_asgd.worker.client import COORDINATOR, Client
 
 __all__ = ["Heartbeat"]

@@ -8,7 +8,7 @@ overwrites the update, that is one more.
 
 Of a module on a CUDA device ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an answer by
 value on its way to the device, where it takes one vector more, from the first merge on (see
-:mod:`lightning_asgd.worker.lane`).
+:mod:`lightning_asgd.worker.device_staging`).
 
 In terms of the module's weights *x* (all sums element-wise):
 
@@ -33,11 +33,10 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import LayoutMismatchError
-from lightning_asgd.finite import is_sane
-from lightning_asgd.layout import Layout, Piece, dtype_from_name
-from lightning_asgd.messages import Role
-from lightning_asgd.transport.shared_memory import SharedBlock
-from lightning_asgd.worker.lane import Lane, lane_for
+from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
+from lightning_asgd.numerics import is_sane
+from lightning_asgd.transports.shared_memory import SharedBlock
+from lightning_asgd.worker.device_staging import Lane, lane_for
 
 __all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 

@@ -43,9 +43,10 @@ from lightning_asgd.algorithms import (
 )
 from lightning_asgd.algorithms.base import Run
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Exchange, Reply, Role, Verdict
+from lightning_asgd.layout import Role, build_layout
+from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.shard import Due, Shard
+from lightning_asgd.stats import Verdict
 from lightning_asgd.worker.replica import Replica
 from tests.helpers.algorithms import EVERY, ON_SERVERS
 from tests.helpers.cluster import Cluster

@@ -11,7 +11,7 @@ from lightning_asgd import errors
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import (
+from lightning_asgd.protocol import (
     Beaten,
     Contribution,
     Exchange,
@@ -21,9 +21,9 @@ from lightning_asgd.messages import (
     Joined,
     Leave,
     Reply,
-    Verdict,
 )
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client as client_module
 from lightning_asgd.worker.client import Client, done_within
 

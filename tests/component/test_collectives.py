@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
-from lightning_asgd.messages import Contribution
+from lightning_asgd.protocol import Contribution
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from tests.helpers.cluster import Cluster, run_workers
 

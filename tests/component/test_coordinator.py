@@ -18,7 +18,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.messages import Contribution, Policy
+from lightning_asgd.protocol import Contribution, Policy
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 
 

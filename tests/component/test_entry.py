@@ -10,11 +10,11 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.messages import Exchange
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.protocol import Exchange
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.entry import enter
+from lightning_asgd.worker.worker_setup import enter
 from tests.helpers.cluster import Cluster
 
 

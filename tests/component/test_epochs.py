@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.messages import Claim, Epoch, Part
-from lightning_asgd.server.epochs import Epochs
+from lightning_asgd.protocol import Claim, Epoch, Part
+from lightning_asgd.server.epoch_history import Epochs
 
 
 def epoch(key: str, units: int = 4, done: tuple[tuple[int, int], ...] = ()) -> Epoch:

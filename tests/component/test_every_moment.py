@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.messages import Leave
+from lightning_asgd.protocol import Leave
 from lightning_asgd.server.service import Service
 from tests.component import test_membership
 from tests.component.test_membership import PATIENCE_S, World

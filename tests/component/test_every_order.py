@@ -36,23 +36,30 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Meeting, Offer, Policy, Verdict, Watch
+from lightning_asgd.protocol import (
+    Beat,
+    Meeting,
+    Offer,
+    Policy,
+    Watch,
+)
 from lightning_asgd.server.coordinator import Coordinator
-from lightning_asgd.server.restoration import Restoration
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.once import Arrivals, Once
+from lightning_asgd.server.state_recovery import Restoration
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client as client_module
-from lightning_asgd.worker import exchange as exchange_module
+from lightning_asgd.worker import exchanger as exchange_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.meeting import meet
-from lightning_asgd.worker.recovery import Recovery
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.failover_client import Recovery
 from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.sync_point import meet
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0

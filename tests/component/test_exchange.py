@@ -23,10 +23,11 @@ from lightning_asgd.algorithms import (
 from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.compression import find
 from lightning_asgd.errors import ProtocolError, ServerLostError
-from lightning_asgd.messages import Exchange, Leave, Verdict
-from lightning_asgd.transport import shared_memory
+from lightning_asgd.protocol import Exchange, Leave
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger
 from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
 from tests.helpers.reference import Reference
 from tests.helpers.script import ScriptedTransport, Waits, bits

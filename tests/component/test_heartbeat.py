@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.messages import Beaten, Figures
-from lightning_asgd.stats import Board
+from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.protocol import Beaten, Figures
 from lightning_asgd.worker.heartbeat import Heartbeat
 
 DEADLINE_S = 10.0

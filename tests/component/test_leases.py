@@ -18,9 +18,9 @@ from torch.futures import Future
 from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.messages import Claim, Epoch, Grant
-from lightning_asgd.server.leases import Leases
-from lightning_asgd.worker.leases import DataLeases, Plan, in_common_order
+from lightning_asgd.protocol import Claim, Epoch, Grant
+from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.worker.lease_client import DataLeases, Plan, in_common_order
 
 
 @dataclass

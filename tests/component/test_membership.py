@@ -21,21 +21,21 @@ from lightning_asgd.algorithms import ASGD, Algorithm, Downpour
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.messages import Beat, Beaten, Epoch, Leave, Meeting, Policy
+from lightning_asgd.protocol import Beat, Beaten, Epoch, Leave, Meeting, Policy
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport import shared_memory
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.shared_memory import SharedBlock
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.transports.shared_memory import SharedBlock
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client as client_module
-from lightning_asgd.worker import exchange as exchange_module
-from lightning_asgd.worker import leases as leases_module
+from lightning_asgd.worker import exchanger as exchange_module
+from lightning_asgd.worker import lease_client as leases_module
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.leases import DataLeases, Plan
-from lightning_asgd.worker.meeting import meet
-from lightning_asgd.worker.recovery import Recovery
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.failover_client import Recovery
+from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.replica import Replica, replica_for
+from lightning_asgd.worker.sync_point import meet
 from tests.helpers.turns import Turns
 
 PATIENCE_S = 3.0

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_asgd import rank_variables, world
+from lightning_asgd.adapter import world
+from lightning_asgd.adapter.process_group import GuardedStore, Standing, group_class
 from lightning_asgd.errors import CollectiveUnavailableError
-from lightning_asgd.process_group import GuardedStore, Standing, group_class
+from lightning_asgd.processes import rank_variables
 from lightning_asgd.worker.collectives import Collectives, Phase
 from tests.component.test_collectives import together
 

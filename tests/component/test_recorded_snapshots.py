@@ -13,9 +13,20 @@ import torch
 
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.errors import SnapshotError
-from lightning_asgd.messages import PROTOCOL, Attach, Epoch, Exchange, Initialise, Join, Note, OpenEpoch, Policy, Role
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import (
+    PROTOCOL,
+    Attach,
+    Epoch,
+    Exchange,
+    Initialise,
+    Join,
+    Note,
+    OpenEpoch,
+    Policy,
+)
 from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshots import Snapshots
+from lightning_asgd.server.snapshot_store import Snapshots
 
 DATA = Path(__file__).parent.parent / "data"
 CURRENT = DATA / f"snapshots-{PROTOCOL}"

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.layout import Layout, build_layout
-from lightning_asgd.messages import Role
-from lightning_asgd.transport import shared_memory
+from lightning_asgd.layout import Layout, Role, build_layout
+from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.replica import GradientReplica, Replica, replica_for
 from tests.helpers.script import bits

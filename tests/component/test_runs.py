@@ -11,11 +11,14 @@ import torch
 from rich.console import Console
 from torch.futures import Future
 
+from lightning_asgd.adapter.elastic_run import RunMembership
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.commands.status import tables
+from lightning_asgd.cli.status_command import tables
 from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ServerLostError, WorkerLostError
-from lightning_asgd.messages import (
+from lightning_asgd.layout import Role
+from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.protocol import (
     Attach,
     Attached,
     Beat,
@@ -34,20 +37,17 @@ from lightning_asgd.messages import (
     Offer,
     OpenEpoch,
     Policy,
-    Role,
     View,
     WorkerView,
 )
-from lightning_asgd.runs import RunMembership
 from lightning_asgd.server.service import Service
-from lightning_asgd.stats import Board
-from lightning_asgd.transport import shared_memory
-from lightning_asgd.transport.inprocess import InProcessTransport
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.exchange import Exchanger
-from lightning_asgd.worker.leases import DataLeases, Plan
-from lightning_asgd.worker.recovery import Recovery
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.failover_client import Recovery
+from lightning_asgd.worker.lease_client import DataLeases, Plan
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)

@@ -11,7 +11,8 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.messages import (
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import (
     PROTOCOL,
     Beat,
     Claim,
@@ -30,12 +31,11 @@ from lightning_asgd.messages import (
     Part,
     Policy,
     Reply,
-    Role,
     Settled,
-    Verdict,
 )
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport import shared_memory
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports import shared_memory
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 

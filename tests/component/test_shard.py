@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.messages import Exchange, Reply, Role, Verdict
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server import shard as shard_module
 from lightning_asgd.server.shard import REFUSED_IN_A_ROW, Shard
+from lightning_asgd.stats import Verdict
 from tests.helpers.script import bits
 
 GROUPS = (

@@ -30,7 +30,8 @@ from lightning_asgd.algorithms import (
     ScaleByStaleness,
 )
 from lightning_asgd.errors import SnapshotError
-from lightning_asgd.messages import (
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import (
     Attach,
     Attached,
     Beat,
@@ -47,11 +48,10 @@ from lightning_asgd.messages import (
     Offer,
     OpenEpoch,
     Policy,
-    Role,
-    Verdict,
 )
 from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshots import Snapshot, Snapshots, keep
+from lightning_asgd.server.snapshot_store import Snapshot, Snapshots, keep
+from lightning_asgd.stats import Verdict
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
 from tests.component.test_runs import EPOCHS, RunWorld
 

@@ -22,8 +22,8 @@ import torch
 import torchvision
 import yaml
 
-from lightning_asgd.commands.main import main
-from lightning_asgd.journal import find, read
+from lightning_asgd.cli.command_line import main
+from lightning_asgd.monitoring.metric_log import find, read
 from tests.helpers.wandb_file import contents
 from tests.lightning.test_processes import environment, wait_until
 
@@ -244,7 +244,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_monitored_example_ends_with_a_report(tmp_path: Path) -> None:
-    output = run_example(tmp_path, 100, "monitor.py", "--fast")
+    output = run_example(tmp_path, 100, "adapter/asgd_monitor.py", "--fast")
     report = Path(output.splitlines()[-1])
     assert report == tmp_path / "results" / "monitor" / "report" / "report.html"
     assert "worker 1" in report.read_text()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_asgd.commands.main import COMMANDS
+from lightning_asgd.cli.command_line import COMMANDS
 from tests.helpers import pages
 from tests.test_docs import check_command, commands
 

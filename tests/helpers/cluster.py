@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
-from lightning_asgd.messages import Initialise, Join
+from lightning_asgd.protocol import Initialise, Join
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.streams import streams
-from lightning_asgd.transport import shared_memory
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.inprocess import InProcessTransport
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.transports.inprocess import InProcessTransport
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica import replica_for
 
 T = TypeVar("T")

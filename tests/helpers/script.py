@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client
 
 

@@ -13,8 +13,8 @@ import psutil
 
 import lightning_asgd
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
-from lightning_asgd.server.process import ServerArguments, ServerSettings
+from lightning_asgd.server.server_process import ServerArguments, ServerSettings
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
 
 START_S = 50.0
 SECRET = "known to the tests alone"
@@ -34,7 +34,7 @@ class ServerProcess:
         settings = ServerSettings(interface, transport)
         arguments = ServerArguments(settings, name, self._key, host, port, os.getpid())
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.server.process", arguments.to_json()],
+            [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -17,10 +17,10 @@ from torch import nn
 
 import lightning_asgd
 from lightning_asgd import ASGDMonitor, ASGDStrategy
+from lightning_asgd.adapter.asgd_monitor import _loss, _samples
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.figures import METRICS
-from lightning_asgd.journal import find, read
-from lightning_asgd.monitor import _loss, _samples
+from lightning_asgd.monitoring.metric_definitions import METRICS
+from lightning_asgd.monitoring.metric_log import find, read
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 

@@ -23,7 +23,7 @@ import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.transport import rpc
+from lightning_asgd.transports import rpc_transport
 from tests.lightning.models import Recorder, Regression, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -174,7 +174,7 @@ def servers_of(main: Any) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(main.pid).children():
         with contextlib.suppress(psutil.Error):  # one that was killed
-            if "lightning_asgd.server.process" in process.cmdline():
+            if "lightning_asgd.server.server_process" in process.cmdline():
                 found.append(process)
     return found
 
@@ -401,10 +401,10 @@ def test_torch_without_rpc_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd import supervisor
+    from lightning_asgd.processes import supervisor
 
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
-    rpc.stop()
+    rpc_transport.stop()
     supervisor.close_current()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began = time.monotonic()

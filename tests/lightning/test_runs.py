@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
-from lightning_asgd._lightning import follow_progress
+from lightning_asgd.adapter.class_trees import follow_progress
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
 from tests.lightning.models import Regression, loader, trainer

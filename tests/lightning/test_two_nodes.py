@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import network
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from tests.lightning import test_runs as runs
 from tests.lightning.test_processes import check_finished, mains, start, training, wait_until

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport.base import Transport
-from lightning_asgd.transport.inprocess import InProcessTransport
-from lightning_asgd.transport.rpc import RpcTransport
-from lightning_asgd.transport.zeromq.worker import ZmqTransport
+from lightning_asgd.transports.inprocess import InProcessTransport
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.transports.rpc_transport import RpcTransport
+from lightning_asgd.transports.transport import Transport
+from lightning_asgd.transports.zmq_transport import ZmqTransport
 from tests.helpers.servers import SECRET, ServerProcess
 
 _sessions = itertools.count()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.messages import Exchange, Initialise, Join, Role
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import Exchange, Initialise, Join
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.worker.client import done_within
 from tests.helpers.algorithms import ON_SERVERS

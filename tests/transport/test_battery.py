@@ -15,8 +15,18 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ProtocolError
-from lightning_asgd.messages import Contribution, Exchange, Failure, Initialise, Join, Joined, Leave, Reply, Verdict
-from lightning_asgd.transport import shared_memory
+from lightning_asgd.protocol import (
+    Contribution,
+    Exchange,
+    Failure,
+    Initialise,
+    Join,
+    Joined,
+    Leave,
+    Reply,
+)
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.client import Client, done_within
 from lightning_asgd.worker.collectives import Collectives
 from tests.helpers.cluster import layout_of_floats, prepare, run_workers

@@ -18,16 +18,16 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 OUT_S = 1.5
 SERVER = """
-from lightning_asgd.transport import rpc
+from lightning_asgd.transports import rpc_transport
 print("ready", flush=True)
 input()
-print(rpc.serve(lambda message: message + 1, "server", "veth-a"), flush=True)
+print(rpc_transport.serve(lambda message: message + 1, "server", "veth-a"), flush=True)
 input()
-rpc.stop()
+rpc_transport.stop()
 """
 CLIENT = """
-from lightning_asgd.transport import rpc
-transport = rpc.RpcTransport([input()], "veth-b")
+from lightning_asgd.transports import rpc_transport
+transport = rpc_transport.RpcTransport([input()], "veth-b")
 print("ready", flush=True)
 input()
 answer = transport.call(0, 1, 30.0)
@@ -39,20 +39,20 @@ transport.close()
 
 PULLED = """
 import os
-from lightning_asgd.server import process
-from lightning_asgd.transport import rpc
+from lightning_asgd.server import server_process
+from lightning_asgd.transports import rpc_transport
 class Told:
     connect = classmethod(lambda cls, *about: cls())
     def put(self, key, about):
         print(about["address"], flush=True)
-process.Rendezvous = Told
+server_process.Rendezvous = Told
 if "BEGUN" not in os.environ:
     os.environ["BEGUN"] = "1"
-    rpc._await_network = lambda interface: None  # it was up when it was looked at
+    rpc_transport._await_network = lambda interface: None  # it was up when it was looked at
     print("ready", flush=True)
     input()
-settings = process.ServerSettings("veth-a")
-process.main([process.ServerArguments(settings, "server", "key", "", 0, os.getppid()).to_json()])
+settings = server_process.ServerSettings("veth-a")
+server_process.main([server_process.ServerArguments(settings, "server", "key", "", 0, os.getppid()).to_json()])
 """
 
 

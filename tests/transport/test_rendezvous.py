@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 
 
 def listening() -> set[tuple[str, int]]:

@@ -18,9 +18,9 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.messages import Beat, Claim, Contribution, Epoch, Exchange, Joined
-from lightning_asgd.transport import rpc
-from lightning_asgd.transport.base import Transport
+from lightning_asgd.protocol import Beat, Claim, Contribution, Epoch, Exchange, Joined
+from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import ServerProcess
@@ -43,7 +43,7 @@ def exchange_once(client: Client) -> list[list[float]]:
 
 
 def test_rpc_is_there() -> None:
-    rpc.check_available()
+    rpc_transport.check_available()
 
 
 def test_a_worker_may_connect_again_and_again(processes: Processes) -> None:
@@ -177,13 +177,13 @@ def test_a_worker_finds_the_lasting_servers_again(processes: Processes) -> None:
 
 
 def test_a_process_may_serve_and_stop_serving() -> None:
-    address = rpc.serve(lambda message: f"heard {message}", "server0")
+    address = rpc_transport.serve(lambda message: f"heard {message}", "server0")
     try:
         assert address
         assert set(listening(psutil.Process())) == {"127.0.0.1"}
     finally:
-        rpc.stop()
-        rpc.stop()
+        rpc_transport.stop()
+        rpc_transport.stop()
 
 
 def break_connections(servers: Sequence[ServerProcess]) -> int:

@@ -19,13 +19,13 @@ import zmq
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.messages import Beat, Contribution
-from lightning_asgd.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.protocol import Beat, Contribution, codec
 from lightning_asgd.server.service import Service
-from lightning_asgd.transport import choose, wire
-from lightning_asgd.transport.zeromq.ends import keys_of
-from lightning_asgd.transport.zeromq.server import Server
-from lightning_asgd.transport.zeromq.worker import ZmqTransport
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.zmq_server import Server
+from lightning_asgd.transports.zmq_sockets import keys_of
+from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import SECRET, ServerProcess
@@ -226,10 +226,10 @@ def test_what_a_server_cannot_be_sent_is_named(transport: ZmqTransport) -> None:
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_ENV, raising=False)
     with pytest.raises(ConfigurationError, match=r"LIGHTNING_ASGD_SECRET is not set.*openssl rand -hex 32"):
-        choose.provide_secret(one_machine=False)
+        registry.provide_secret(one_machine=False)
     monkeypatch.setenv(SECRET_ENV, "short")
     with pytest.raises(ConfigurationError, match="has 5 characters"):
-        choose.provide_secret(one_machine=True)
+        registry.provide_secret(one_machine=True)
 
 
 def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: ZmqTransport) -> None:
@@ -245,7 +245,7 @@ def test_an_answer_that_cannot_be_read_is_an_error(transport: ZmqTransport, monk
     client = client_of(transport, "unreadable")
     client.join()
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "decode", lambda header, buffers: int("no number"))
+        patch.setattr(codec, "decode", lambda header, buffers: int("no number"))
         with pytest.raises(ProtocolError, match=r"answer of server 0 could not be read: ValueError.*invalid literal"):
             client.collective("broadcast", "x", 1, timeout_s=10.0)
     assert client.collective("barrier", "y", timeout_s=10.0) == {0: None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 
 
 @pytest.mark.parametrize("words", [["--watch"], ["--watch", "--every-n-seconds", "1"], ["--watch", "true"], []])

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
+from lightning_asgd.codec_streams import Common, Updates, Weights
 from lightning_asgd.compression import Cast, Compression, Int8, TopK, find
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.messages import Role, nbytes
-from lightning_asgd.streams import Common, Updates, Weights
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import nbytes
 
 CODES = [Cast("bfloat16"), Cast("float16"), Int8(), Int8(7), TopK(0.05), TopK(0.5)]
 GROUPS = [(Role.PARAMETER, "float32", 1000), (Role.AVERAGE, "float32", 3), (Role.LARGEST, "int64", 2)]

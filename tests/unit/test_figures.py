@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.figures import METRICS, Window, Windows, bars, measures, staleness
-from lightning_asgd.messages import Beaten, Figures
-from lightning_asgd.stats import Board
-from lightning_asgd.transport.wire import decode, encode
-from lightning_asgd.worker.meter import binned
+from lightning_asgd.monitoring.meter import binned
+from lightning_asgd.monitoring.metric_definitions import METRICS, Window, Windows, bars, measures, staleness
+from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.protocol import Beaten, Figures
+from lightning_asgd.protocol.codec import decode, encode
 
 EARLIER = Figures(
     **{

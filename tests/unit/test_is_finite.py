@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.finite import ABSURD, is_finite, is_sane, largest
+from lightning_asgd.numerics import ABSURD, is_finite, is_sane, largest
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.messages import Reply, Verdict
-from lightning_asgd.transport.once import Arrivals, Once
+from lightning_asgd.protocol import Reply
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports.reliable_calls import Arrivals, Once
 
 
 class Clock:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.worker.pace import Pace
+from lightning_asgd.worker.exchange_period import Pace
 
 SECONDS = st.floats(1e-4, 10.0)
 

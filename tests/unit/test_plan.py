@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_asgd
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 
 PAGE = Path(lightning_asgd.__file__).parent.parent / "docs" / "sizing.md"
 NUMBERS = ["--parameters", "1e6", "--step-s", "0.1", "--batch-size", "32", "--simulate", "5"]

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 from lightning_asgd.data_stalls.cache import CachedDataset
 from lightning_asgd.data_stalls.probe import stalls
 from lightning_asgd.data_stalls.stalls import Stalls

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asgd import rank_variables
-from lightning_asgd.rank_variables import OWNER_ENV, RANK_VARIABLES, RENDEZVOUS_ENV
+from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.rank_variables import OWNER_ENV, RANK_VARIABLES, RENDEZVOUS_ENV
 
 VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 MINE = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
@@ -107,7 +107,7 @@ def test_a_worker_that_replaces_its_program_stays_the_worker() -> None:
 def test_the_processes_of_a_dataloader_keep_the_workers_rank(tmp_path: Path, method: str) -> None:
     script = f"""
 import os, sys, multiprocessing, torch
-from lightning_asgd import rank_variables
+from lightning_asgd.processes import rank_variables
 from torch.utils.data import DataLoader, Dataset
 class Ranks(Dataset):
     def __len__(self): return 1

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_asgd.reaper import start
+from lightning_asgd.processes.reaper import start
 
 # Starts the reaper and some children, says their numbers, then waits for its end.
 PARENT = """
 import json, os, subprocess, sys, time, psutil
-from lightning_asgd.reaper import start
+from lightning_asgd.processes.reaper import start
 reaper = start()
 pids = {"reaper": reaper.pid}
 children = {
@@ -181,7 +181,7 @@ def test_folders_go_with_the_parent(tmp_path: Path) -> None:
 
 
 def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
-    command = [sys.executable, "-m", "lightning_asgd.reaper", str(2**22 + 1)]
+    command = [sys.executable, "-m", "lightning_asgd.processes.reaper", str(2**22 + 1)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert reaper.wait(5) == 0
     assert reaper.stdin is not None
@@ -192,7 +192,7 @@ def test_what_kills_the_parent_s_whole_group_does_not_keep_it_from_tidying_up(tm
     (tmp_path / "a folder").mkdir()
     code = """
 import os, sys, time
-from lightning_asgd.reaper import start
+from lightning_asgd.processes.reaper import start
 reaper = start()
 reaper.stdin.write(f"remove {sys.argv[1]}\\n".encode())
 reaper.stdin.flush()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_asgd.commands.main import main
+from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.journal import FILE, Entry, Fit, Journal, find, read
-from lightning_asgd.messages import Figures
+from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, Journal, find, read
+from lightning_asgd.protocol import Figures
 from lightning_asgd.report.curves import Curves
 from lightning_asgd.report.page import write
 
@@ -204,7 +204,7 @@ def test_at_a_url_the_file_is_written_now_and_then_as_a_whole(
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", count)
     clock = Clock()
-    monkeypatch.setattr("lightning_asgd.journal.time", clock)
+    monkeypatch.setattr("lightning_asgd.monitoring.metric_log.time", clock)
     journal = Journal("memory://logs/run", 2, SETTINGS)
     for entry in fit.entries[:10]:
         clock.now += 25.0

@@ -13,7 +13,7 @@ import pytorch_lightning
 from packaging.requirements import Requirement
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd._lightning import MALICIOUS
+from lightning_asgd.adapter.class_trees import MALICIOUS
 from lightning_asgd.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]

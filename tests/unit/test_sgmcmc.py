@@ -35,10 +35,10 @@ from lightning_asgd.algorithms.base import Run, Transform
 from lightning_asgd.algorithms.rounds import Barrier
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ProtocolError
-from lightning_asgd.messages import Samples
 from lightning_asgd.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 from lightning_asgd.posterior import averaged_prediction
-from lightning_asgd.worker.exchange import Exchanger
+from lightning_asgd.protocol import Samples
+from lightning_asgd.worker.exchanger import Exchanger
 from tests.helpers.cluster import SESSION, Cluster
 
 COORDINATES, NUM_DATA, PRIOR = 2000, 20, 5.0

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.messages import Role, SharedRef
-from lightning_asgd.transport import shared_memory
-from lightning_asgd.transport.shared_memory import SharedBlock, attach, create, host_identity
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import SharedRef
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.transports.shared_memory import SharedBlock, attach, create, host_identity
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.messages import Verdict
-from lightning_asgd.stats import ExchangeRecord, ExchangeStats
+from lightning_asgd.stats import ExchangeRecord, ExchangeStats, Verdict
 
 
 def record(**changes: Any) -> ExchangeRecord:

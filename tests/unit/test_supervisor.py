@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_asgd import supervisor
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.rendezvous import Rendezvous
-from lightning_asgd.supervisor import Supervisor, with_last_words
+from lightning_asgd.processes import supervisor
+from lightning_asgd.processes.supervisor import Supervisor, with_last_words
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 
 class Overseer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.figures import METRICS
+from lightning_asgd.monitoring.metric_definitions import METRICS
 from tests.helpers import pages
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wandb_workspace.py"

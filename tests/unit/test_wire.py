@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lightning_asgd import compression
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
 from lightning_asgd.errors import ProtocolError
-from lightning_asgd.messages import (
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import (
     Contribution,
     Epoch,
     Exchange,
@@ -22,10 +23,9 @@ from lightning_asgd.messages import (
     Pickled,
     Policy,
     Reply,
-    Role,
-    Verdict,
 )
-from lightning_asgd.transport.wire import decode, encode
+from lightning_asgd.protocol.codec import decode, encode
+from lightning_asgd.stats import Verdict
 
 
 def there_and_back(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Everything that knows Lightning: the strategy, its loops, callbacks and launchers."""

@@ -1,0 +1,277 @@
+"""``ASGDMonitor``: what all workers do, in the loggers of the Trainer's, on worker 0. See docs/monitoring.md."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.adapter.class_trees import (
+    CallbackExtension,
+    Extension,
+    apply_to_collection,
+    logged_step,
+    rank_zero_warn,
+)
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.monitoring.meter import Meter
+from lightning_asgd.monitoring.metric_definitions import Window, Windows, bars, measures, staleness
+from lightning_asgd.monitoring.metric_log import Entry, Journal
+
+__all__ = ["ASGDMonitor"]
+
+_READ_S = 1.0  # between two figures of a worker, at least
+
+
+class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
+    """Logs what the workers of a fit do: staleness, exchanges, waiting, throughput, and who is alive.
+
+    A Trainer with a logger and an :class:`~lightning_asgd.ASGDStrategy` gets one by itself. Everything goes to the
+    Trainer's loggers under ``asgd/...``, of all workers together and of each, at most every few seconds and at sync
+    points; docs/monitoring.md lists it. Worker 0 also writes it to ``asgd.jsonl`` beside the logs, for
+    ``lightning-asgd report``. The other workers' figures are those of their latest sign of life. Extends Lightning's
+    ``Callback``.
+
+    Args:
+        every_n_seconds: seconds between two times of logging, sync points excepted.
+
+    Raises:
+        ConfigurationError: ``every_n_seconds`` is not a number above 0.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> from lightning_asgd import ASGDStrategy
+        >>> trainer = Trainer(strategy=ASGDStrategy(), callbacks=[ASGDMonitor(every_n_seconds=30)], accelerator="cpu")
+    """
+
+    def __init__(self, every_n_seconds: float = 5.0) -> None:
+        if not isinstance(every_n_seconds, (int, float)) or isinstance(every_n_seconds, bool) or every_n_seconds <= 0:
+            raise ConfigurationError(
+                f"ASGDMonitor(every_n_seconds={every_n_seconds!r}). Expected a number of seconds above 0."
+            )
+        self.every_n_seconds = every_n_seconds
+        self._read_s = min(_READ_S, every_n_seconds)
+        self._meter: Meter | None = None
+        self._journal: Journal | None = None
+        self._windows = Windows(every_n_seconds)
+        self._read_at = self._log_at = 0.0  # on the meter's clock
+        self._epoch = self._batch = 0  # the present ones
+        self._logged = (-1, -1)  # samples and pushes of worker 0 when it logged last
+        self._logs = False  # whether it has begun to
+
+    # ------------------------------------------------------------------ counting, on every worker
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        self._meter = self._journal = None
+        self._logs = False
+        if not hasattr(trainer.strategy, "measure"):
+            rank_zero_warn(f"ASGDMonitor has nothing to log under {type(trainer.strategy).__name__}.")
+            return
+        self._meter = trainer.strategy.measure(lambda: self._epoch + _fraction(trainer, self._batch))
+        self._windows, self._logged = Windows(self.every_n_seconds), (-1, -1)
+        begun = self._meter.resume()
+        self._read_at, self._log_at = begun + self._read_s, begun + self.every_n_seconds
+        if trainer.is_global_zero:
+            self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        """Begin to log: when training begins; where workers come and go, also when this one becomes the chief."""
+        self._logs = True
+        settings = trainer.strategy.settings
+        if (folder := _folder(trainer)) is not None:
+            self._journal = Journal(folder, trainer.world_size, settings)
+        for logger in _loggers(trainer, "WandbLogger"):
+            config = {"asgd": {**settings, "workers": trainer.world_size}}
+            logger.experiment.config.update(config, allow_val_change=True)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Batches come next."""
+        self._epoch, self._batch = trainer.current_epoch, 0
+        if self._meter is not None:
+            self._meter.resume()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the time."""
+        if self._meter is not None:
+            self._meter.begin_batch()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch; now and then take figures, and log those of all workers."""
+        if self._meter is None:
+            return
+        self._batch = batch_idx + 1
+        now = self._meter.end_batch(_samples(batch), _loss(outputs, trainer.accumulate_grad_batches))
+        if now < self._read_at:
+            return
+        self._read_at = now + self._read_s
+        trainer.strategy.take_figures()
+        if trainer.is_global_zero and now >= self._log_at:
+            self._log_at = now + self.every_n_seconds
+            self._meter.pause()
+            _show(pl_module, self._log(trainer, logged_step(trainer)))
+            self._meter.resume()
+
+    # ------------------------------------------------------------------ sync points: the strategy has taken figures
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Log: all workers have told theirs."""
+        self._pause(trainer, over=False)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Batches come next."""
+        if self._meter is not None:
+            self._meter.resume()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log: all workers have told theirs."""
+        self._pause(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log for the last time, and what the fit was like as a whole."""
+        self._pause(trainer)
+        if self._meter is not None and trainer.is_global_zero:
+            self._log_fit(trainer)
+        self._end("done")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Note it."""
+        self._end(f"{type(exception).__name__}: {exception}")
+
+    def _pause(self, trainer: Any, *, over: bool = True) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+            if trainer.is_global_zero:
+                # Lightning too logs what belongs to an epoch's end with the step of the last batch.
+                self._log(trainer, logged_step(trainer) - over)
+
+    # ------------------------------------------------------------------ logging, on worker 0
+
+    def _log(self, trainer: Any, step: int) -> dict[str, float]:
+        """Log what is new.
+
+        Args:
+            trainer: the Trainer.
+            step: to log it with.
+
+        Returns:
+            the metrics of all workers together.
+        """
+        board = trainer.strategy.board
+        figures, living = board.figures, board.living
+        mine = board.mine
+        if mine is None or (mine.samples, mine.pushes) == self._logged:
+            return {}
+        self._logged = mine.samples, mine.pushes
+        if not self._logs:
+            self._begin(trainer)
+        self._windows.update(figures)
+        windows = self._windows.of(living)
+        together = {**measures(list(windows.values())), "workers/alive": float(len(living))}
+        metrics = {f"asgd/{name}": value for name, value in together.items()}
+        for worker, window in windows.items():
+            metrics |= {f"asgd/worker{worker}/{name}": value for name, value in measures([window]).items()}
+        counts, edges = bars(staleness(figures.values()))
+        for logger in trainer.loggers:
+            logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=step)
+        for logger in _loggers(trainer, "TensorBoardLogger"):
+            _add_histogram(logger.experiment, counts, edges, step)
+        if self._journal is not None:
+            self._journal.add(Entry(mine.at_s, step, living, figures))
+        return together
+
+    def _log_fit(self, trainer: Any) -> None:
+        """Tell Weights & Biases about the fit as a whole: its summary, and a table of the workers."""
+        figures = trainer.strategy.board.figures
+        for logger in _loggers(trainer, "WandbLogger"):
+            whole = measures([Window(each) for each in figures.values()])
+            logger.experiment.summary.update({f"asgd/fit/{name}": value for name, value in whole.items()})
+            rows = {worker: measures([Window(each)]) for worker, each in figures.items()}
+            columns = list(whole)
+            data = [[worker, *(row.get(name) for name in columns)] for worker, row in rows.items()]
+            logger.log_table("asgd/workers", ["worker", *columns], data, step=logged_step(trainer))
+
+    def _end(self, how: str) -> None:
+        journal, self._journal, self._meter = self._journal, None, None
+        if journal is not None:
+            journal.end(how)
+
+
+def _show(pl_module: Any, metrics: dict[str, float]) -> None:
+    """Put the most important ones into the progress bar."""
+    for name in ("staleness/mean", "workers/alive"):
+        if name in metrics:
+            about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
+            pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
+
+
+def _folder(trainer: Any) -> str | None:
+    """Where the run's logs are; where its logger has no folder, the one that Lightning puts checkpoints into.
+
+    Path or URL.
+    """
+    if trainer.fast_dev_run:
+        return None
+    if not trainer.loggers:
+        return str(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    if logger.log_dir is not None:
+        return str(logger.log_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def _fraction(trainer: Any, batch: int) -> float:
+    """Part of the epoch that is trained. Where workers share the data, its batches are what this worker expects."""
+    batches = trainer.num_training_batches
+    return min(1.0, batch / batches) if batches else 0.0
+
+
+def _samples(batch: Any) -> int:
+    """Rows of a batch's first tensor; a batch without any counts as one sample."""
+    while isinstance(batch, (list, tuple)) and batch:
+        batch = batch[0]
+    if not isinstance(batch, Tensor):
+        found: list[Tensor] = []
+        apply_to_collection(batch, Tensor, found.append)
+        batch = found[0] if found else batch
+    return batch.shape[0] if isinstance(batch, Tensor) and batch.ndim else 1
+
+
+def _loss(outputs: Any, accumulated: int) -> Tensor | None:
+    """Training loss of a batch; Lightning has divided it by the batches that a step accumulates."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    if loss.requires_grad:
+        loss = loss.detach()
+    return loss if accumulated == 1 else loss * accumulated
+
+
+def _loggers(trainer: Any, kind: str) -> list[Any]:
+    """The Trainer's loggers of a class, of either tree."""
+    return [logger for logger in trainer.loggers if _is(logger, kind)]
+
+
+def _is(logger: Any, kind: str) -> bool:
+    return any(cls.__name__ == kind for cls in type(logger).__mro__)
+
+
+def _histogram(logger: Any, counts: list[int], edges: list[int]) -> dict[str, Any]:
+    """The histogram of staleness as Weights & Biases wants it; nothing for other loggers."""
+    if not _is(logger, "WandbLogger"):
+        return {}
+    import wandb
+
+    return {"asgd/staleness/histogram": wandb.Histogram(np_histogram=(counts, edges))}
+
+
+def _add_histogram(writer: Any, counts: list[int], edges: list[int], step: int) -> None:
+    """The same for TensorBoard."""
+    sums = [sum(count * edge**power for count, edge in zip(counts, edges, strict=False)) for power in (0, 1, 2)]
+    if sums[0]:
+        about = {"num": sums[0], "sum": sums[1], "sum_squares": sums[2], "min": 0, "max": edges[-1]}
+        writer.add_histogram_raw(
+            "asgd/staleness/histogram", bucket_limits=edges[1:], bucket_counts=counts, global_step=step, **about
+        )

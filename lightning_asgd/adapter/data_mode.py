@@ -1,0 +1,88 @@
+"""What there is to train in an epoch: the batches that Lightning has counted, and whether workers can share them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from lightning_asgd.worker.lease_client import LeasedBatches
+
+__all__ = ["accumulation", "batch_size_of", "count_in", "why_split"]
+
+
+def batch_size_of(trainer: Any) -> int:
+    """Samples in this worker's training batches; 0 if it is not the loader that puts them together, or not one loader.
+
+    Args:
+        trainer: its training data have been set up.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
+    sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
+    endless = trainer.fit_loop.max_batches == float("inf")
+    return int(sampler.batch_size) if type(sampler) is BatchSampler and not endless else 0
+
+
+def count_in(trainer: Any, batch: int) -> None:
+    """Have Lightning count an epoch, and the batches between two validations, in batches of the common size.
+
+    Not where every worker trains a part of its own: there its own batches count.
+
+    Args:
+        trainer: its training data have been set up, and :func:`batch_size_of` is not 0.
+        batch: samples of such a batch.
+    """
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    before = loop.max_batches, trainer.val_check_batch
+    (loader,) = loop._combined_loader.flattened
+    batches = len(loader.batch_sampler.sampler) / batch
+    length = math.floor(batches) if loader.drop_last else math.ceil(batches)
+    loop.max_batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    if why_split(trainer, batch) is not None:
+        loop.max_batches, trainer.val_check_batch = before
+
+
+def why_split(trainer: Any, batch: int = 0) -> str | None:
+    """Why the workers of a fit must each train a fixed part of the data; None if they can share it.
+
+    Args:
+        trainer: its training data have been set up.
+        batch: samples of a batch of the common size; 0 if that is the loader's.
+    """
+    loop, workers = trainer.fit_loop, trainer.world_size
+    loaders = loop._combined_loader.flattened
+    if len(loaders) != 1:
+        return f"there are {len(loaders)} training dataloaders"
+    (loader,) = loaders
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if type(sampler).__name__ not in ("DistributedSampler", "DistributedSamplerWrapper"):
+        return "Lightning has put no distributed sampler into the training dataloader, or there is no batch sampler"
+    if not trainer._accelerator_connector.use_distributed_sampler:
+        return "use_distributed_sampler=False"
+    if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
+        return f"the sampler deals samples out to {sampler.num_replicas} instead of {workers} workers"
+    if type(loop._data_fetcher).__name__ != "_PrefetchDataFetcher":
+        return "training_step takes the dataloader's iterator"
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return "validations are at times of the clock"
+    if loop.max_batches == float("inf"):
+        return "the training dataloader has no length"
+    if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
+        return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
+    # All batches there are: what Lightning has counted for one worker may be padded.
+    batches = min(workers * loop.max_batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
+    if batches // accumulation(trainer, trainer.current_epoch) < workers:
+        return f"{batches} batches per epoch are too few for {workers} workers"
+    return None
+
+
+def accumulation(trainer: Any, epoch: int) -> int:
+    """Batches per optimizer step in an epoch, also before Lightning's callback for it has set them."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            return int(callback.get_accumulate_grad_batches(epoch))
+    return int(trainer.accumulate_grad_batches)

@@ -1,0 +1,412 @@
+"""A fit, as one worker takes part in it: what it does before and after batches, and where all meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
+from lightning_asgd.adapter.class_trees import (
+    adopt_checkpoint_states,
+    apply_to_collection,
+    callback_modules,
+    checkpoint_states,
+    looks_at_gradients,
+    progress_of,
+    when_data_are_set_up,
+    when_epochs_end,
+)
+from lightning_asgd.adapter.fleet import Membership
+from lightning_asgd.adapter.joint_decisions import Places
+from lightning_asgd.adapter.sync_callback import SyncPoints
+from lightning_asgd.adapter.training_data import TrainingData
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.monitoring.meter import Meter, Waited
+from lightning_asgd.numerics import zero_what_is_not_finite
+from lightning_asgd.processes.supervisor import with_last_words
+from lightning_asgd.protocol import Meeting, Place
+from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.sync_point import all_together, meet
+from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.worker_setup import agree, enter, named_state, newly_trainable
+
+__all__ = ["Fit"]
+
+log = logging.getLogger(__name__)
+
+
+class Fit:
+    """One fit of one worker, from the strategy's set-up to its teardown. All workers make theirs together.
+
+    Args:
+        trainer: the Trainer; its module is on its device.
+        membership: the worker's place among the others; it has joined.
+        config: when and how to exchange.
+        resume: what to go on from.
+        split: every worker is to have its own part of the data.
+        measure: whether somebody wants figures.
+
+    Attributes:
+        sharing: what the worker shares through.
+        data: its training data.
+        samples: what the servers have collected of the weights, on worker 0 at the end.
+
+    Raises:
+        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
+        LayoutMismatchError: the workers' modules differ.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        membership: Membership,
+        config: ExchangeConfig,
+        resume: Resumption,
+        *,
+        split: bool,
+        measure: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._membership = membership
+        self._config = config
+        self._resume = resume
+        self._measure = measure
+        self._meter: Meter | None = None  # None until somebody takes figures
+        self.samples: list[dict[str, Tensor]] = []
+        self.data = TrainingData(trainer, membership, config, resume, split=split, come_back=self._come_back)
+        if not membership.founder:  # what a checkpoint says is not what the run has come to
+            resume.versions, resume.servers = None, ()
+            resume.data = (membership.progress or {}).get("data", {})
+        self.sharing = self._enter()
+        servers = resume.take_servers()
+        if servers and trainer.is_global_zero:
+            self.sharing.restore(servers)
+        self._undo = [
+            Places(trainer, self).close,
+            when_epochs_end(trainer, self._agree_to_stop),
+            when_data_are_set_up(trainer, self._agree_on_batches),
+        ]
+
+    @property
+    def _module(self) -> Any:
+        return self._trainer.lightning_module
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._membership.collectives
+
+    def close(self) -> None:
+        """Give the Trainer and the buffers back."""
+        for undo in self._undo:
+            undo()
+        self.sharing.close()
+
+    # ------------------------------------------------------------------ one layout, one set of weights
+
+    def _enter(self) -> Sharing:
+        module, membership = self._module, self._membership
+        sharing = enter(
+            membership.client,
+            membership.collectives,
+            module,
+            self._config,
+            membership.num_servers,
+            versions=self._resume.take_versions(),
+            on_refused=self._heal_optimizers,
+            lr=self._lr,
+            data=self.data,
+            late=not looks_at_gradients(module),
+            fill=membership.fills,
+            theirs=membership.layout,
+            measure=self._measure,
+        )
+        exchanged = {spec.name for spec in sharing.layout.tensors}
+        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+        membership.agree_with_run(self._trainer, sharing.layout, constants, self._resume)
+        membership.restore_servers(sharing, self.data.part)
+        return sharing
+
+    def enter_again(self) -> None:
+        """Lay the module out anew and fill the servers from worker 0's. All workers call it together.
+
+        Raises:
+            ConfigurationError: this is a run whose workers come and go.
+        """
+        before = self.sharing
+        self._membership.check_layout_may_change()
+        agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
+        self._resume.versions = list(before.versions)
+        self._collectives.barrier("new layout")
+        before.close()
+        self._membership.join_anew()
+        self.sharing = self._enter()
+        self.sharing.stats = before.stats
+
+    def _has_grown(self) -> bool:
+        """Whether parameters were unfrozen: by a callback, on every worker."""
+        return bool(newly_trainable(self._module, self.sharing.layout))
+
+    # ------------------------------------------------------------------ every batch
+
+    def before_batch(self, batch: Any) -> None:
+        """Between two batches: merge what has come, exchange if it is time.
+
+        Args:
+            batch: the next one.
+        """
+        self._membership.check_goes_on()
+        self._membership.update()
+        if self._collectives.phase is Phase.SYNC:
+            self._membership.check_is_no_search(self._trainer)
+            if self._has_grown():
+                self.enter_again()
+            self.sharing.begin()
+            self._collectives.phase = Phase.ASYNC
+        self.sharing.advance()
+        self.data.before_batch(batch)
+
+    def after_step(self) -> None:
+        """An optimizer has taken its step."""
+        self.sharing.count_step()
+        if self._module.automatic_optimization:
+            self.data.after_batch(self.sharing, self._discard)
+
+    def after_batch(self) -> None:
+        """Decide what follows a training batch."""
+        self.data.after_batch(self.sharing, self._discard)
+        self.data.before_next()
+
+    def _discard(self) -> None:
+        """Forget what was made of a batch that others have trained."""
+        if self.sharing.moved:  # else a callback's weights may be in the module, which the servers do not have
+            self.sharing.fetch()
+        self._module.zero_grad()
+
+    def _come_back(self) -> None:
+        """The others have gone on without this worker, which was silent."""
+        rank = self._trainer.global_rank
+        log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
+        self.sharing.come_back()
+
+    def _lr(self) -> float:
+        """Learning rate of the first parameter group; 0 if there is no optimizer."""
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else 0.0
+
+    def _heal_optimizers(self) -> None:
+        """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
+        log.warning(
+            "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
+            "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
+            self._trainer.global_rank,
+            self.sharing.stats.steps,
+            self.sharing.stats.refused,
+        )
+        for optimizer in self._trainer.optimizers:
+            zero_what_is_not_finite(optimizer.state)
+
+    # ------------------------------------------------------------------ where all meet
+
+    @property
+    def apart(self) -> bool:
+        """Whether nobody is met: in a callback's search, which every worker makes for itself."""
+        return not any(isinstance(callback, SyncPoints) for callback in self._trainer.callbacks)
+
+    @property
+    def halted(self) -> bool:
+        """Whether another worker has ended the epoch for all, before all of its data were trained."""
+        return self.data.halted
+
+    @with_last_words()
+    def meet_within(self, mine: Place, *, stops: bool) -> Place:
+        """Meet where a worker validates, or where its epoch ends: see :class:`Places`.
+
+        Args:
+            mine: where this worker is.
+            stops: whether it is to train no more.
+
+        Returns:
+            where all are together.
+        """
+        mine = replace(mine, batches=self.data.batches)
+        met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
+        together = all_together(m.place or mine for m in met.values())
+        return replace(together, batches=self.data.count(together.step, together.batches))
+
+    def begin_within(self) -> None:
+        """An epoch begins."""
+        self.data.begin_epoch()
+
+    @with_last_words()
+    def any_stops(self, should_stop: bool) -> bool:
+        """Whether any worker is to stop training, before an epoch or after a validation."""
+        return self._collectives.decide(should_stop, all=False)
+
+    def end_within(self, batches: int) -> None:
+        """Count what all have counted. The epoch has ended for all."""
+        self.data.end_epoch(batches)
+
+    def validate(self) -> None:
+        """Meet before a validation, unless all have just done so."""
+        if self._collectives.phase is not Phase.SYNC:
+            self.sync_point("validation")
+
+    def end_epoch(self) -> None:
+        """Meet, unless all have done so, and nothing was trained since."""
+        if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
+            self.sync_point("epoch end")
+
+    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, Meeting]:
+        """Wait for all living workers and give them the servers' weights, the same bits everywhere.
+
+        Args:
+            name: which sync point, for error texts.
+            place: where in the epoch this worker is.
+            halt: whether the others are to train no more of it either.
+
+        Returns:
+            what all have said.
+
+        Raises:
+            CollectiveTimeoutError: a worker did not come; the message names it.
+        """
+        trainer, membership, sharing = self._trainer, self._membership, self.sharing
+        membership.update()
+        sharing.flush()
+        all_have_pushed = self.data.leave(sharing.stats.steps, halt=halt)
+        trained = self._collectives.phase is Phase.ASYNC
+        self._collectives.phase = Phase.SYNC
+        grown = self._has_grown()
+        self.take_figures()
+        board, waits = membership.board, self._config.algorithm.waits
+        checkpoints = checkpoint_states(trainer)
+        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt)
+        met = meet(
+            membership.client,
+            self._collectives,
+            sharing,
+            name,
+            mine,
+            all_have_pushed=all_have_pushed,
+            always=waits or membership.comes_and_goes,
+        )
+        self.data.compare(self._collectives)
+        board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
+        trainer.should_stop = any(m.should_stop for m in met.values())
+        adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
+        if any(m.grown for m in met.values()):
+            self.enter_again()
+        if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
+            # A pass that takes no steps is for the statistics of batch norm, which reach the servers with steps only.
+            agree(self._collectives, named_state(self._module), mean=True)
+        for averaged in callback_modules(trainer):
+            agree(self._collectives, named_state(averaged), mean=True)
+        return met
+
+    @with_last_words()
+    def _agree_to_stop(self) -> None:
+        """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
+        should_stop = self._trainer.should_stop
+        self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
+
+    @with_last_words()
+    def _agree_on_batches(self) -> None:
+        self.data.agree_on_batches()
+
+    def _progress(self) -> dict[str, Any]:
+        """What a worker that attaches itself now has to know."""
+        progress = progress_of(self._trainer)
+        self.data.as_if_equal(progress["loops"]["fit_loop"])
+        return progress
+
+    def end(self) -> None:
+        """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
+        if self._collectives.phase is Phase.ASYNC:
+            self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
+        elif self._trainer.is_global_zero:
+            self._collect_samples()
+        agree(self._collectives, named_state(self._module), mean=True)
+        if not self._trainer.is_global_zero:
+            self._membership.know_checkpoints(self._trainer)
+        self.data.restore()
+
+    def _collect_samples(self) -> None:
+        """Fetch what the servers have kept of the weights. Nobody pushes any more."""
+        algorithm = self._config.algorithm
+        if not algorithm.keep_at_most:
+            return
+        self.samples = self.sharing.samples()
+        if not self.samples:
+            log.warning(
+                "%s kept no samples: training ended at version %d, which counts pushes. Train longer, or lower its "
+                "burn_in and thin.",
+                type(algorithm).__name__,
+                max(self.sharing.versions),
+            )
+
+    # ------------------------------------------------------------------ figures
+
+    def measure(self, epoch: Callable[[], float]) -> Meter:
+        """Begin to count what this worker trains, and where its time goes.
+
+        Args:
+            epoch: gives the epochs trained, with the fraction of the present one.
+        """
+        self._meter = Meter(lambda: self.sharing.stats, self._waited, epoch)
+        return self._meter
+
+    def take_figures(self) -> None:
+        """Put this worker's figures on the board, if it is measured: the next sign of life tells the others."""
+        if self._meter is not None:
+            self._membership.board.post(self._collectives.rank, self._meter.read())
+
+    def _waited(self) -> Waited:
+        stats = self.sharing.stats
+        granted_s, others_s = self.data.waited_s
+        sync_s = stats.sync_wait_s + self._collectives.waited_s + others_s
+        return Waited(stats.wait_s, sync_s, granted_s)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def _writes_alone(self) -> bool:
+        """Whether this worker writes checkpoints without asking the others: worker 0 between two sync points."""
+        return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """What a checkpoint is to hold instead of the module's own tensors, on worker 0 between two sync points.
+
+        Returns:
+            by key of the module's state.
+        """
+        instead = self.sharing.catch_up() if self._writes_alone else {}
+        if not instead:
+            return {}
+        names = {id(t): name for name, t in named_state(self._module).items()}
+        keys = {key: names.get(id(t)) for key, t in self._module.state_dict(keep_vars=True).items()}
+        return {key: instead[name] for key, name in keys.items() if name in instead}
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Put into a checkpoint what a fit that resumes has to know, with every worker's optimizers and schedulers.
+
+        In the asynchronous phase the others are not asked: they resume with worker 0's.
+
+        Args:
+            checkpoint: Lightning's; changed in place.
+        """
+        mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
+        workers = self._membership.gather_states(apply_to_collection(mine, Tensor, lambda t: t.detach().cpu()))
+        is_writer = self._trainer.is_global_zero
+        servers = self.sharing.state() if is_writer else []
+        entry = entry_of(self.sharing.versions, self._config.algorithm_name, servers, workers)
+        data = self.data.state if is_writer else None
+        if data is not None:
+            if self._writes_alone:
+                self.data.in_checkpoint(data, self.sharing.caught_up)
+            entry["data"] = data
+            self.data.as_if_equal(checkpoint["loops"]["fit_loop"])
+        checkpoint[KEY] = entry

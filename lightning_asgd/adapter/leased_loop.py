@@ -1,0 +1,496 @@
+"""Lightning's training loop where workers take different numbers of batches: what it is told, and when.
+
+Lightning counts each worker's own batches, and derives from that number what is to happen: the epoch's end,
+validations, steps of learning-rate schedules, ``max_steps``. Under DDP these numbers are equal everywhere. Here all of
+that follows the progress that all workers have made together, divided by their number, which is what those numbers
+would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
+``trainer.num_training_batches`` is what it will probably train of the epoch.
+
+Where batch sizes differ, progress counts in batches of the *common* size, the first worker's.
+
+The loop's attributes that are set here: the loader's batch sampler, ``fit_loop.max_batches``,
+``trainer.val_check_batch``, ``batch_progress.is_last_batch``, the fetcher's ``length`` and ``done``, the ``frequency``
+of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
+from lightning_asgd.adapter.joint_decisions import count_steps, shift
+from lightning_asgd.protocol import Epoch
+from lightning_asgd.worker.lease_client import DataLeases, LeasedBatches, Plan, digest, in_common_order
+
+__all__ = ["LeasedLoop"]
+
+_NEVER = sys.maxsize  # a number of batches or steps that is not reached
+
+
+def _set_batches(loader: Any, sampler: Any) -> None:
+    """Give a training dataloader another batch sampler."""
+    # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
+    object.__setattr__(loader, "batch_sampler", sampler)
+    # With persistent_workers=True the loader keeps its iterator, which would go on with the sampler it began with.
+    loader._iterator = None
+
+
+class LeasedLoop:
+    """The training loop of one fit.
+
+    Args:
+        trainer: its training data have been set up, and :func:`why_split` knows no reason.
+        client: gives the connection to the servers, which may change.
+        run: name of the fit.
+        timeout_s: seconds to wait for the others at a segment's end.
+        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
+        come_back: see :class:`DataLeases`.
+        agree: gives the first worker's number where workers have different ones.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        client: Callable[[], Any],
+        run: str,
+        timeout_s: float,
+        resumed: Mapping[str, Any],
+        come_back: Callable[[], None],
+        agree: Callable[[int], int],
+    ) -> None:
+        self.trainer = trainer
+        self._client = client
+        self._agree = agree
+        self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
+        self.workers: int = trainer.world_size
+        self.run = run
+        self._batch = 1  # units
+        self._resumed = dict(resumed)
+        self._loader: Any = None
+        self._begins = False  # whether an epoch begins, and none of its batches has come
+        self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
+        self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
+        self._interval: Any = 0  # of these between two validations
+        self._frequencies: dict[int, int] = {}  # of schedules that step with batches
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
+        self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
+        self._comes = True  # whether its first batch of all has not begun
+        # Of the present epoch.
+        self._accumulate = 1  # batches per optimizer step, as all count them
+        self._given = 1  # the same, as this worker's Trainer had it last
+        self._alike = True  # whether all count alike
+        self._validates: frozenset[int] = frozenset()  # segments that end with a validation
+        self._cut = False  # whether max_steps ends it before its data does
+        self.stepped = 0  # batches that schedules know of, of those that a worker trains if all are equally fast
+        self._own = (0, 0)  # batches and optimizer steps of this worker
+        self._global_step = 0
+        self._idle = True  # whether none of its batches has begun
+        self._ended = True  # whether the latest batch is through
+        self._met = False  # whether all have trained the segment, and this worker knows
+        self._over = False  # whether that was the epoch's last, and all data have been trained
+        self._left = False  # whether this worker trains no more of it
+        self._trained: int | None = None  # units of the epoch that all have trained, between two batches
+        self._counted = 0  # batches of a worker that others have counted, between two batches
+        self._lacking = 0  # batches of the step that ends with the present one, of those that Lightning expects
+        self._steps_kept: int | None = None  # Lightning's batches per step, while it is to take none
+
+    # ------------------------------------------------------------------ once per epoch
+
+    @property
+    def installed(self) -> bool:
+        """Whether the training dataloader is still the same."""
+        return self._loader is not None and self.trainer.fit_loop._combined_loader.flattened == [self._loader]
+
+    def install(self, batch: int) -> None:
+        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins.
+
+        Args:
+            batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
+        """
+        self._batch = batch or 1
+        loop = self.trainer.fit_loop
+        (loader,) = loop._combined_loader.flattened
+        self._uninstall()
+        self._loader = loader
+        self._most = self._batches = int(loop.max_batches)
+        inner, length = loader.batch_sampler, len(loader)
+        if isinstance(inner, LeasedBatches):  # of a fit that failed
+            inner = inner.inner
+        sampler = inner.sampler  # deals the samples out to workers: have it give all of them
+        self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = len(sampler.dataset)
+        sampler.set_epoch(loop.epoch_progress.current.processed)
+        _set_batches(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
+        self._begins = True
+        iter(loop._data_fetcher)
+        self._begins = False
+
+    def expect(self) -> None:
+        """An epoch begins: it is Lightning that iterates over the data, until the first batch has come."""
+        self._begins = True
+
+    def _opened(self) -> Plan | None:
+        """The epoch that begins now; None where a program looks at the data."""
+        return self._plan() if self._begins else None
+
+    def _part(self) -> list[Any]:
+        """This worker's batches of the present epoch if all were equally fast: DDP's."""
+        inner = self._loader.batch_sampler.inner
+        kept = {name: getattr(inner.sampler, name) for name in self._dealt}
+        vars(inner.sampler).update(self._dealt)
+        try:
+            return list(inner)
+        finally:
+            vars(inner.sampler).update(kept)
+
+    def _uninstall(self) -> None:
+        """Give the training dataloader back as it was: it may be the user's own."""
+        if self._loader is not None:
+            inner = self._loader.batch_sampler.inner
+            vars(inner.sampler).update(self._dealt)
+            _set_batches(self._loader, inner)
+            self._loader = None
+
+    def _plan(self) -> Plan:
+        """The epoch that begins now."""
+        trainer, leases = self.trainer, self.leases
+        loop = trainer.fit_loop
+        number = loop.epoch_progress.current.processed
+        key = f"{self.run}/{number}"
+        if leases.opened == key:
+            return leases.plan
+        sampler, mine = self._loader.batch_sampler.inner, batch_size_of(trainer)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + number
+        items = in_common_order(sampler.sampler if mine else sampler, seed)
+        whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
+        items = items[: min(whole, self.workers * self._batches * self._batch)]
+        order = digest(items)
+        self._batches = min(self._most, int(loop.max_batches))  # callbacks may have changed it
+        self._interval = trainer.val_check_batch
+        own = accumulation(trainer, number)
+        self._accumulate, self._alike = self._agree(own), True
+        accumulate = self._per_step(self._accumulate, len(items))
+        # A checkpoint that was written within an epoch says how far that was.
+        position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
+        self.stepped = position if position < self._batches else 0
+        self._global_step = trainer.global_step
+        resumed, self._resumed = self._resumed, {}
+        resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
+        # The worker that wrote it may not have counted all steps that its batches stand for.
+        counted = self._global_step - self.stepped // self._accumulate
+        self._steps_before = resumed.get("steps_before", counted) if resumes else counted
+        self._own, self._idle, self._given = (0, 0), True, own
+        self._met = self._over = self._left = False
+        ends, self._validates = self._segments(len(items), accumulate)
+        units, step = ends[-1], self._batch * accumulate
+        done: tuple[tuple[int, int], ...] = ()
+        if resumes and resumed.get("units") == units:
+            done = tuple((first, last) for first, last in resumed["done"])
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        elif self.stepped:  # it is of another kind of run
+            trained = round(self.stepped * self.workers / accumulate) * step
+            done = ((0, trained),) if trained <= units - self.workers * step else ()
+        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
+
+    def _per_step(self, batches: int, units: int) -> int:
+        """Batches per step of what workers are granted: every worker needs one of each segment."""
+        return max(1, min(batches, units // (self._batch * self.workers)))
+
+    def _segments(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Ends of the segments in units; those of them that validations follow."""
+        trainer, workers = self.trainer, self.workers
+        step = self._batch * accumulate
+        steps = math.ceil(units / step)  # of all workers
+        every = self._interval
+        marks: list[int] = []  # in batches of a worker
+        if trainer.fit_loop.epoch_loop._should_check_val_epoch() and every != float("inf"):
+            across = trainer.check_val_every_n_epoch is None
+            first = every - (self._batches_before % every if across else 0)
+            marks = list(range(first, self._batches + 1, every))
+        # The last batches are not always enough for all workers: the epoch's last segment ends with the epoch.
+        wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
+        self._cut = False
+        if trainer.max_steps != -1:
+            left = trainer.max_steps - int(self._steps_before)
+            self._cut = left < math.ceil(self._batches / self._accumulate)
+            steps = max(workers, min(steps, workers * left * self._accumulate // accumulate))
+        ends: list[int] = []
+        for end in sorted({*(w for w in wanted if w <= steps), steps}):
+            # Too few for everybody to get one: they belong to those before.
+            if ends and end - ends[-1] < workers and ends.pop() in wanted:
+                wanted.add(end)
+            ends.append(end)
+        validates = frozenset(i for i, end in enumerate(ends) if end in wanted)
+        return tuple(min(units, end * step) for end in ends), validates
+
+    # ------------------------------------------------------------------ every batch
+
+    def before_batch(self) -> None:
+        """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
+        loop, leases = self.trainer.fit_loop, self.leases
+        self._idle = self._met = self._over = self._left = self._ended = self._begins = False
+        self._trained, self._counted = None, 0
+        leases.begin_batch()
+        fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress
+        fetcher.length, fetcher.done = float("inf"), False
+        self._end_step()
+        self.trainer.val_check_batch = _NEVER
+        left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
+        self._expect(progress.current.ready + max(1, math.ceil(left) - 1))
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
+                self._frequencies[id(config)] = config.frequency
+                config.frequency = _NEVER
+        if self._comes and not self._client().world_size:
+            self._catch_up()
+        self._comes = False
+
+    def _end_step(self) -> None:
+        """Have Lightning take a step with the last batch of what is granted for one, wherever it is in its count."""
+        trainer, leases = self.trainer, self.leases
+        if trainer.fit_loop._skip_backward:  # there are no gradients: only statistics are wanted
+            if trainer.accumulate_grad_batches != _NEVER:
+                self._steps_kept = trainer.accumulate_grad_batches
+                trainer.accumulate_grad_batches = _NEVER
+        elif trainer.accumulate_grad_batches != self._given:
+            self._given = trainer.accumulate_grad_batches
+            self._steps_before += self._position / self._accumulate - self._position / self._given
+            self._accumulate, self._alike = self._given, False  # others may change it sooner or later
+            leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        steps = leases.closes and trainer.accumulate_grad_batches != _NEVER
+        self._lacking = -progress.current.ready % trainer.accumulate_grad_batches if steps else 0
+        progress.is_last_batch = self._lacking > 0
+
+    def after_batch(
+        self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
+    ) -> bool:
+        """A batch has been trained: find out whether there is another one before all workers meet.
+
+        Args:
+            steps: optimizer steps of this worker.
+            acknowledged: those of them that the servers have.
+            flush: pushes the rest.
+            discard: forgets what was trained since the latest push.
+
+        Returns:
+            whether training goes on after everything was pushed.
+        """
+        if self._ended:
+            return False
+        self._ended = True
+        leases, progress = self.leases, self.trainer.fit_loop.epoch_loop.batch_progress
+        if not leases.end_batch(steps):
+            discard()
+        resumes = False
+        more = leases.more(acknowledged())
+        if not more:
+            with leases.flushing():
+                flush()
+            more = resumes = leases.wait(acknowledged())
+        self._met = not more
+        self._over = progress.is_last_batch = self._met and leases.last and not (self._cut or leases.halted)
+        self._step_schedules()
+        if more and leases.dry:
+            self._load_on()
+        return resumes
+
+    def before_next(self) -> None:
+        """The last thing that is done with a batch before Lightning decides what comes next."""
+        loop, leases = self.trainer.fit_loop, self.leases
+        epoch_loop = loop.epoch_loop
+        if self._lacking:  # the next step begins where Lightning counts it to begin
+            shift(vars(epoch_loop.batch_progress.current), self._lacking)
+            loop.max_batches += self._lacking
+            self._lacking = 0
+        batches, steps = self._own
+        self._own = batches + 1, steps + epoch_loop.global_step - self._global_step
+        self._set_global_step(self._next_step())
+        if not self._met or leases.halted:
+            return
+        self._trained = leases.plan.epoch.ends[leases.segment]
+        if leases.segment in self._validates:
+            across = self.trainer.check_val_every_n_epoch is None
+            self.trainer.val_check_batch = 1 + (epoch_loop.total_batch_idx if across else epoch_loop.batch_idx)
+        if self._over:
+            self._expect(epoch_loop.batch_progress.current.ready)
+        leases.meet()
+        if not self._over:
+            self._load_on()  # while others wait, or validation runs
+
+    # ------------------------------------------------------------------ where all meet, and at the end
+
+    @property
+    def halted(self) -> bool:
+        """Whether another worker has ended the epoch for all, before all of it was trained."""
+        return self._met and self.leases.halted
+
+    def leave(self, acknowledged: int, *, halt: bool) -> bool:
+        """Train no more of this epoch, if there is something left of it.
+
+        Args:
+            acknowledged: optimizer steps of this worker that the servers have.
+            halt: whether the others are to train no more of it either.
+
+        Returns:
+            whether all have trained and pushed what there was until now, as far as this worker knows.
+        """
+        if self._idle or self._met:
+            return not self._idle
+        self._met = self._left = True
+        self.leases.stop(acknowledged, halt=halt)
+        return False
+
+    def count(self, step: int, batches: int) -> int:
+        """Count what all have trained when they meet: see :meth:`TrainingData.count`."""
+        if self._idle:
+            return batches
+        if self._left or self.leases.halted:  # else it is known where all are
+            epoch = self.leases.plan.epoch
+            self._trained = sum(last - first for first, last in self.leases.done())
+            self._over = self._trained == epoch.units and not self._cut
+        self._counted = batches
+        if self.trainer.lightning_module.automatic_optimization and self._alike:  # else each has its own idea of it
+            step = max(step, self._next_step())
+        count_steps(self.trainer, step)
+        self._global_step = step
+        self._step_schedules()
+        return self._position
+
+    def end_epoch(self, batches: int) -> None:
+        """Give Lightning its own numbers back until the next epoch. It counts the batches that are given."""
+        if self._idle:
+            return
+        self._idle = True
+        self._batches_before += batches
+        self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._over
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.installed:
+            self.trainer.fit_loop.max_batches = self._batches
+            self.trainer.val_check_batch = self._interval
+        if self._steps_kept is not None:
+            self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what has been trained of the present epoch."""
+        if self._idle or self._over:
+            return {}
+        epoch = self.leases.plan.epoch
+        number = int(epoch.key.rpartition("/")[2])
+        about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
+        return {**about, "done": self.leases.done()}
+
+    def as_if_equal(self, loops: dict[str, Any]) -> None:
+        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's.
+
+        Args:
+            loops: the state of the fit loop, to be changed.
+        """
+        if self._idle:
+            return
+        position = self._position
+        total = self._batches_before + position
+        progress = loops["epoch_loop.batch_progress"]
+        shift(progress["current"], position - progress["current"]["ready"])
+        shift(progress["total"], total - progress["total"]["ready"])
+
+    def restore(self) -> None:
+        """Give Lightning its own numbers back."""
+        self._give_back()
+        self._uninstall()
+        total = vars(self.trainer.fit_loop.epoch_loop.batch_progress.total)
+        shift(total, self._batches_before - total["ready"])
+        for config in self.trainer.lr_scheduler_configs:
+            config.frequency = self._frequencies.get(id(config), config.frequency)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _position(self) -> int:
+        """Batches of this epoch that a worker would have trained by now, if all were equally fast."""
+        if self._over:
+            return self._batches
+        trained = self.leases.progress if self._trained is None else self._trained
+        return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
+
+    def _load_on(self) -> None:
+        """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
+
+        It does so by itself only when a batch comes in; with none under way it would end, and its processes too.
+        """
+        (iterator,) = self.trainer.fit_loop._combined_loader._iterator.iterators
+        for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
+            iterator._try_put_index()
+
+    def _expect(self, batches: int) -> None:
+        """Tell how many batches this worker will probably train in this epoch."""
+        self.trainer.fit_loop.max_batches = batches
+        bar = self.trainer.progress_bar_callback
+        if getattr(bar, "_train_progress_bar", None) is not None:
+            bar._train_progress_bar.total = batches  # tqdm
+        elif getattr(bar, "train_progress_bar_id", None) is not None and getattr(bar, "progress", None) is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=batches)  # rich
+
+    def _step_schedules(self) -> None:
+        """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
+        module = self.trainer.lightning_module
+        position = self._position if self._met else min(self._position, self._batches - 1)
+        for batch in range(self.stepped + 1, position + 1):
+            if not module.automatic_optimization or (batch % self._accumulate and batch < self._batches):
+                continue
+            for config in self.trainer.lr_scheduler_configs:
+                frequency = self._frequencies.get(id(config))
+                if frequency is not None and batch % frequency == 0:
+                    module.lr_scheduler_step(config.scheduler, None)
+        self.stepped = max(self.stepped, position)
+
+    def _next_step(self) -> int:
+        """What ``global_step`` is to be after a batch."""
+        if self.trainer.lightning_module.automatic_optimization:
+            per_batch = 1 / self._accumulate
+        else:  # only the module knows how many it takes
+            per_batch = self._own[1] / self._own[0]
+        whole = math.ceil if self._over else math.floor
+        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._over else 1))
+        if self._met:
+            return target
+        end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
+        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
+        # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
+        # in leaps, which must not go over the steps after which something is done.
+        meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
+        ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
+        target = self._global_step + ahead
+        marks = [target - target % every for every in self._every() if every > ahead]
+        return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
+
+    def _catch_up(self) -> None:
+        """Count the steps that others have made of an epoch within which this worker comes."""
+        self._step_schedules()
+        if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
+            steps = int(self._steps_before) + self._position // self._accumulate
+            self._set_global_step(max(self._global_step, steps))
+
+    def _every(self) -> list[int]:
+        """Numbers of steps after which loggers and checkpoints have something to do."""
+        trainer = self.trainer
+        every = [trainer.log_every_n_steps if trainer.loggers else 0]
+        every += [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+        return [n for n in every if n]
+
+    def _set_global_step(self, step: int) -> None:
+        count_steps(self.trainer, step)
+        # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker
+        # stays at a step for several batches: it is to log once.
+        again = step == self._global_step and step % max(1, self.trainer.log_every_n_steps) == 0
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = step if again else step - 1
+        self._global_step = step

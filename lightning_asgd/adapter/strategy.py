@@ -1,0 +1,632 @@
+"""``ASGDStrategy``: Lightning's hooks, translated into exchanges and collectives. Nothing else lives here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.adapter import world
+from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+from lightning_asgd.adapter.checkpointing import KEY, Resumption, resumed
+from lightning_asgd.adapter.class_trees import (
+    Extension,
+    StrategyExtension,
+    follow_progress,
+    keep_sigterm_local,
+    rank_zero_warn,
+    synchronise_metrics,
+    without_optimizers,
+)
+from lightning_asgd.adapter.elastic_run import RunMembership, check_attaches, check_is_one_worker
+from lightning_asgd.adapter.fit_session import Fit
+from lightning_asgd.adapter.fleet import Membership, leave_resting, resting
+from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.adapter.process_group import Standing
+from lightning_asgd.adapter.sync_callback import SyncPoints
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.algorithms.base import Run
+from lightning_asgd.compression import Compression
+from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
+from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.monitoring.meter import Meter
+from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.optim import PosteriorSampler
+from lightning_asgd.processes.supervisor import with_last_words
+from lightning_asgd.protocol import Policy
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transports.registry import TRANSPORTS
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.worker_setup import agree, named_state
+
+__all__ = ["ASGDStrategy", "give_way"]
+
+log = logging.getLogger(__name__)
+
+_DATA = ("leases", "split")
+_ON_FAILURE = ("continue", "abort")
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
+    """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
+
+    Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
+    while it goes on training. At the ends of epochs and before validations all workers meet and hold the same weights.
+
+    Args:
+        nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
+            ``"auto"``: as few as cost next to nothing. Every worker measures steps, exchanges and the servers while it
+            trains, and follows their changes.
+        nfetch: steps between two fetches of the weights, if not ``nsync``.
+        npush: steps between two pushes of what was learnt, if not ``nsync``.
+        algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
+            name. None means :class:`~lightning_asgd.algorithms.ASGD`.
+        scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers; by batch sizes
+            where these differ) converges like DDP with the same hyper-parameters; ``"sum"`` is the founding paper's
+            rule, which needs a warm start and a smaller learning rate; a number is taken as it is.
+        overlap: train on while an exchange is under way. False waits for the answer, which is slower, and takes no step
+            on weights that are older than it. None means what the algorithm does by itself.
+        data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
+            every sample is trained once per epoch. ``"split"``: everybody trains an equal part, as under DDP, and a
+            slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several
+            loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
+            other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
+        compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. 16 bits of each at sync points.
+        num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
+        start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
+        min_workers: training is ended when fewer than these are left.
+        on_worker_failure: ``"continue"``: when a worker dies or hangs the others take its data and go on; one that
+            hung joins again when it wakes. ``"abort"``: end training on all workers, and say why. Worker 0 logs and
+            writes the checkpoints: nothing goes on without it.
+        timeouts: how long to wait for processes that hang.
+        transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
+            nobody gets in without the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
+            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each.
+        server: where `lightning-asgd serve` serves a run, as ``"host:port"``. This Trainer attaches itself as one more
+            worker, with one device, at any time: it takes over weights and progress, and leaves when it ends. None
+            means a job of its own, whose workers start and end together.
+        run_id: name of that run.
+        monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. One
+            that you put into the Trainer's callbacks takes its place.
+        max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
+        snapshot_every_s: seconds after which servers write down again what the algorithm keeps there beside the
+            weights, such as an optimizer's state, to a temporary file. One that takes a lost server's place has the
+            weights from the workers, as they were, and that from the file. Where ``server`` is given, `serve` says
+            how often.
+        accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
+            them.
+        parallel_devices: see above.
+        cluster_environment: see above.
+        checkpoint_io: see above.
+        precision_plugin: see above.
+
+    Attributes:
+        stats: what this worker's exchanges were like; of worker 0 in the main process.
+        settings: the arguments above that say how it trains, as plain values.
+        board: the latest figures of every worker in the process of worker 0, where a monitor takes any; elsewhere those
+            of the latest sync point.
+        samples: after a fit with an algorithm that samples from a posterior, such as
+            :class:`~lightning_asgd.algorithms.SGMCMC`: what the servers have collected, oldest first, on the CPU, by
+            the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on the others.
+            Samples end with the layout: those from before parameters were unfrozen during fit are not among them.
+
+    It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
+    other takes it: attributes such as ``world_size`` are there from then on. Several Trainers may take it, of either,
+    one after the other: the object is the latest one's, and those before keep a copy.
+
+    Raises:
+        ConfigurationError: an argument is of the wrong type or out of range.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ASGDStrategy(nsync=10), logger=False)
+
+    References:
+        Paine et al., "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural Network Training" (2013);
+        Dean et al., "Large Scale Distributed Deep Networks" (2012).
+    """
+
+    strategy_name = "asgd"
+    model: Any
+
+    def __init__(
+        self,
+        nsync: int | str = 10,
+        *,
+        nfetch: int | None = None,
+        npush: int | None = None,
+        algorithm: Algorithm | str | None = None,
+        scale: str | float | None = None,
+        overlap: bool | None = None,
+        data: str = "leases",
+        compression: Compression | str | None = None,
+        num_servers: int = 1,
+        start_method: str = "popen",
+        min_workers: int = 1,
+        on_worker_failure: str = "continue",
+        timeouts: Timeouts | None = None,
+        transport: str = "rpc",
+        server: str | None = None,
+        run_id: str | None = None,
+        monitor: bool = True,
+        max_offline_steps: int = 1000,
+        snapshot_every_s: float = 60.0,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        self.config = ExchangeConfig.create(
+            nsync=nsync,
+            nfetch=nfetch,
+            npush=npush,
+            algorithm=algorithm,
+            scale=scale,
+            overlap=overlap,
+            max_offline_steps=max_offline_steps,
+            timeouts=timeouts,
+            compression=compression,
+            snapshot_every_s=snapshot_every_s,
+        )
+        if start_method not in _START_METHODS:
+            raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
+        if transport not in TRANSPORTS:
+            raise ConfigurationError(f"transport={transport!r}. Expected {' or '.join(map(repr, TRANSPORTS))}.")
+        if data not in _DATA:
+            raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
+        if on_worker_failure not in _ON_FAILURE:
+            expected = " or ".join(map(repr, _ON_FAILURE))
+            raise ConfigurationError(f"on_worker_failure={on_worker_failure!r}. Expected {expected}.")
+        self._policy = Policy(
+            silence_s=self.config.timeouts.silence_s,
+            min_workers=positive_int("min_workers", min_workers),
+            abort=on_worker_failure == "abort",
+        )
+        self._given = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+            "start_method": start_method,
+        }
+        if not isinstance(monitor, bool):
+            raise ConfigurationError(
+                f"monitor={monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."
+            )
+        self._monitor = monitor
+        self.settings: dict[str, Any] = {
+            "nsync": nsync,
+            "nfetch": self.config.nfetch,
+            "npush": self.config.npush,
+            "algorithm": repr(self.config.algorithm),
+            "overlap": self.config.overlap,
+            "data": data,
+            "compression": None if self.config.compression is None else repr(self.config.compression),
+            "num_servers": num_servers,
+            "start_method": start_method,
+            "min_workers": min_workers,
+            "on_worker_failure": on_worker_failure,
+            "transport": transport,
+            "max_offline_steps": max_offline_steps,
+            "snapshot_every_s": snapshot_every_s,
+        }
+        self.board = Board()
+        self.stats = ExchangeStats()
+        self.samples: list[dict[str, Tensor]] = []
+        self._data = data
+        servers = positive_int("num_servers", num_servers)
+        restorable, every_s = self.config.restorable, self.config.snapshot_every_s
+        writes = restorable and self.config.algorithm.keeps_state
+        self._job = Job(servers, self.config.timeouts.start_s, restorable, transport, every_s if writes else 0.0)
+        if server is not None or run_id is not None:
+            check_attaches(server, run_id, self.config.algorithm, data, self._policy)
+            self._job.address, self._job.run_id = server_address(server or ""), run_id or ""
+        self._resume = Resumption()
+        self._membership: Membership | None = None  # from set-up to teardown
+        self._fit: Fit | None = None  # the same, while it fits
+        self._offline = Collectives()  # before, and after where there is nobody else
+        self._undo_sigterm: Callable[[], None] | None = None
+        self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
+        self._saves_nothing = False  # until Lightning has told callbacks of a failure in the workers' processes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a saved copy goes on with, or one in another process: nothing of this process's session."""
+        mine: dict[str, Any] = {"_membership": None, "_fit": None, "_undo_sigterm": None, "_callbacks": []}
+        return {**without_optimizers(self.__dict__), **mine}
+
+    # ------------------------------------------------------------------ who this worker is
+
+    @property
+    def collectives(self) -> Collectives:
+        """What this worker does together with the others, also between two sessions."""
+        membership = self._membership or resting()
+        return self._offline if membership is None else membership.collectives
+
+    @property
+    def global_rank(self) -> int:
+        """The worker's. In a run whose workers come and go the chief's is 0, and that of others their number."""
+        return int(super().global_rank) if self._membership is None else self._membership.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker logs and writes checkpoints."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning's samplers deal samples out: one that attaches itself is alone, as far as they know."""
+        alone = self._job.attaches
+        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device: the one that it sees, or of several the one of its local rank."""
+        devices: list[torch.device] = self.parallel_devices or []
+        if len(devices) > 1 and self.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"This worker's local rank is {self.local_rank}, and its Trainer has {len(devices)} devices. Expected "
+                "one device for every worker of the machine, or one that this worker alone can see."
+            )
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    # ------------------------------------------------------------------ starting and stopping
+
+    def _configure_launcher(self) -> None:
+        self._resume = Resumption()  # another Trainer may have had the strategy, and read a checkpoint
+        if self._job.attaches:
+            check_is_one_worker(self.num_processes, self.num_nodes)
+            return  # this process is the worker
+        if self._start_method == "popen":
+            launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")
+            self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
+            self._launcher = launcher(self._job, self, self._start_method, self._policy)
+
+    def setup_distributed(self) -> None:
+        """Join the session instead of a process group."""
+        self.set_world_ranks()
+        leave_resting()
+        if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
+            self.tree.reset_seed()
+        trainer = self.lightning_module.trainer
+        self.board = Board(living=tuple(range(self.world_size)))
+        about = (self._job, self.config, self._policy, self.board)
+        if not self._job.attaches:
+            self._membership = Membership(*about, int(super().global_rank), self.world_size)
+        elif self._is_fitting(trainer):
+            self._membership = RunMembership(*about, self.root_device)
+        if self._membership is not None:
+            with with_last_words():
+                self._membership.join()
+        self._announce()
+        self._undo_sigterm = keep_sigterm_local(trainer)
+        self._add_callbacks(trainer)
+
+    def _announce(self) -> None:
+        """Tell programs that ask torch.distributed or the environment who this worker is."""
+        environment, membership = self.cluster_environment, self._membership
+        rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.standing
+        world.announce(
+            Standing(
+                rank=rank,
+                world_size=size,
+                local_rank=self.local_rank,
+                local_world_size=self.num_processes,
+                node_rank=environment.node_rank() if environment is not None else 0,
+                num_nodes=self.num_nodes,
+                collectives=lambda: self.collectives,
+                meets=not self._job.attaches,
+                store=self._job.store,
+                encrypted=self._job.transport == "zmq",
+            )
+        )
+
+    def _is_fitting(self, trainer: Any) -> bool:
+        return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
+
+    def _add_callbacks(self, trainer: Any) -> None:
+        """Put the strategy's own callbacks first, until it is torn down."""
+        self._callbacks = []
+        if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
+            self._callbacks.append(self.tree.derive(SyncPoints, "Callback")())
+        if self._monitor and trainer.loggers and not trainer.fast_dev_run and not _is_monitored(trainer):
+            self._callbacks.append(ASGDMonitor())
+        trainer.callbacks[:0] = self._callbacks
+
+    def _remove_callbacks(self) -> None:
+        if self._callbacks:  # else the fit may have ended before the module knew its Trainer
+            callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
+            callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
+            self._callbacks = []
+
+    def setup(self, trainer: Any) -> None:
+        """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
+        self.accelerator.setup(trainer)
+        fitting = self._is_fitting(trainer)
+        if fitting and self._layer_sync:
+            rank_zero_warn(
+                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
+                "is no common batch. Each normalises by its own batches; the running statistics are averaged."
+            )
+        world.check_module(self.lightning_module)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
+        with with_last_words():
+            if fitting:
+                self._set_out(trainer)
+            else:
+                agree(self.collectives, named_state(self.lightning_module))
+        self.setup_precision_plugin()
+        if fitting:
+            self.tree.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _set_out(self, trainer: Any) -> None:
+        """Begin a fit: with common weights, this worker's optimizers, and where the others are."""
+        membership = self._joined()
+        about = {"split": self._data == "split", "measure": _is_monitored(trainer)}
+        self._fit = Fit(trainer, membership, self.config, self._resume, **about)
+        self.stats, self.samples = self._fit.sharing.stats, []
+        self.setup_optimizers(trainer)
+        if not membership.founder:
+            follow_progress(trainer, membership.progress)
+            membership.know_checkpoints(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, PosteriorSampler):
+                optimizer.use_stream(self.global_rank)
+        precision = str(self.precision_plugin.precision)
+        run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers), precision)
+        self.config.algorithm.check(run)
+
+    def _joined(self) -> Membership:
+        if self._membership is None:
+            raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
+        return self._membership
+
+    @with_last_words()
+    def teardown(self) -> None:
+        """End the session. Servers and connection stay for the Trainer's next call."""
+        self._remove_callbacks()
+        if self._membership is not None:
+            self._membership.leave()
+            self._membership = None
+        if self._fit is not None:
+            self._fit.close()
+            self._fit = None
+        if self._undo_sigterm is not None:
+            self._undo_sigterm()
+            self._undo_sigterm = None
+        super().teardown()
+        if resting() is None:  # this worker is alone again
+            world.withdraw()
+        else:
+            self._announce()  # Lightning's environment has taken a variable away
+
+    def leave_job(self) -> None:
+        """Leave the session in which this worker rests since its latest one, before its process ends."""
+        leave_resting()
+
+    def meet_nobody(self) -> None:
+        """This worker has failed: what callbacks do about it does not wait for the others."""
+        if self.collectives.phase is Phase.SYNC:
+            self.collectives.phase = Phase.OFFLINE
+
+    def has_failed_elsewhere(self) -> None:
+        """The workers are processes that this one has waited for, and have failed: it has nothing to save."""
+        self._saves_nothing = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the others at once, so that nobody waits for this worker."""
+        self._saves_nothing = False
+        if self._membership is not None:
+            text = f"it raised {type(exception).__name__}: {exception}" if str(exception) else repr(exception)
+            self._membership.fail(text)
+
+    # ------------------------------------------------------------------ training
+
+    @property
+    def _sharing(self) -> Sharing | None:
+        """What the worker shares through while it fits."""
+        return None if self._fit is None else self._fit.sharing
+
+    def on_train_start(self) -> None:
+        """Let all stop where one does before the first epoch."""
+        if self._fit is not None and not self._fit.apart:
+            trainer = self.lightning_module.trainer
+            trainer.should_stop = self._fit.any_stops(trainer.should_stop)
+
+    @with_last_words()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Between two batches: merge what has come, exchange if it is time."""
+        if self._fit is not None:
+            self._fit.before_batch(batch)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Let the worker's own optimizer take its step, and count it."""
+        if self._fit is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, self._fit.sharing.wrap(optimizer, closure), model, **kwargs)
+        with with_last_words():
+            self._fit.after_step()
+        return output
+
+    @with_last_words()
+    def on_train_end(self) -> None:
+        """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
+        if self._fit is not None:
+            self._fit.end()
+            self.samples = self._fit.samples
+
+    # ------------------------------------------------------------------ what SyncPoints and ASGDMonitor call
+
+    @with_last_words()
+    def share_data(self) -> None:
+        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
+        if self._fit is not None:
+            self._fit.data.share()
+            if self._job.attaches:  # others may have joined or left since the latest epoch
+                self._joined().begin_epoch()
+                self._announce()
+
+    @with_last_words()
+    def end_batch(self) -> None:
+        """Decide what follows a training batch. Called when it ends."""
+        if self._fit is not None:
+            self._fit.after_batch()
+
+    @with_last_words()
+    def sync_point(self, name: str) -> None:
+        """Wait for all living workers and give them the servers' weights, the same bits everywhere.
+
+        Args:
+            name: which sync point, for error texts.
+
+        Raises:
+            CollectiveTimeoutError: a worker did not come; the message names it.
+        """
+        if self._fit is not None:
+            self._fit.sync_point(name)
+
+    @with_last_words()
+    def begin_validation(self) -> None:
+        """Let everybody validate the same weights: see :meth:`sync_point`."""
+        if self._fit is not None:
+            self._fit.validate()
+
+    @with_last_words()
+    def end_epoch(self) -> None:
+        """Let everybody end the epoch with the same weights: see :meth:`sync_point`."""
+        if self._fit is not None:
+            self._fit.end_epoch()
+
+    def measure(self, epoch: Callable[[], float]) -> Meter | None:
+        """Begin to count what this worker trains, and where its time goes.
+
+        Args:
+            epoch: gives the epochs trained, with the fraction of the present one.
+
+        Returns:
+            what is to be told of every batch; None outside of a fit.
+        """
+        return None if self._fit is None else self._fit.measure(epoch)
+
+    def take_figures(self) -> None:
+        """Put this worker's figures on the board, if it is measured: the next sign of life tells the others."""
+        if self._fit is not None:
+            self._fit.take_figures()
+
+    # ------------------------------------------------------------------ collectives
+
+    @with_last_words()
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all living workers; does nothing in the asynchronous phase."""
+        self.collectives.barrier(name or "")
+
+    @with_last_words()
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Worker ``src``'s object; this worker's own in the asynchronous phase."""
+        return self.collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over the living workers; this worker's own in the asynchronous phase."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
+            rank_zero_warn(
+                "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at "
+                "different times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
+            )
+        with with_last_words():
+            return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
+
+    @with_last_words()
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Everybody's tensor, stacked along a new first dimension; no gradients flow."""
+        return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
+
+    @with_last_words()
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) of the workers say yes; this worker's own word in the asynchronous phase."""
+        return self.collectives.decide(decision, all=all)
+
+    def _metrics_sync(self) -> bool:
+        # After the fit a program may have destroyed the process group, to test with one device for instance.
+        return self.collectives.real if self._membership is not None else world.collectives_are_real()
+
+    @with_last_words()
+    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return self.collectives.all_gather(tensor, "metric")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @with_last_words()
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, with the servers' weights and all of this worker's steps."""
+        instead = {} if self._fit is None else self._fit.catch_up()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        state.update((key, value) for key, value in instead.items() if key in state)
+        return state
+
+    @with_last_words()
+    def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
+        super().load_model_state_dict(*args, **kwargs)
+        if self._fit is not None and self.collectives.phase is Phase.SYNC:
+            self._fit.enter_again()
+
+    @with_last_words()
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
+
+        In the asynchronous phase the others are not asked: they resume with worker 0's.
+        """
+        if self._saves_nothing:
+            log.warning(
+                "The main process has trained nothing, and does not write %s. Worker 0 does when it raises an "
+                "exception. If it was killed, or says that it could not, there is none: resume from an earlier one.",
+                filepath,
+            )
+            return
+        if self._fit is not None and "optimizer_states" in checkpoint:
+            self._fit.complete(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._membership is not None and self.is_global_zero:
+            self._membership.wrote_checkpoint(self.lightning_module.trainer)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        entry = checkpoint.get(KEY)
+        if entry:
+            found = resumed(entry, self.global_rank, self.config.algorithm_name, self._job.num_servers)
+            checkpoint.update(found.mine)
+            self._resume.versions, self._resume.servers = found.versions, found.servers
+            self._resume.data = entry.get("data", {})
+            if found.warning:
+                rank_zero_warn(found.warning)
+        return checkpoint
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
+        return self._membership is None or self._membership.founder
+
+
+def give_way() -> None:
+    """Leave torch.distributed to another strategy of this process, which is about to make its own process group."""
+    leave_resting()
+    if world.is_ours():
+        world.withdraw()
+
+
+def _is_monitored(trainer: Any) -> bool:
+    return any(isinstance(callback, ASGDMonitor) for callback in trainer.callbacks)

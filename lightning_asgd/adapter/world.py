@@ -1,0 +1,175 @@
+"""What this process's libraries are told of their place among the workers.
+
+Samplers, streaming data sets, metrics and savers ask ``torch.distributed`` or environment variables who they are.
+:func:`announce` gives them the answer: a default process group (:mod:`lightning_asgd.adapter.process_group`) and the
+variables that a process of torchrun would have.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, Standing, group_class
+from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
+from lightning_asgd.processes import rank_variables
+
+__all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "withdraw"]
+
+log = logging.getLogger(__name__)
+
+_dist: Any = dist  # a build without it lacks the names below; asked for only when used
+_place: Standing | None = None
+_replaced: dict[str, str | None] = {}  # environment variables as they were before the first announcement
+
+
+def _here() -> Standing | None:
+    return _place
+
+
+_store: Any = None  # torch keeps the part in C++ only
+
+
+def announce(place: Standing) -> None:
+    """Tell this process's libraries their place, until :func:`withdraw` or the process's end.
+
+    A default process group that another library has made stays, with a warning if it tells something else.
+    """
+    global _place, _store
+    _place = place
+    with rank_variables.owning():  # or programs that this worker starts would take themselves for it
+        for name, value in place.variables().items():
+            _replaced.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+    if not dist.is_available():
+        return
+    _prepare_torch()
+    if not dist.is_initialized():
+        _store = GuardedStore(_here)
+        dist.init_process_group(BACKEND, store=_store, rank=place.rank, world_size=place.world_size)
+    elif is_ours():
+        ranks = _dist.distributed_c10d._world.pg_group_ranks  # torch's own note of them
+        ranks[_dist.group.WORLD] = {rank: rank for rank in range(place.world_size)}
+    elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
+        log.warning(
+            "torch.distributed was initialized before this fit, with rank %d of %d. This worker is rank %d of %d. "
+            "Libraries that ask torch.distributed get the former. Call torch.distributed.destroy_process_group() "
+            "before the fit, or run A-SGD in a process of its own.",
+            dist.get_rank(),
+            dist.get_world_size(),
+            place.rank,
+            place.world_size,
+        )
+
+
+def withdraw() -> None:
+    """Take back what :func:`announce` told. A default process group of another library stays."""
+    global _place
+    _place = None
+    for name, value in _replaced.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _replaced.clear()
+    if is_ours():
+        dist.destroy_process_group()
+
+
+def is_ours() -> bool:
+    """Whether the default process group is the one that :func:`announce` made."""
+    return bool(dist.is_available() and dist.is_initialized() and isinstance(_dist.group.WORLD, group_class()))
+
+
+def collectives_are_real() -> bool:
+    """Whether a collective of ``torch.distributed`` reaches other processes now: what metrics ask before they sync."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    if _place is None:
+        return True  # another library's group, and no fit of ours
+    return not _place.forked and _place.meets and _place.collectives().real
+
+
+def check_module(module: nn.Module) -> None:
+    """Check that no part of a module synchronises gradients by itself, which would put all workers in lock-step.
+
+    Raises:
+        ConfigurationError: a part is a ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
+    """
+    for name, part in module.named_modules():
+        if any(cls.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") for cls in type(part).__mro__):
+            raise ConfigurationError(
+                f"The module's part {name!r} is a {type(part).__name__}, which reduces gradients over all workers in "
+                "every backward. Expected a plain module: under A-SGD workers take their steps at different times. "
+                "Assign the wrapped module itself."
+            )
+
+
+@functools.cache
+def _prepare_torch() -> None:
+    """Register the backend, and keep layers and metrics from waiting for other workers within a training step."""
+    devices = sorted({"cpu", "cuda", *_dist.Backend.default_device_backend_map})
+    _dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
+
+    batch_norm = nn.SyncBatchNorm.forward
+
+    def normalise_locally(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+        if _place is None:
+            return batch_norm(self, input)
+        return nn.modules.batchnorm._BatchNorm.forward(self, input)
+
+    nn.SyncBatchNorm.forward = normalise_locally  # type: ignore[method-assign]
+
+    c10d = _dist.distributed_c10d
+    make_group = getattr(c10d, "_new_group_with_tag", None)  # what every way to make a group goes through
+    if make_group is None:
+        return  # then the store refuses what nothing would encrypt
+
+    @functools.wraps(make_group)
+    def make_encrypted(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if str(backend).lower() == "gloo" and _place is not None and _place.encrypted and is_ours():
+            backend = BACKEND
+            _say_that_ours_serves()
+        return make_group(ranks, timeout, backend, *args, **kwargs)
+
+    c10d._new_group_with_tag = make_encrypted
+
+
+@functools.cache
+def _say_that_ours_serves() -> None:
+    log.warning(
+        "A process group with backend 'gloo' was asked for, and is served by A-SGD's own: nothing would encrypt what "
+        "gloo sends, and transport='zmq' is to. Call its collectives at sync points and outside of fit only."
+    )
+
+
+def _after_fork() -> None:
+    if _place is not None:
+        _place.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _create(options: Any, _: Any) -> Any:
+    """What ``torch.distributed`` calls for the default group, and for those that ``new_group`` makes."""
+    if _place is None:
+        raise ConfigurationError(
+            f"A process group with backend {BACKEND!r} was asked for outside of A-SGD training. Expected a Trainer "
+            "with ASGDStrategy to make it."
+        )
+    ranks = list(options.global_ranks_in_group)
+    if ranks and len(ranks) not in (1, _place.world_size):
+        instead = f"Give new_group(ranks={ranks}, backend='gloo') to have torch's own group."
+        if _place.encrypted:
+            instead = "With transport='zmq' there is no other: nothing would encrypt what a group of torch's own sends."
+        raise CollectiveUnavailableError(
+            f"torch.distributed.new_group({ranks}) was called among {_place.world_size} workers of A-SGD. Expected all "
+            f"ranks or a single one. {instead}"
+        )
+    return group_class()(options.group_rank, options.group_size, *([] if len(ranks) == 1 else [_here]))

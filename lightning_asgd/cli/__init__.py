@@ -1,0 +1,1 @@
+"""The command line, ``lightning-asgd``: a module per command, gathered by :mod:`lightning_asgd.cli.command_line`."""

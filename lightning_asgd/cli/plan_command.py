@@ -1,0 +1,277 @@
+"""``lightning-asgd plan``: how many workers and servers, and how often to exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_asgd import sizing
+from lightning_asgd.cli.console_tables import console, in_bytes, in_seconds, table
+from lightning_asgd.cli.user_code import module_and_loader
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.sizing import Job
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["plan"]
+
+_WORKERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
+
+
+def plan(
+    *,
+    link_gbit_s: float,
+    parameters: float | None = None,
+    bytes_per_parameter: int = 4,
+    step_s: float | None = None,
+    batch_size: int | None = None,
+    module: str | None = None,
+    batch_sizes: list[int] | None = None,
+    workers: int = 2,
+    servers: int = 1,
+    nsync: int = 10,
+    worker_link_gbit_s: float | None = None,
+    latency_s: float = 0.0,
+    sent: float = 1.0,
+    exchange_s: float = 0.0,
+    server_gbyte_s: float = math.inf,
+    simulate: int = 100,
+    picture: Path | None = None,
+) -> int:
+    """Say how well a job scales: efficiency, servers needed, the smallest nsync, use of links, memory, batch size.
+
+    The job is given in numbers (parameters, step_s, batch_size), or as a LightningModule whose step is measured here.
+
+    Args:
+        link_gbit_s: speed of a server's link in Gbit/s, in each direction.
+        parameters: number of parameters.
+        bytes_per_parameter: 4 for float32.
+        step_s: seconds of one optimizer step.
+        batch_size: samples per step of one worker.
+        module: a LightningModule to measure, as package.module:Class or script.py:Class, which is made without
+            arguments and gives its own train_dataloader; or a function that returns a module and a loader.
+        batch_sizes: batch sizes to measure it with, to recommend one; map-style datasets only.
+        workers: number of workers, on other machines than the servers.
+        servers: number of servers, each with a link of its own.
+        nsync: optimizer steps between two exchanges.
+        worker_link_gbit_s: speed of a worker's link, if it is not that of a server's.
+        latency_s: seconds of a small message, one way.
+        sent: share of the parameters' bytes that is sent: 0.5 with bf16.
+        exchange_s: seconds that training stands still per exchange.
+        server_gbyte_s: GB of parameters that a server takes up and answers per second.
+        simulate: the most workers to simulate.
+        picture: a PNG file to draw the scaling into.
+    """
+    measured = _measured(module, batch_sizes or []) if module is not None else None
+    if measured is not None:
+        parameters, bytes_per_parameter = measured.parameter_bytes, 1
+        batch_size = sizing.recommended_batch_size(measured.step_s)
+        step_s = measured.step_s[batch_size]
+    if parameters is None or step_s is None or batch_size is None:
+        raise ConfigurationError(
+            f"parameters={parameters}, step_s={step_s}, batch_size={batch_size}. Expected all three, or a module to "
+            "measure: --module package.module:Class."
+        )
+    job = Job(
+        step_s=step_s,
+        parameter_bytes=parameters * bytes_per_parameter,
+        workers=workers,
+        servers=servers,
+        nsync=nsync,
+        worker_gbit_s=link_gbit_s if worker_link_gbit_s is None else worker_link_gbit_s,
+        server_gbit_s=link_gbit_s,
+        latency_s=latency_s,
+        sent=sent,
+        exchange_s=exchange_s,
+        server_gbyte_s=server_gbyte_s,
+    )
+    _print(job, batch_size, measured, simulate, picture)
+    return 0
+
+
+def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> None:
+    output = console()
+    if measured is not None:
+        output.print(_batches(measured, batch_size))
+    simulated = _simulated(job, simulate)
+    output.print(_answers(job, batch_size, simulated))
+    output.print(_scaling(job, batch_size, simulated))
+    if picture is not None:
+        _draw(job, simulated, picture)
+        output.print(f"picture: {picture}")
+
+
+# ---------------------------------------------------------------------- a module that is measured
+
+
+@dataclass(frozen=True)
+class _Measured:
+    parameter_bytes: int
+    step_s: dict[int, float]  # by batch size
+
+
+def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
+    """Time a module's step with the batches of its loader, or with batches of these sizes."""
+    from lightning_asgd.timing import TrainingStep, seconds_per_step
+
+    module, loader = module_and_loader(reference)
+    step = TrainingStep(module)
+    batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): next(iter(loader))}
+    tensors = [p for p in module.parameters() if p.requires_grad]
+    tensors += [b for b in module.buffers() if b.is_floating_point()]
+    return _Measured(
+        sum(t.nbytes for t in tensors), {size: seconds_per_step(step, batch) for size, batch in batches.items()}
+    )
+
+
+def _size(loader: Any) -> int:
+    if not loader.batch_size:
+        raise ConfigurationError(
+            f"{loader!r} does not say its batch_size. Expected a loader that does, or batch_sizes."
+        )
+    return int(loader.batch_size)
+
+
+def _batch(loader: Any, size: int) -> Any:
+    """The dataset's first samples, over and over if there are not enough."""
+    from torch.utils.data import IterableDataset
+
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(
+            f"{dataset!r} cannot be indexed, so batch_sizes={size} cannot be tried. Expected a map-style dataset."
+        )
+    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _simulated(job: Job, most: int) -> dict[int, float]:
+    """Simulated efficiency by number of workers."""
+    if most < 1:
+        return {}
+    from lightning_asgd.simulation.forecast import simulated_efficiency
+
+    numbers = sorted({w for w in (*_WORKERS, job.workers) if w <= most})
+    return {w: simulated_efficiency(replace(job, workers=w)) for w in numbers}
+
+
+def _batches(measured: _Measured, recommended: int) -> Table:
+    made = table("Batch size, measured", "samples", "seconds per step", "samples/s", "")
+    for size, seconds in measured.step_s.items():
+        mark = "recommended" if size == recommended and len(measured.step_s) > 1 else ""
+        made.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", mark)
+    return made
+
+
+def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
+    servers = sizing.least_servers(job)
+    ratio = sizing.overhead_ratio(job)
+    rows = {
+        "an exchange sends, each way": in_bytes(job.sent * job.parameter_bytes),
+        "a step takes": in_seconds(job.step_s),
+        "between two exchanges": f"{job.nsync} steps, {in_seconds(job.period_s)}",
+        "an exchange is answered after": f"{in_seconds(sizing.round_trip_s(replace(job, workers=1)))} alone, "
+        f"{in_seconds(sizing.round_trip_s(job))} at most",
+        "efficiency, if nsync is kept": f"{sizing.efficiency(job):.1%}"
+        + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
+        "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
+        "samples/s of all workers, if nsync is kept": f"{_samples_per_s(job, batch_size):,.0f}",
+        "the same in lock-step, nsync=1": f"efficiency {sizing.synchronous_efficiency(ratio, job.workers):.1%} "
+        f"(communication / computation {ratio:.2g})",
+        "smallest nsync that stays hidden": f"{sizing.hidden_nsync(job):,}",
+        f"least servers with nsync={job.nsync}": _count(servers),
+        "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
+        "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
+        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(job))} beyond single-device training",
+        "memory of a server": f"{in_bytes(sizing.server_memory_bytes(job))} at most",
+    }
+    if not math.isinf(job.server_gbyte_s):
+        rows["use of a server's processor"] = f"{sizing.server_use(job):.1%}"
+    made = table(f"{_of(job.workers, 'worker')}, {_of(job.servers, 'server')}", "", "")
+    for name, value in rows.items():
+        made.add_row(name, value)
+    return made
+
+
+def _scaling(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
+    columns: dict[str, Callable[[Job], str]] = {
+        "workers": lambda j: f"{j.workers:,}",
+        "samples/s": lambda j: f"{_samples_per_s(j, batch_size):,.0f}",
+        "efficiency": lambda j: f"{sizing.efficiency(j):.1%}",
+        "simulated": lambda j: f"{simulated[j.workers]:.1%}" if j.workers in simulated else "",
+        "lock-step": lambda j: f"{sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers):.1%}",
+        "steps\ntaken": lambda j: f"{sizing.steps_between_exchanges(j):,}",
+        "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
+        "least\nservers": lambda j: _count(sizing.least_servers(j)),
+        "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
+        "its\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
+    }
+    made = table(f"With {_of(job.servers, 'server')} and nsync={job.nsync}", *columns)
+    for workers in sorted({*_WORKERS, job.workers}):
+        there = replace(job, workers=workers)
+        made.add_row(*(cell(there) for cell in columns.values()), style="bold" if workers == job.workers else "")
+    return made
+
+
+def _samples_per_s(job: Job, batch_size: int) -> float:
+    return job.workers * sizing.efficiency(job) * batch_size / job.step_s
+
+
+def _count(servers: int | None) -> str:
+    return "none will do" if servers is None else f"{servers:,}"
+
+
+def _of(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+# ---------------------------------------------------------------------- picture
+
+
+def _draw(job: Job, simulated: dict[int, float], file: Path) -> None:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigurationError("Pictures need matplotlib: pip install 'lightning-asgd[examples]'.") from error
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    numbers = sorted({round(10 ** (e / 20)) for e in range(81)})
+    jobs = [replace(job, workers=n) for n in numbers]
+    lock_step = [sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers) for j in jobs]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    left.plot(numbers, [sizing.efficiency(j) for j in jobs], color="#c1571b", label=f"A-SGD, nsync={job.nsync}")
+    left.plot([*simulated], [*simulated.values()], "o", color="#c1571b", mfc="white", label="the same, simulated")
+    left.plot(numbers, lock_step, "--", color="#4c72b0", label="in lock-step, every step")
+    left.set_ylabel("efficiency")
+    left.set_ylim(0, 1.05)
+    left.legend(loc="best", fontsize=9)
+    right.plot(
+        numbers, [sizing.hidden_nsync(j) for j in jobs], color="#c1571b", label="smallest nsync that stays hidden"
+    )
+    right.plot(
+        numbers,
+        [sizing.least_servers(j) or math.nan for j in jobs],
+        "--",
+        color="#3a7d44",
+        label=f"least servers with nsync={job.nsync}",
+    )
+    right.set_yscale("log")
+    right.legend(loc="upper left", fontsize=9)
+    for axis in (left, right):
+        axis.set_xscale("log")
+        axis.set_xlabel("workers")
+        axis.axvline(job.workers, color="0.8", linewidth=1, zorder=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    sent = in_bytes(job.sent * job.parameter_bytes)
+    figure.suptitle(f"{sent} each way, {in_seconds(job.step_s)} per step, {_of(job.servers, 'server')}")
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,38 @@
+"""``lightning-asgd report``: a page about a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["report"]
+
+
+def report(run_dir: str, *, out: str | None = None) -> None:
+    """Write a page about a run: training error, who waited for what, throughput, staleness and traffic.
+
+    It is one HTML file with its pictures inside; these are also written beside it, as PNG.
+
+    Args:
+        run_dir: folder of the run's logs, where an ASGDMonitor has written asgd.jsonl; or one above it. Path or URL.
+        out: folder to write to; the default is "report" in the run's folder, or here if the run's logs are at a URL.
+
+    Raises:
+        ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.
+    """
+    from lightning_asgd.monitoring.metric_log import find, read  # torch comes with them: other commands do without
+
+    file = find(run_dir)
+    fits = read(file)
+    try:
+        from lightning_asgd.report.page import write
+    except ImportError as error:
+        raise ConfigurationError(
+            f"The report needs {error.name}. Expected it to be installed: pip install 'lightning-asgd[report]'"
+        ) from error
+    about = f"the last of {len(fits)} fits" if len(fits) > 1 else ""
+    beside = file.parent if isinstance(file, Path) else Path()
+    page = write(fits[-1], beside / "report" if out is None else Path(out), about=about)
+    sys.stdout.write(f"{page}\n")

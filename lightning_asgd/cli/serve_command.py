@@ -1,0 +1,89 @@
+"""``lightning-asgd serve``: servers that outlive their workers."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["serve"]
+
+_START_S = 60.0
+_POLL_S = 0.5
+
+
+def serve(
+    *,
+    port: int,
+    run_id: str,
+    host: str = "127.0.0.1",
+    num_servers: int = 1,
+    transport: Literal["rpc", "zmq"] = "rpc",
+    snapshots: Path | None = None,
+    snapshot_every_s: float = 60.0,
+) -> None:
+    """Start the servers of a run, which Trainers attach themselves to and leave as they like.
+
+    Ends with Ctrl-C or SIGTERM, and the run with it, unless it has snapshots to go on from.
+
+    Args:
+        port: that workers find the run at; on several machines it must be open to them, as must those that the servers
+            choose for themselves.
+        run_id: name of the run, of your choice. Workers give the same one.
+        host: address of this machine to listen at, and nowhere else. The default is for workers on this machine only.
+        num_servers: processes that share the weights equally.
+        transport: "rpc" is fast and knows no authentication. "zmq" encrypts every connection and lets nobody in without
+            the secret in the environment variable LIGHTNING_ASGD_SECRET.
+        snapshots: folder for what the servers know: weights, optimizer states, progress. If it holds that of this run
+            already, the run goes on from there. None means that the run ends with its servers.
+        snapshot_every_s: seconds between two snapshots. If all servers are lost at once, what was learnt since the
+            latest ones is lost.
+    """
+    # Here, since torch comes with them: help and other commands do without.
+    from lightning_asgd.config import seconds
+    from lightning_asgd.processes import supervisor
+    from lightning_asgd.server.server_process import ServerSettings
+    from lightning_asgd.server.snapshot_store import Snapshots
+    from lightning_asgd.transports import registry
+    from lightning_asgd.transports.rendezvous import Rendezvous, interface_of
+
+    seconds("snapshot_every_s", snapshot_every_s)
+    version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
+    registry.check_available(transport)
+    if transport == "zmq":
+        registry.provide_secret(one_machine=False)
+    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    rendezvous = Rendezvous.host(host, port)
+    settings = ServerSettings(
+        interface=interface_of(socket.gethostbyname(host)),
+        transport=transport,
+        run=run_id,
+        snapshots="" if snapshots is None else str(snapshots.resolve()),
+        snapshot_every_s=snapshot_every_s,
+    )
+    try:
+        overseer = supervisor.ensure(num_servers, rendezvous, settings)
+        overseer.spare = True
+        keys = overseer.keys(num_servers)
+        for index, key in enumerate(keys):
+            rendezvous.server(index, key, _START_S)
+        rendezvous.announce_run(run_id, transport, keys)
+        servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
+        sys.stdout.write(
+            f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"
+            f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
+        )
+        if version is not None:
+            sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
+        sys.stdout.flush()
+        while not stopped:
+            time.sleep(_POLL_S)
+            for key in keys:
+                rendezvous.peek_server(key)  # raises if no server can take a lost one's place
+    finally:
+        supervisor.close_current()

@@ -1,0 +1,130 @@
+"""``lightning-asgd status``: who takes part in a run, how fast, and how far it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning_asgd.cli.console_tables import console, in_seconds, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lightning_asgd.protocol import Figures, View, WorkerView
+    from lightning_asgd.transports.transport import Transport
+
+__all__ = ["status", "tables"]
+
+_START_S = 10.0
+_ANSWER_S = 10.0
+
+
+def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) -> None:
+    """Show who takes part in a run that `lightning-asgd serve` serves.
+
+    Args:
+        server: where it does, as "host:port".
+        watch: go on showing it, until Ctrl-C.
+        every_n_seconds: seconds between two looks.
+    """
+    from lightning_asgd.transports import registry
+
+    transport, run = _connect(server)
+    screen = console()
+    try:
+        view = _look(transport)
+        screen.print(tables(run, view))
+        if watch:
+            from rich.live import Live
+
+            with Live(tables(run, view), console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+                while True:
+                    time.sleep(every_n_seconds)
+                    before, view = view, _look(transport)
+                    live.update(tables(run, view, before), refresh=True)
+    finally:
+        transport.close()
+        registry.release()
+
+
+def _connect(server: str) -> tuple[Transport, str]:
+    from lightning_asgd.config import SECRET_ENV, server_address
+    from lightning_asgd.errors import LaunchError
+    from lightning_asgd.transports import registry
+    from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, local_address_towards
+
+    host, port = server_address(server)
+    rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)
+    if SECRET_ENV in os.environ and run["transport"] != "zmq":
+        raise LaunchError(
+            f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
+            "'zmq', or no secret: whoever answers there may be a stranger."
+        )
+    registry.check_available(run["transport"])
+    address = rendezvous.server(0, keys[0], _START_S)
+    return registry.connect(run["transport"], [address], interface_of(local_address_towards(host))), run["run_id"]
+
+
+def _look(transport: Transport) -> View:
+    from lightning_asgd.errors import ServerLostError
+    from lightning_asgd.protocol import Look, View
+
+    try:
+        answer: Any = transport.call(0, Look(), _ANSWER_S).wait()
+    except RuntimeError as error:
+        raise ServerLostError(f"Server 0 did not answer within {_ANSWER_S:g} s: {error}") from error
+    if not isinstance(answer, View):
+        raise ServerLostError(f"Server 0 answered {answer}. Expected servers of the same version of lightning-asgd.")
+    return answer
+
+
+def tables(run: str, view: View, before: View | None = None) -> RenderableType:
+    """A run as people want to see it.
+
+    Args:
+        run: its name.
+        view: what the coordinator says.
+        before: what it said some time ago: rates are over the time since then. None: since training began.
+    """
+    from rich.console import Group
+    from rich.markup import escape
+
+    if view.epoch is None:
+        progress = "no epoch has begun"
+    else:
+        progress = f"epoch {view.epoch}: {view.done} of {view.steps} steps ({view.done / view.steps:.0%})"
+    refused = f", {view.refused} updates refused" if view.refused else ""
+    title = f"run {run}   {progress}   version {view.version}{refused}"
+    headings = ("steps", "s/step", "samples/s", "staleness", "waits", "heard of")
+    made = table(title, "worker", "", *headings)
+    earlier = {} if before is None else {worker.worker: worker for worker in before.workers}
+    for worker in view.workers:
+        name = f"{worker.worker}{' chief' if worker.worker == view.chief else ''}"
+        state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
+        made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
+    if not view.workers:
+        made.add_row("", "nobody takes part now", *[""] * len(headings))
+    return Group(made, *map(escape, view.news))
+
+
+def _figures(worker: WorkerView, before: WorkerView | None) -> list[str]:
+    from lightning_asgd.monitoring.metric_definitions import Window, measures
+
+    steps = [f"{worker.trained}", in_seconds(worker.pace_s) if worker.pace_s else ""]
+    if worker.figures is None:
+        return [*steps, "", "", ""]
+    earlier: Figures | None = None if before is None else before.figures
+    if earlier is None or earlier.began != worker.figures.began or earlier.at_s == worker.figures.at_s:
+        window = Window(worker.figures)
+    else:
+        window = Window(worker.figures, earlier)
+    found = measures([window])
+    staleness = found.get("staleness/mean")
+    waits = found.get("wait/share", 0.0)
+    return [
+        *steps,
+        f"{found['samples_per_s']:,.0f}",
+        "" if staleness is None else f"{staleness:.1f}",
+        f"{waits:.0%}",
+    ]

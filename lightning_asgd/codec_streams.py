@@ -1,0 +1,277 @@
+"""What passes, coded, between a worker and a server: each end remembers what the other one has of it.
+
+What a worker pushes is ``code(update + residual)``, and ``residual`` becomes what the code has lost of that (error
+feedback). So all that is learnt arrives in the end, only later. Weights come back rounded, while the servers and
+optimizers keep theirs in full, or as coded differences to what the worker has been sent so far, for which servers keep
+one vector per worker. At sync points all workers take the same bits: the servers' weights but for what 16 bits lose of
+the change since the last one (:class:`Common`).
+
+References:
+    Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback
+    Fixes SignSGD" (2019).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.compression import Compression, Int8
+from lightning_asgd.layout import Groups, Role
+from lightning_asgd.numerics import is_finite
+
+__all__ = ["Coded", "Common", "Streams", "Updates", "Weights", "streams"]
+
+Coded = Any
+"""What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
+
+
+@dataclass(frozen=True)
+class _Int16(Int8):
+    """As :class:`Int8`, with 16 bits: what is lost is below that of bfloat16 for all but a block's smallest values."""
+
+    _type: ClassVar[torch.dtype] = torch.int16
+    _limit: ClassVar[int] = 32767
+
+
+class Updates:
+    """A stream of updates. What the code loses of one is added to the next.
+
+    Args:
+        compression: the code.
+        groups: ``(role, dtype name, number of scalars)`` per group.
+    """
+
+    def __init__(self, compression: Compression, groups: Groups) -> None:
+        self.compression = compression
+        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._residual: dict[int, Tensor] = {}
+
+    def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
+        """Code an update.
+
+        Args:
+            buffers: one tensor per group; those that are coded are overwritten.
+        """
+        if not all(is_finite(buffer) for buffer in buffers):
+            self.forget()  # the servers will refuse it
+            return tuple(buffers)
+        return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What was coded, at the other end.
+
+        Args:
+            parts: per group.
+            out: per group, memory for the result.
+        """
+        return tuple(_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True))
+
+    def forget(self) -> None:
+        """Drop what was lost so far."""
+        self._residual.clear()
+
+    def _encode(self, group: int, buffer: Tensor) -> Coded:
+        residual = self._residual.get(group)
+        if residual is None:
+            residual = self._residual[group] = torch.zeros_like(buffer)
+        buffer.add_(residual)
+        coded = self.compression.encode(buffer)
+        self.compression.decode(coded, residual)
+        torch.sub(buffer, residual, out=residual)
+        return coded
+
+
+class Weights:
+    """A stream of weights, at one of its ends.
+
+    Args:
+        compression: the code.
+        groups: see :class:`Updates`.
+    """
+
+    def __init__(self, compression: Compression, groups: Groups) -> None:
+        self.compression = compression
+        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._known: dict[int, Tensor] = {}  # what both ends have, where differences are sent
+
+    def encode(self, weights: Sequence[Tensor], *, full: bool = False) -> tuple[Coded, ...]:
+        """Code weights.
+
+        Args:
+            weights: one tensor per group; not changed.
+            full: send them as they are.
+        """
+        return tuple(self._encode(i, w, full) if self._coded[i] else w for i, w in enumerate(weights))
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What was coded, at the other end; not to be changed.
+
+        Args:
+            parts: per group.
+            out: per group, memory to work in.
+        """
+        values = [_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True)]
+        return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
+
+    def hold(self, weights: Sequence[Tensor]) -> None:
+        """Go on from weights that both ends have got in another way."""
+        if self.compression.differences:
+            self._known = {i: w.clone() for i, (w, coded) in enumerate(zip(weights, self._coded, strict=True)) if coded}
+
+    def _encode(self, group: int, weights: Tensor, full: bool) -> Coded:
+        if not self.compression.differences:
+            return weights if full else self.compression.encode(weights)
+        known = self._known.get(group)
+        if known is None or full:
+            self._known[group] = weights.clone()
+            return weights
+        coded = self.compression.encode(weights - known)
+        difference = torch.empty_like(weights)
+        self.compression.decode(coded, difference)
+        known.add_(difference)
+        return coded
+
+    def _decode(self, group: int, part: Coded, value: Tensor) -> Tensor:
+        if not self._coded[group] or not self.compression.differences:
+            return value
+        if isinstance(part, Tensor):
+            self._known[group] = value.clone()
+        else:
+            self._known[group].add_(value)
+        return self._known[group]
+
+
+class Common:
+    """The weights that all workers take at sync points, at one end: what has changed since the last ones is sent.
+
+    Both ends hold the last ones, and name them by a digest. They move on to the same bits at both: the last ones and
+    the difference with 16 bits, an error of 1 / 65,534 of the largest change in a block, which does not add up. Whoever
+    holds others is sent the new ones whole.
+
+    Args:
+        groups: see :class:`Updates`.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.code = _Int16()
+        self.coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        """Per group, whether it is."""
+        self.values: tuple[Tensor, ...] | None = None
+        """The last ones, per group; of those that are not coded what they were."""
+        self.digest = ""
+        """Name of them; empty where there are none."""
+        self._before = ""  # the name of those before
+        self._served = ""  # of the weights that these stand for
+        self._difference: tuple[Coded, ...] = ()
+
+    def hold(self, weights: Sequence[Tensor]) -> None:
+        """Begin with some weights, which this end has of itself."""
+        self.values = tuple(w.clone() for w in weights)
+        self.digest = self._name(weights)
+
+    def encode(self, weights: Sequence[Tensor], held: str) -> tuple[Coded, ...]:
+        """Code the servers' weights for one who holds those of a name; per group nothing, a difference, or all.
+
+        Args:
+            weights: one tensor per group; not changed. As long as they stay the same, so does what they become.
+            held: the name.
+        """
+        values = self.take(weights)
+        rest = self._difference if held == self._before else values
+        return tuple(
+            w if not coded else () if held == self.digest else part
+            for part, w, coded in zip(rest, weights, self.coded, strict=True)
+        )
+
+    def take(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What all take for the servers' weights; not to be changed."""
+        name = self._name(weights)
+        if self.values is None or name != self._served:
+            self._before, self._served = self.digest, name
+            self._difference, self.values = self._moved(weights)
+            self.digest = self._name(self.values)
+        return self.values
+
+    def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The weights to take, at the other end; not to be changed.
+
+        Args:
+            parts: what :meth:`encode` returned.
+            out: per group, memory to work in.
+        """
+        held = self.values or tuple(out)
+        values = tuple(self._plain(*each) for each in zip(parts, held, out, strict=True))
+        self.values = tuple(v.clone() if isinstance(p, Tensor) else v for v, p in zip(values, parts, strict=True))
+        self.digest = self._name(self.values)
+        return self.values
+
+    def _moved(self, weights: Sequence[Tensor]) -> tuple[tuple[Coded, ...], tuple[Tensor, ...]]:
+        """The difference, coded, from what is held to some weights, and what it leads to."""
+        if self.values is None:
+            values = tuple(w.clone() for w in weights)
+            return values, values
+        difference = tuple(
+            self.code.encode(w - held) if coded else w.clone()
+            for w, held, coded in zip(weights, self.values, self.coded, strict=True)
+        )
+        out = [torch.empty_like(w) for w in weights]
+        return difference, tuple(self._plain(*each) for each in zip(difference, self.values, out, strict=True))
+
+    def _plain(self, part: Coded, held: Tensor, out: Tensor) -> Tensor:
+        if isinstance(part, Tensor):
+            return part
+        if not part:
+            return held
+        self.code.decode(part, out)
+        return held + out
+
+    def _name(self, values: Sequence[Tensor]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for value, coded in zip(values, self.coded, strict=True):
+            if coded:
+                digest.update(value.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+class Streams(NamedTuple):
+    """A worker's ends of what passes between it and a server."""
+
+    updates: Updates
+    weights: Weights
+    common: Common
+
+    @classmethod
+    def of(cls, compression: Compression, groups: Groups) -> Streams:
+        """New ones."""
+        return cls(Updates(compression, groups), Weights(compression, groups), Common(groups))
+
+
+def streams(compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]) -> list[Streams | None]:
+    """Per server, a worker's ends of the streams; None where nothing is compressed.
+
+    Args:
+        compression: the code, if any.
+        shards: per server, its groups.
+        shared: per server, whether what is exchanged with it lies in memory that both see.
+    """
+    return [
+        None if compression is None or here else Streams.of(compression, groups)
+        for groups, here in zip(shards, shared, strict=True)
+    ]
+
+
+def _is_coded(role: Role, dtype: str) -> bool:
+    return role is Role.PARAMETER and dtype in ("float32", "float64")
+
+
+def _plain(compression: Compression, part: Coded, out: Tensor) -> Tensor:
+    if isinstance(part, Tensor):
+        return part
+    compression.decode(part, out)
+    return out

@@ -1,1 +1,0 @@
-"""The command line, ``lightning-asgd``: a module per command, gathered by :mod:`lightning_asgd.commands.main`."""

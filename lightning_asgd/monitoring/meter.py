@@ -1,0 +1,161 @@
+"""What a worker trains, and where the time of its training thread goes.
+
+Every moment of a fit is one of these: computing, waiting for the servers' answers, waiting at sync points, waiting for
+data, or something else (validations, checkpoints, other callbacks). The training says when batches and validations
+begin and end; who waits within them counts the seconds himself, and these are taken off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.protocol import Figures
+from lightning_asgd.stats import ExchangeStats
+
+__all__ = ["Meter", "Waited", "binned"]
+
+_EXACT = 16  # staleness below is counted by itself: histograms stay small however stale pushes become
+
+
+class Waited(NamedTuple):
+    """Seconds in which the training thread has stood still so far."""
+
+    exchange_s: float = 0.0
+    """For the servers' answers while it trained."""
+    sync_s: float = 0.0
+    """At sync points, for the servers and the other workers."""
+    data_s: float = 0.0
+    """For data to be granted."""
+
+
+class Meter:
+    """Counts what one worker does in a fit. Used by the training thread only.
+
+    Args:
+        stats: gives what the exchanges were like.
+        waited: gives the seconds waited.
+        epoch: gives the epochs trained, with the fraction of the present one.
+        clock: seconds; given by tests.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], ExchangeStats],
+        waited: Callable[[], Waited],
+        epoch: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._stats = stats
+        self._waited = waited
+        self._epoch = epoch
+        self._clock = clock
+        self._began = time.time()
+        self._zero = self._since = clock()
+        self._before = self._standing = waited()  # when training began, and at the latest switch
+        self._spent = {"train": 0.0, "data": 0.0, "other": 0.0}
+        self._now = "data"
+        self._samples = self._batches = self._losses = 0
+        self._loss_sum = 0.0
+        self._unread: list[Tensor] = []  # losses since the latest figures, where they were computed
+
+    def begin_batch(self) -> None:
+        """A batch has been fetched."""
+        self._switch("train")
+
+    def end_batch(self, samples: int, loss: Tensor | None = None) -> float:
+        """A batch is through.
+
+        Args:
+            samples: number of its samples.
+            loss: its training loss, a tensor of one element without gradient; None if it has none.
+
+        Returns:
+            seconds on the meter's clock.
+        """
+        self._samples += samples
+        self._batches += 1
+        if loss is not None:
+            self._unread.append(loss)
+        return self._switch("data")
+
+    def pause(self) -> None:
+        """Something else than training begins, a validation for instance."""
+        self._switch("other")
+
+    def resume(self) -> float:
+        """The next thing to come is a batch.
+
+        Returns:
+            seconds on the meter's clock.
+        """
+        return self._switch("data")
+
+    def read(self) -> Figures:
+        """The figures as of now."""
+        now = self._switch(self._now)
+        self._read_losses()
+        waited, stats = self._standing, self._stats()
+        return Figures(
+            began=self._began,
+            at_s=now - self._zero,
+            epoch=self._epoch(),
+            samples=self._samples,
+            batches=self._batches,
+            steps=stats.steps,
+            loss_sum=self._loss_sum,
+            losses=self._losses,
+            train_s=self._spent["train"],
+            exchange_wait_s=waited.exchange_s - self._before.exchange_s,
+            sync_wait_s=waited.sync_s - self._before.sync_s,
+            data_wait_s=self._spent["data"] + waited.data_s - self._before.data_s,
+            exchanges=stats.exchanges,
+            pushes=stats.pushes,
+            refused=stats.refused,
+            repeated=stats.repeated,
+            round_trip_s=stats.round_trip_s,
+            bytes_pushed=stats.bytes_pushed,
+            bytes_fetched=stats.bytes_fetched,
+            staleness_sum=stats.staleness_sum,
+            staleness_max=stats.staleness_max,
+            staleness=binned(stats.staleness_histogram),
+            nsync=stats.nsync,
+            distance=stats.distance,
+        )
+
+    def _switch(self, to: str) -> float:
+        """End what the thread did until now, and begin something."""
+        now, waited = self._clock(), self._waited()
+        stood = sum(waited) - sum(self._standing)
+        self._spent[self._now] += max(0.0, now - self._since - stood)
+        self._now, self._since, self._standing = to, now, waited
+        return now
+
+    def _read_losses(self) -> None:
+        """Add up what came since the last time: on a GPU that waits for it."""
+        if self._unread:
+            losses = torch.stack([loss.reshape(()) for loss in self._unread]).float()
+            finite = losses[torch.isfinite(losses)]
+            self._loss_sum += float(finite.sum())
+            self._losses += finite.numel()
+            self._unread = []
+
+
+def binned(histogram: Mapping[int, int]) -> dict[int, int]:
+    """A histogram of whole numbers with few bins: single numbers below 16, then powers of two.
+
+    Args:
+        histogram: how often each number was seen.
+
+    Returns:
+        counts by the smallest number of the bin, ascending.
+    """
+    bins: dict[int, int] = {}
+    for value, count in sorted(dict(histogram).items()):
+        start = value if value < _EXACT else 1 << (value.bit_length() - 1)
+        bins[start] = bins.get(start, 0) + count
+    return bins

@@ -1,0 +1,180 @@
+"""What workers' figures say: rates, means and shares between two moments, of one worker and of all together. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_asgd.protocol import Figures
+
+__all__ = ["METRICS", "Metric", "Window", "Windows", "bars", "measures", "staleness"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two figures of one worker, and the time between them.
+
+    Attributes:
+        after: the later ones.
+        before: the earlier ones; those of the beginning by default.
+    """
+
+    after: Figures
+    before: Figures = field(default_factory=Figures)
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.after.at_s - self.before.at_s
+
+    def of(self, *names: str) -> float:
+        """By how much sums have grown: fields of :class:`Figures`, all added up."""
+        return float(sum(getattr(self.after, name) - getattr(self.before, name) for name in names))
+
+    def per_s(self, *names: str) -> float:
+        """The same per second."""
+        return self.of(*names) / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that is logged, of every worker and of all.
+
+    Attributes:
+        unit: of its value.
+        meaning: in a few words.
+        value: from the workers' windows; None if there is none.
+    """
+
+    unit: str
+    meaning: str
+    value: Callable[[Sequence[Window]], float | None]
+
+
+def _rate(*names: str) -> Callable[[Sequence[Window]], float]:
+    return lambda windows: sum(window.per_s(*names) for window in windows)
+
+
+def _ratio(above: Sequence[str], below: Sequence[str]) -> Callable[[Sequence[Window]], float | None]:
+    def value(windows: Sequence[Window]) -> float | None:
+        number = sum(window.of(*below) for window in windows)
+        return sum(window.of(*above) for window in windows) / number if number > 0 else None
+
+    return value
+
+
+def _total(name: str) -> Callable[[Sequence[Window]], float]:
+    return lambda windows: float(sum(getattr(window.after, name) for window in windows))
+
+
+def _mean(name: str) -> Callable[[Sequence[Window]], float | None]:
+    """Of those who know it: where it is above 0."""
+
+    def value(windows: Sequence[Window]) -> float | None:
+        known = [value for window in windows if (value := getattr(window.after, name)) > 0]
+        return sum(known) / len(known) if known else None
+
+    return value
+
+
+def _updates_per_s(windows: Sequence[Window]) -> float:
+    return sum(window.per_s("pushes") - window.per_s("refused", "repeated") for window in windows)
+
+
+def _largest_staleness(windows: Sequence[Window]) -> float | None:
+    return max((float(window.after.staleness_max) for window in windows if window.after.pushes), default=None)
+
+
+_WAITS = ("exchange_wait_s", "sync_wait_s", "data_wait_s")
+_BYTES = ("bytes_pushed", "bytes_fetched")
+
+METRICS: dict[str, Metric] = {
+    "epoch": Metric("epochs", "epochs trained, with the fraction of the present one", _mean("epoch")),
+    "samples_per_s": Metric("samples/s", "samples trained per second", _rate("samples")),
+    "train_loss": Metric("", "mean training loss", _ratio(["loss_sum"], ["losses"])),
+    "updates_per_s": Metric("1/s", "updates that the servers applied per second", _updates_per_s),
+    "updates/refused": Metric("updates", "refused so far: they held NaN or infinity", _total("refused")),
+    "updates/repeated": Metric("updates", "sent again so far that a server had applied before", _total("repeated")),
+    "staleness/mean": Metric("versions", "mean staleness of the updates", _ratio(["staleness_sum"], ["pushes"])),
+    "staleness/max": Metric("versions", "largest staleness so far", _largest_staleness),
+    "exchange/round_trip_s": Metric(
+        "s", "mean time from an exchange's message until its answer is merged", _ratio(["round_trip_s"], ["exchanges"])
+    ),
+    "exchange/wait_s": Metric(
+        "s", "mean time in which training stood still for an exchange", _ratio(["exchange_wait_s"], ["exchanges"])
+    ),
+    "exchange/bytes": Metric("bytes", "mean size of an exchange, both ways", _ratio(_BYTES, ["exchanges"])),
+    "traffic/bytes_per_s": Metric("bytes/s", "bytes exchanged per second, both ways", _rate(*_BYTES)),
+    "wait/share": Metric("", "share of the training thread's time in which it stood still", _ratio(_WAITS, ["at_s"])),
+    "wait/exchange": Metric("", "part of it for the servers' answers", _ratio(["exchange_wait_s"], ["at_s"])),
+    "wait/sync": Metric(
+        "", "part of it at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
+    ),
+    "wait/data": Metric("", "part of it for data", _ratio(["data_wait_s"], ["at_s"])),
+    "nsync": Metric("steps", "optimizer steps between two exchanges, as of now", _mean("nsync")),
+    "distance": Metric("", "norm of the worker's parameters minus the servers', as of late", _mean("distance")),
+}
+"""By name. Those with a mean are over all workers' exchanges, batches or seconds, not a mean of the workers' means."""
+
+
+def measures(windows: Sequence[Window]) -> dict[str, float]:
+    """All metrics that have a value.
+
+    Args:
+        windows: of one worker, or of all.
+    """
+    values = {name: metric.value(windows) for name, metric in METRICS.items()} if windows else {}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class Windows:
+    """Every worker's latest time of a certain length, from the figures that come in.
+
+    Args:
+        seconds: length at least, where a worker has trained for so long. Figures that come soon after others, as at
+            sync points, would say nothing of a rate.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._figures: dict[int, deque[Figures]] = {}
+
+    def update(self, figures: Mapping[int, Figures]) -> None:
+        """Take notice of figures, by worker; where they are not new the worker's window stays."""
+        for worker, new in figures.items():
+            known = self._figures.get(worker)
+            if known is None or known[-1].began != new.began:  # it has begun, perhaps anew
+                known = self._figures[worker] = deque([Figures(began=new.began)])
+            if new.at_s > known[-1].at_s:
+                known.append(new)
+            while len(known) > 2 and new.at_s - known[1].at_s >= self._seconds:
+                known.popleft()
+
+    def of(self, workers: Iterable[int]) -> dict[int, Window]:
+        """Windows by worker, of those of them that have one."""
+        known = {worker: self._figures[worker] for worker in workers if worker in self._figures}
+        return {worker: Window(figures[-1], figures[0]) for worker, figures in known.items()}
+
+
+def staleness(figures: Iterable[Figures]) -> dict[int, int]:
+    """Updates of all workers by staleness; see :attr:`Figures.staleness`."""
+    counts: Counter[int] = Counter()
+    for each in figures:
+        counts.update(each.staleness)
+    return dict(sorted(counts.items()))
+
+
+def bars(histogram: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """A histogram's bins, those that nothing fell into included.
+
+    Args:
+        histogram: counts by the smallest number of a bin; see :attr:`Figures.staleness`.
+
+    Returns:
+        counts, and one edge more than counts.
+    """
+    edges = [0]
+    while edges[-1] <= max(histogram, default=0):
+        edges.append(edges[-1] + 1 if edges[-1] < 16 else 2 * edges[-1])
+    return [histogram.get(edge, 0) for edge in edges[:-1]], edges

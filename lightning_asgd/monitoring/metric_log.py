@@ -1,0 +1,277 @@
+"""The file beside a run's logs that ``lightning-asgd report`` reads: figures of all workers, a line of JSON each time.
+
+Lines are only ever added. Every fit begins with one that says what it is, so that the fits of a run that was resumed
+follow each other in one file. Where logs go to a URL, such as ``s3://bucket/logs``, the file goes there too. Object
+stores cannot add to a file, so it is written as a whole: at most once a minute, and when the fit ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.protocol import Figures
+
+__all__ = ["FILE", "Entry", "Fit", "Journal", "find", "read"]
+
+log = logging.getLogger(__name__)
+
+FILE = "asgd.jsonl"
+_UPLOAD_S = 60.0  # between two uploads, at least
+_SHARE = 20  # uploads take at most a twentieth of the time
+_FIELDS = {f.name for f in fields(Figures)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What worker 0 knew at one moment.
+
+    Attributes:
+        at_s: seconds since the fit began.
+        step: the Trainer's global step.
+        living: workers that took part.
+        figures: the latest of each worker, gone ones included.
+    """
+
+    at_s: float
+    step: int
+    living: tuple[int, ...]
+    figures: dict[int, Figures]
+
+
+@dataclass
+class Fit:
+    """One fit.
+
+    Attributes:
+        started: local date and time, as text.
+        workers: their number.
+        settings: arguments of the strategy.
+        entries: in the order of time.
+        end: how it ended; empty if nobody knows.
+    """
+
+    started: str
+    workers: int
+    settings: dict[str, Any]
+    entries: list[Entry] = field(default_factory=list)
+    end: str = ""
+
+    @property
+    def last(self) -> dict[int, Figures]:
+        """The final figures of every worker that ever was."""
+        return self.entries[-1].figures if self.entries else {}
+
+
+class Journal:
+    """Writes the file.
+
+    Args:
+        folder: path or URL; made if it is not there.
+        workers: number of workers.
+        settings: arguments of the strategy, plain values.
+    """
+
+    def __init__(self, folder: str | Path, workers: int, settings: Mapping[str, Any]) -> None:
+        self._file: _Local | _Remote = _Remote(str(folder)) if _is_url(folder) else _Local(_local(folder))
+        self._write("fit", started=time.strftime("%Y-%m-%d %H:%M:%S"), workers=workers, settings=dict(settings))
+
+    @property
+    def path(self) -> Path:
+        """The file; its path within the file system where that is not this machine's."""
+        return self._file.path
+
+    def add(self, entry: Entry) -> None:
+        """Note the figures of a moment."""
+        self._write("figures", **asdict(entry))
+
+    def end(self, how: str) -> None:
+        """Note how the fit ended."""
+        self._write("end", how=how)
+        self._file.close()
+
+    def _write(self, kind: str, **about: Any) -> None:
+        self._file.add(json.dumps({"kind": kind, **about}, separators=(",", ":")) + "\n")
+
+
+class _Local:
+    """A file of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+
+    def add(self, line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(line)
+
+    def close(self) -> None:
+        """Every line is written already."""
+
+
+class _Remote:
+    """A file behind a URL. Training does not end because it cannot be written: a warning says so, once."""
+
+    def __init__(self, folder: str) -> None:
+        self.url = os.path.join(folder, FILE)
+        self.path = Path(FILE)
+        self._lines: list[str] = []
+        self._upload_at = 0.0
+        self._broken = False
+        try:
+            self._fs, path = _file_system(self.url)
+            self.path = Path(path)
+            self._fs.makedirs(str(self.path.parent), exist_ok=True)
+            if self._fs.exists(path):
+                self._lines.append(self._fs.cat_file(path).decode())
+        except Exception as error:
+            self._give_up(error)
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        if time.monotonic() >= self._upload_at:
+            self.close()
+
+    def close(self) -> None:
+        """Upload all lines."""
+        if self._broken:
+            return
+        begun = time.monotonic()
+        try:
+            self._fs.pipe_file(str(self.path), "".join(self._lines).encode())
+        except Exception as error:  # each file system has its own kinds
+            self._give_up(error)
+        now = time.monotonic()
+        self._upload_at = now + max(_UPLOAD_S, _SHARE * (now - begun))
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        log.warning(
+            "The workers' figures cannot be written to %s (%s: %s). Training goes on, and `lightning-asgd report` will "
+            "have nothing to show. Check the access, or log to a folder of this machine.",
+            self.url,
+            type(error).__name__,
+            error,
+        )
+
+
+def _is_url(place: str | Path) -> bool:
+    """Whether a place is not on this machine."""
+    import fsspec.utils  # with Lightning
+
+    return fsspec.utils.get_protocol(str(place)) not in ("file", "local")
+
+
+def _local(place: str | Path) -> Path:
+    """The path of a place on this machine, which may be given as ``file://``."""
+    return Path(_file_system(str(place))[1])
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    import fsspec.core
+
+    found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+    return found
+
+
+def find(folder: str | Path) -> str | Path:
+    """The file of a run.
+
+    Args:
+        folder: the run's, or one above it; or the file itself. Path or URL.
+
+    Raises:
+        ConfigurationError: there is none, or more than one.
+    """
+    is_folder, found = _search_url(str(folder)) if _is_url(folder) else _search(_local(folder))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        what = "holds no" if is_folder else "does not exist: no"
+        raise ConfigurationError(
+            f"{str(folder)!r} {what} {FILE}. Expected the folder of a run's logs, such as lightning_logs/version_0, "
+            "of a Trainer with ASGDStrategy and a logger; monitor=False writes none."
+        )
+    folders = [str(file).removesuffix(f"/{FILE}") for file in found]
+    names = ", ".join(folders[:10]) + (", ..." if len(folders) > 10 else "")
+    raise ConfigurationError(f"{str(folder)!r} holds the logs of {len(found)} runs. Expected one of {names}.")
+
+
+def _search(folder: Path) -> tuple[bool, Sequence[str | Path]]:
+    if folder.is_file():
+        return False, [folder]
+    if (folder / FILE).is_file():
+        return True, [folder / FILE]
+    return folder.is_dir(), sorted(folder.rglob(FILE)) if folder.is_dir() else []
+
+
+def _search_url(url: str) -> tuple[bool, Sequence[str | Path]]:
+    try:
+        fs, path = _file_system(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"{url!r} cannot be read ({error}). Expected a folder, or a URL that fsspec knows. Install the package of "
+            "its file system, such as s3fs."
+        ) from error
+    if fs.isfile(path):
+        return False, [url]
+    if fs.isfile(f"{path}/{FILE}"):
+        return True, [os.path.join(url, FILE)]
+    is_folder = fs.isdir(path)
+    files = fs.find(path) if is_folder else []
+    return is_folder, sorted(fs.unstrip_protocol(file) for file in files if file.endswith(f"/{FILE}"))
+
+
+def read(path: str | Path) -> list[Fit]:
+    """The fits of a file, in the order in which they began; those without any figures are left out.
+
+    Raises:
+        ConfigurationError: a line is none that :class:`Journal` writes; or there are no figures.
+    """
+    fits: list[Fit] = []
+    lines = _text(path).splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            _take(json.loads(line), fits)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            if number == len(lines):  # it was being written when the job was killed
+                break
+            raise ConfigurationError(
+                f"Line {number} of {str(path)!r} cannot be read ({error!r}). Expected a file that an ASGDMonitor wrote."
+            ) from error
+    fits = [fit for fit in fits if fit.entries]
+    if not fits:
+        raise ConfigurationError(f"{str(path)!r} holds no figures. Expected a fit of at least one batch.")
+    return fits
+
+
+def _text(file: str | Path) -> str:
+    if not _is_url(file):
+        return _local(file).read_text()
+    fs, path = _file_system(str(file))
+    return str(fs.cat_file(path).decode())
+
+
+def _take(line: dict[str, Any], fits: list[Fit]) -> None:
+    kind = line["kind"]
+    if kind == "fit":
+        fits.append(Fit(line["started"], line["workers"], line["settings"]))
+    elif kind == "figures":
+        figures = {int(worker): _figures(values) for worker, values in line["figures"].items()}
+        fits[-1].entries.append(Entry(line["at_s"], line["step"], tuple(line["living"]), figures))
+    elif kind == "end":
+        fits[-1].end = line["how"]
+
+
+def _figures(values: dict[str, Any]) -> Figures:
+    known = {name: value for name, value in values.items() if name in _FIELDS}  # a newer version may write more
+    known["staleness"] = {int(start): count for start, count in known.get("staleness", {}).items()}
+    return Figures(**known)

@@ -1,0 +1,44 @@
+"""The latest figures of all workers, as far as a worker knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_asgd.protocol import Figures
+
+__all__ = ["Board"]
+
+
+@dataclass
+class Board:
+    """The latest figures of the workers, as far as this one knows: by heartbeats, and from sync points.
+
+    The heartbeat's thread and the training thread both write to it. Each figure replaces another as a whole.
+
+    Attributes:
+        mine: this worker's own; None if it takes none.
+        living: workers that take part.
+    """
+
+    mine: Figures | None = None
+    living: tuple[int, ...] = ()
+    _latest: dict[int, Figures] = field(default_factory=dict)
+
+    def post(self, worker: int, mine: Figures) -> None:
+        """Put this worker's own there."""
+        self.mine = mine
+        self._latest[worker] = mine
+
+    def hear(self, figures: Mapping[int, Figures | None], living: Iterable[int]) -> None:
+        """Take notice of workers' figures; of two of the same worker, the later ones stay."""
+        self.living = tuple(sorted(living))
+        for worker, new in figures.items():
+            old = self._latest.get(worker)
+            if new is not None and (old is None or (new.began, new.at_s) >= (old.began, old.at_s)):
+                self._latest[worker] = new
+
+    @property
+    def figures(self) -> dict[int, Figures]:
+        """Figures by worker."""
+        return dict(sorted(self._latest.items()))

@@ -1,0 +1,168 @@
+"""Messages as bytes, without pickle: a header in JSON that says what everything is, and the bytes of tensors after it.
+
+Only what is listed here can be sent: numbers, texts, bytes, tensors, tuples, lists, dicts, sets, the messages
+themselves, algorithms, transforms and compressions. Decoding makes nothing else, so whoever may send can have nothing
+run that is not theirs to run. What a program broadcasts can be any object: its worker sends it as
+:class:`~lightning_asgd.protocol.Pickled`, which is bytes here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asgd import algorithms, compression, protocol
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.layout import Role, dtype_from_name
+from lightning_asgd.stats import Verdict
+from lightning_asgd.validation import Configurable
+
+__all__ = ["decode", "encode"]
+
+_DEEPEST = 40  # nested values
+_CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
+    name: value
+    for module in (protocol, algorithms, compression)
+    for name, value in vars(module).items()
+    if isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, Enum))
+}
+Buffer = Any
+"""Bytes, a memoryview or a NumPy array."""
+
+
+def encode(value: Any) -> tuple[bytes, list[Buffer]]:
+    """A value as a header and the bytes that it refers to.
+
+    Args:
+        value: its tensors are not copied if they are contiguous and on the CPU, and must not change until they are
+            sent.
+
+    Raises:
+        ProtocolError: it is, or holds, what cannot be sent.
+    """
+    buffers: list[Buffer] = []
+    return json.dumps(_encode(value, buffers), separators=(",", ":")).encode(), buffers
+
+
+def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
+    """What :func:`encode` was given.
+
+    Args:
+        header: its first result.
+        buffers: its second one. Tensors are views of them.
+
+    Raises:
+        ProtocolError: it is nothing that :func:`encode` returns.
+    """
+    try:
+        return _decode(json.loads(header), buffers, 0)
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"A message could not be read: {error!r}. Expected one of this package's.") from error
+
+
+# Every value that JSON does not know is a list that begins with a letter.
+
+
+def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
+    if depth > _DEEPEST // 2:
+        raise ProtocolError(f"A value is nested more than {_DEEPEST // 2} deep. Expected a flatter one.")
+    if value is None or isinstance(value, bool | float) or type(value) in (int, str):
+        return value
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        flat = value.detach().cpu().contiguous()
+        buffers.append(flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else b"")
+        return ["T", len(buffers) - 1, str(flat.dtype).removeprefix("torch."), list(flat.shape)]
+    if isinstance(value, bytes):
+        buffers.append(value)
+        return ["B", len(buffers) - 1]
+    for letter, kind in _CONTAINERS.items():
+        if type(value) is kind:
+            items: Any = value
+            return [letter, [_encode(item, buffers, depth + 1) for item in items]]
+    if type(value) is dict:
+        return ["D", [[_encode(k, buffers, depth + 1), _encode(v, buffers, depth + 1)] for k, v in value.items()]]
+    name = type(value).__name__
+    if _CLASSES.get(name) is type(value):
+        if isinstance(value, Enum):
+            return ["E", name, value.value]
+        instance: Any = value
+        fields = [f.name for f in dataclasses.fields(instance)]
+        contents = {field: getattr(value, field) for field in fields}
+        return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
+    raise ProtocolError(
+        f"A {type(value).__module__}.{name} cannot be sent without pickle. Expected an algorithm, transform or "
+        "compression of lightning_asgd, or plain values and tensors. ASGDStrategy(transport='rpc') sends any object."
+    )
+
+
+def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ProtocolError(f"A message is nested more than {_DEEPEST} deep.")
+    if not isinstance(value, list):
+        if isinstance(value, dict):
+            raise ProtocolError("A message holds a bare dict.")
+        return value
+
+    def inner(item: Any) -> Any:
+        return _decode(item, buffers, depth + 1)
+
+    letter, *rest = value
+    if letter in _CONTAINERS:
+        return _CONTAINERS[letter](inner(item) for item in rest[0])
+    return _MAKERS[letter](buffers, inner, *rest)
+
+
+def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
+    kind = dtype_from_name(dtype)
+    numbers = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ProtocolError(f"A tensor's shape is {shape}.")
+        numbers *= size
+    data = buffers[index]
+    nbytes = memoryview(data).nbytes
+    if nbytes != numbers * kind.itemsize:
+        raise ProtocolError(f"A tensor of shape {shape} and {dtype} has {nbytes} bytes.")
+    if not numbers:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
+
+
+def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
+    kind: Any = _CLASSES[name]
+    if issubclass(kind, Enum):
+        raise ProtocolError(f"{name} is an enumeration.")
+    fields = {f.name for f in dataclasses.fields(kind)}
+    if fields != contents.keys():
+        raise ProtocolError(f"A {name} does not have {', '.join(sorted(contents.keys() ^ fields))}.")
+    values = {field: inner(item) for field, item in contents.items()}
+    if not issubclass(kind, Configurable):
+        return kind(**values)
+    made = object.__new__(kind)  # not again what its initializer makes of the arguments
+    for field, item in values.items():
+        object.__setattr__(made, field, item)
+    return made
+
+
+def _make_enum(buffers: Sequence[Buffer], inner: Any, name: str, value: Any) -> Any:
+    if not issubclass(_CLASSES[name], Enum):
+        raise ProtocolError(f"{name} is no enumeration.")
+    return _CLASSES[name](value)
+
+
+_CONTAINERS: dict[str, type] = {"L": list, "U": tuple, "S": set, "F": frozenset}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "T": _make_tensor,
+    "B": lambda buffers, inner, index: bytes(buffers[index]),
+    "D": lambda buffers, inner, items: {inner(key): inner(item) for key, item in items},
+    "E": _make_enum,
+    "O": _make_object,
+}

@@ -1,0 +1,73 @@
+"""How a server that was lost is restored from what workers know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.protocol.lease_messages import Part
+
+__all__ = ["Held", "Offer", "Settled"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a worker has of a shard whose server was lost.
+
+    Attributes:
+        fragment: number of the part of the module.
+        version: of the weights.
+        weights: as they were fetched last, one tensor per group.
+        pushes: see :class:`Reply`.
+        epoch: the epoch that ``done`` is about.
+        done: see :class:`Reply`.
+    """
+
+    fragment: int
+    version: int
+    weights: tuple[Tensor, ...]
+    pushes: dict[int, int]
+    epoch: str = ""
+    done: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        shards: what it holds, per fragment.
+        answered: number of its latest collective that was answered.
+        part: of the present epoch, if there is one.
+        term: how often the lost server had declared this worker away when it joined last.
+        terms: see :class:`Reply`, as far as this worker knows.
+        left: likewise.
+        notes: the last of every :class:`Note` that it knows, for the coordinator.
+    """
+
+    session: str
+    worker: int
+    shards: tuple[Held, ...]
+    answered: int = 0
+    part: Part | None = None
+    term: int = 0
+    terms: dict[int, int] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A worker has sent again what the weights do not hold. Answered when all have.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+    """
+
+    session: str
+    worker: int

@@ -1,0 +1,232 @@
+"""How a worker enters a session, lives in it and leaves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from lightning_asgd.protocol.metric_messages import Figures
+
+__all__ = [
+    "FOUNDED",
+    "PROTOCOL",
+    "Attach",
+    "Attached",
+    "Beat",
+    "Beaten",
+    "Failure",
+    "Join",
+    "Joined",
+    "Leave",
+    "Note",
+    "Policy",
+    "Watch",
+]
+
+FOUNDED = "founded"
+"""Name of the :class:`Note` that says that a run has weights."""
+
+PROTOCOL = 18
+"""Version of these messages. A server refuses a worker that speaks another one."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a session does about workers that are silent or gone.
+
+    Attributes:
+        silence_s: seconds without a sign of life after which a worker counts as away; 0: never.
+        min_workers: with fewer of them the session is ended.
+        abort: whether the session is ended as soon as one is away or gone.
+    """
+
+    silence_s: float = 0.0
+    min_workers: int = 1
+    abort: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker enters a session.
+
+    Attributes:
+        session: names one run of ``fit``, ``validate``, ``test`` or ``predict``; all its workers send the same.
+        worker: global rank.
+        world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
+        policy: the same from all workers; the first one's counts.
+        again: whether the worker was told that it counts as away, and begins anew with the servers' weights.
+        after: the session that this one goes on from, with the same workers; who is gone there is gone here.
+        server: number of the server that this is sent to.
+        restore: whether this server takes the place of one that was lost in the midst of the session.
+        holding: where workers come and go, those that hold the weights, as far as this one knows.
+        admitted: the highest number that it knows to be given.
+        protocol: version of the messages the worker speaks.
+    """
+
+    session: str
+    worker: int
+    world_size: int
+    policy: Policy = Policy()
+    again: bool = False
+    after: str = ""
+    server: int = 0
+    restore: bool = False
+    holding: tuple[int, ...] = ()
+    admitted: int = 0
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Answer to :class:`Join`.
+
+    Attributes:
+        pid: the server's process.
+        term: how often this worker was declared away.
+    """
+
+    pid: int
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A worker asks to take part in a run whose workers come and go.
+
+    Answered once the run has weights, or once this worker is to bring them.
+
+    Attributes:
+        session: name of the run.
+        about: what the worker is, for people: its machine, process and device.
+        policy: what the run does about workers that are silent; the first worker's counts.
+        protocol: version of the messages the worker speaks.
+    """
+
+    session: str
+    about: str
+    policy: Policy = Policy()
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Answer to :class:`Attach`.
+
+    Attributes:
+        worker: the worker's number, which no other has had or will have.
+        founder: whether the run has no weights yet: this worker brings them, and the others wait for that.
+        notes: what the workers have told each other: see :class:`Note`.
+        heard: number of news that were there before.
+        chief: the worker that logs and writes checkpoints.
+    """
+
+    worker: int
+    founder: bool
+    notes: dict[str, Any]
+    heard: int = 0
+    chief: int = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the workers of a run tell each other, and those who come later. The latest word counts.
+
+    Attributes:
+        session: name of the run.
+        worker: number of the sender.
+        name: what it is about; :data:`FOUNDED` is the one that servers heed.
+        value: a plain value, or an object as :class:`Pickled`; None to ask only.
+        first: whether what was said before counts, if anything was.
+    """
+
+    session: str
+    worker: int
+    name: str
+    value: Any = None
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life, sent a few times within :attr:`Policy.silence_s`.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+        heard: number of news that the worker has been told.
+        figures: the worker's latest, for the coordinator; None if it takes none.
+    """
+
+    urgent: ClassVar[bool] = True  # behind weights it might come too late
+
+    session: str
+    worker: int
+    heard: int = 0
+    figures: Figures | None = None
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """Answer to :class:`Beat`.
+
+    Attributes:
+        news: what became of workers since the last time, for people.
+        living: workers that take part.
+        figures: the latest ones of every worker, for the chief, which logs them; empty for the others.
+        chief: the worker that logs and writes checkpoints.
+        holding: where workers come and go, those that hold the weights.
+        admitted: the highest number that one of them was given.
+        lapsed: whether the sender must join again before it trains.
+        needed: number of the first collective that somebody who is away may still ask for: what it came to is to be
+            told again if this server is lost.
+    """
+
+    news: tuple[str, ...] = ()
+    living: tuple[int, ...] = ()
+    figures: dict[int, Figures] = field(default_factory=dict)
+    chief: int = 0
+    holding: tuple[int, ...] = ()
+    admitted: int = 0
+    lapsed: bool = False
+    needed: int = 0
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Answered when the session ends; if the server is lost before, the worker learns of it at once.
+
+    Attributes:
+        session: session of the worker.
+        worker: global rank of the sender.
+    """
+
+    urgent: ClassVar[bool] = True
+
+    session: str
+    worker: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A worker leaves a session, or somebody who knows reports that it is gone.
+
+    Attributes:
+        session: session to leave.
+        worker: global rank of the one who leaves.
+        reason: why; empty for an orderly end.
+        final: whether its process is gone, so that it won't be in later sessions of the same job either.
+    """
+
+    session: str
+    worker: int
+    reason: str = ""
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it crosses the wire: class name and text (see :func:`lightning_asgd.errors.error_from`)."""
+
+    error: str
+    message: str
+    details: dict[str, Any] = field(default_factory=dict)

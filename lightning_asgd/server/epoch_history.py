@@ -1,0 +1,141 @@
+"""The epochs whose units workers claim: the present one, and those before it. Pure: no network, no clock, no threads.
+
+Some workers may have fallen behind, and train an epoch that the others are through with. What is known of the latest
+few is kept for them; one that is older than the latest, and not known any more, or that a lost server had opened, is
+over: the others have trained and applied all of it before they began the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.protocol import Epoch, Part
+from lightning_asgd.server.lease_table import Leases
+
+__all__ = ["Epochs", "Ranges"]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Units of an epoch, from the first of each range to one before its last."""
+
+_KEPT = 4  # epochs of a fit: a worker may be so many behind and see how much of its own was trained
+
+
+class Epochs:
+    """The epochs of one fit.
+
+    Args:
+        all_train: see :class:`Leases`.
+    """
+
+    def __init__(self, *, all_train: bool) -> None:
+        self._all_train = all_train
+        self._known: dict[int, Leases] = {}  # by number
+        self._fit = ""
+        self._latest = -1  # number of the latest that anybody has begun
+        self._held: dict[str, Ranges] = {}  # by key, of epochs that restored weights hold units of
+
+    def __iter__(self) -> Iterator[Leases]:
+        return iter(self._known.values())
+
+    @property
+    def latest(self) -> Leases | None:
+        """The present epoch; None before the first, or if nobody has told of it since a server was lost."""
+        return self._known.get(self._latest)
+
+    @property
+    def done(self) -> tuple[str, Ranges]:
+        """Key of the present epoch, and what of it has been applied; an empty one before the first."""
+        latest = self.latest
+        if latest is not None:
+            return latest.epoch.key, latest.finished
+        key = f"{self._fit}/{self._latest}" if self._latest >= 0 else ""  # those who were in it are gone
+        return key, self._held.get(key, ())
+
+    @property
+    def progress(self) -> tuple[Epoch, ...]:
+        """What is known, with what has been applied."""
+        return tuple(replace(leases.epoch, done=leases.finished) for leases in self)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+        self._held.clear()
+        self._fit, self._latest = "", -1
+
+    def open(self, theirs: Epoch, worker: int, now: float) -> tuple[Leases, bool]:
+        """The leases of an epoch that a worker begins, which is checked to be that of the others.
+
+        Returns:
+            the leases, and whether they are new: then they have yet to be told who takes part.
+
+        Raises:
+            ProtocolError: the others have another epoch in mind.
+        """
+        if theirs.fit != self._fit:
+            self.clear()
+            self._fit = theirs.fit
+        number = theirs.number
+        new = number not in self._known
+        if new:
+            self._keep(theirs, self.latest, now)
+        self._known[number].check(theirs, worker)
+        return self._known[number], new
+
+    def find(self, key: str, worker: int) -> Leases:
+        """The leases of an epoch that was opened.
+
+        Raises:
+            ProtocolError: it was not.
+            WorkerAwayError: it is over, and was forgotten.
+        """
+        leases = next((leases for leases in self if leases.epoch.key == key), None)
+        if leases is not None:
+            return leases
+        fit, _, number = key.rpartition("/")
+        if fit == self._fit and number.isdecimal() and int(number) < self._latest:
+            raise WorkerAwayError(f"Worker {worker} claims units of epoch {key}, which is over.")
+        raise ProtocolError(f"Worker {worker} claims units of epoch {key}, which was not opened.")
+
+    def applied(self, key: str, worker: int, units: int) -> None:
+        """Note that the servers have the updates of a worker's first so many units; see :class:`Leases`."""
+        for leases in self:
+            if leases.epoch.key == key:
+                leases.applied(worker, units)
+
+    def remember(self, epochs: tuple[Epoch, ...]) -> None:
+        """Go on from what a server wrote down: see :attr:`progress`."""
+        self.clear()
+        for epoch in epochs:
+            self._fit = epoch.fit
+            self._keep(epoch, None, 0.0)
+
+    def restore(self, parts: Mapping[int, Part], held: Mapping[str, Ranges]) -> None:
+        """Go on from what workers tell, where the server that granted was lost.
+
+        Args:
+            parts: what each has of the epoch that it is in.
+            held: by key, the units of which the restored weights hold the updates.
+        """
+        self.clear()
+        self._held = dict(held)
+        for key in [*held, *(part.epoch.key for part in parts.values())]:
+            self._fit = key.rpartition("/")[0]  # the parts', if there are any: weights may be of the fit before
+        for key in held:
+            fit, _, number = key.rpartition("/")
+            if fit == self._fit:
+                self._latest = max(self._latest, int(number))
+        for worker, part in sorted(parts.items(), key=lambda item: -item[1].epoch.number):
+            if part.epoch.fit == self._fit:
+                if part.epoch.number not in self._known:
+                    self._keep(part.epoch, None, 0.0)
+                self._known[part.epoch.number].rejoin(worker, part)
+
+    def _keep(self, epoch: Epoch, before: Leases | None, now: float) -> None:
+        over = ((0, epoch.units),) if epoch.number < self._latest else epoch.done
+        epoch = replace(epoch, done=self._held.pop(epoch.key, over))
+        self._latest = max(self._latest, epoch.number)
+        for number in sorted(self._known)[: max(0, len(self._known) + 1 - _KEPT)]:
+            del self._known[number]
+        self._known[epoch.number] = Leases(epoch, all_train=self._all_train, before=before, now=now)

@@ -1,0 +1,66 @@
+"""Means of gradients, layer by layer: a sum that waits for every worker. No network, no clock, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_asgd.protocol import LayerGradient
+
+__all__ = ["Means"]
+
+Key = tuple[int, int, int]
+
+
+@dataclass
+class Means:
+    """Gradients that wait for those of other workers.
+
+    Workers number the phases between sync points, the steps of a phase and the layers. One that stands at a sync point
+    is not waited for in the phase that it has ended.
+    """
+
+    living: set[int] = field(default_factory=set)
+    _resting: dict[int, int] = field(default_factory=dict)  # worker -> the phase it has ended
+    _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
+
+    def meet(self, living: Collection[int]) -> list[tuple[LayerGradient, Tensor | None]]:
+        """Take notice of who takes part now.
+
+        Returns:
+            the answers that have become due.
+        """
+        self.living = set(living)
+        return self._due(list(self._waiting))
+
+    def add(self, message: LayerGradient) -> list[tuple[LayerGradient, Tensor | None]]:
+        """Take a worker's gradient.
+
+        Args:
+            message: its tensor is given away by the caller; without one, the worker ends the phase.
+
+        Returns:
+            the answers that have become due: for every worker of a layer its mean gradient, the same tensor.
+        """
+        if message.gradient is None:
+            self._resting[message.worker] = message.phase
+            return [(message, None), *self._due(list(self._waiting))]
+        key = (message.phase, message.step, message.layer)
+        self._waiting.setdefault(key, {})[message.worker] = (message, message.gradient)
+        return self._due([key])
+
+    def _due(self, keys: list[Key]) -> list[tuple[LayerGradient, Tensor | None]]:
+        due: list[tuple[LayerGradient, Tensor | None]] = []
+        for key in keys:
+            needed = {w for w in self.living if self._resting.get(w, -1) < key[0]}
+            if not needed <= set(self._waiting[key]):
+                continue
+            parts = [part for _, part in sorted(self._waiting.pop(key).items())]
+            # Divided first, as DDP does, so that the bits are the same.
+            mean = parts[0][1] / len(parts)
+            for _, gradient in parts[1:]:
+                mean += gradient / len(parts)
+            due += [(message, mean) for message, _ in parts]
+        return due

@@ -1,0 +1,435 @@
+"""Which worker trains which part of an epoch: those that are faster take more. Pure: no network, no clock, no threads.
+
+An epoch is a row of *units*, its samples, in an order that all workers know. It is cut into *segments*, which end
+where all workers meet: validations, the end of the epoch. A worker *claims* a few optimizer steps at a time, of as many
+units as it has in its batches, by guided self-scheduling: half of what it will probably be able to do of the segment,
+and at the end single steps, so that all have trained and pushed at the same time. A unit counts once its update has
+been applied; those of a worker that is gone, or that stops early, are granted to others.
+
+Reference:
+    Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.protocol import Claim, Epoch, Grant, Part
+from lightning_asgd.ranges import common, merged
+
+__all__ = ["Leases"]
+
+_CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
+_TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
+_LATE = 1.05  # a worker is granted a step if it will be through with it at most that much later than the others
+# One that needs many times as long for a sample saves the others next to nothing by it, and costs them a lot if they
+# turn out faster than they were: it has to be through sooner.
+_MANY = 4.0
+_SOONER = 0.85
+
+
+Answer = tuple[Claim, Grant | None]
+"""What a claim came to; None: its worker is away, and has lost what it held."""
+
+
+@dataclass
+class _Worker:
+    """What is known of a worker in this epoch."""
+
+    held: deque[tuple[int, int]] = field(default_factory=deque)  # granted and not yet applied, in the order of training
+    granted: int = 0
+    trained: int = 0  # both count units, since the epoch began
+    applied: int = 0
+    pace: float = 0.0  # seconds per unit; 0 if unknown
+    size: int = 0  # units per step; 0 if unknown
+    trip: float = 0.0  # seconds in which it is answered
+    flush: float = 0.0  # seconds in which it pushes the rest, once it has nothing left to train
+    at: float = 0.0  # when it reported last
+    segment: int = 0
+    served: int = -1  # the last segment of which it was granted something
+    stopped: bool = False
+    waiting: Claim | None = None
+
+    def backlog(self, now: float, pace: float) -> float:
+        """Seconds until it has probably trained what it holds. One that is overdue may need as long again."""
+        due = self.at + (self.granted - self.trained) * pace
+        return due - now if now <= due else now - due
+
+    def done(self, now: float) -> float:
+        """Units that it has probably trained by now."""
+        if not self.pace:
+            return self.trained
+        return min(self.granted, self.trained + max(0.0, now - self.at) / self.pace)
+
+
+class Leases:
+    """The units of one epoch.
+
+    Args:
+        epoch: which epoch it is, and what its segments are. Units in ``epoch.done`` count as trained.
+        all_train: whether a step of every segment is kept for each of the living. Without, one that comes late trains
+            a batch in vain, to notice the segment's end.
+        before: the epoch before, in which workers have shown how fast they are.
+        now: time in seconds.
+    """
+
+    def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
+        self.epoch = epoch
+        self._all_train = all_train
+        self._expected: dict[int, _Worker] = {}  # who has not claimed yet, as in the epoch before
+        if before is not None:
+            for number, w in (before._expected | before._workers).items():
+                if number in before._living:
+                    self._expected[number] = _Worker(pace=w.pace, size=w.size, trip=w.trip, flush=w.flush, at=now)
+        self._free: list[tuple[int, int]] = []
+        self._workers: dict[int, _Worker] = {}
+        self._living: set[int] = set()
+        self._finished: list[tuple[int, int]] = []
+        self._halted = False  # whether nobody is to be granted any more
+        start = 0
+        for first, last in sorted(epoch.done):
+            if start < first:
+                self._release(start, first)
+            self._finish(first, last)
+            start = max(start, last)
+        if start < epoch.units:
+            self._release(start, epoch.units)
+
+    @property
+    def finished(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of units whose updates have been applied."""
+        return tuple(self._finished)
+
+    def worker(self, number: int) -> tuple[float, int]:
+        """Seconds per step of a worker, and how many it has trained; both 0 if nothing is known."""
+        worker = self._workers.get(number, _Worker())
+        size = worker.size or 1
+        return worker.pace * size, -(-worker.trained // size)
+
+    def check(self, other: Epoch, worker: int) -> None:
+        """Raise if a worker has another epoch in mind.
+
+        Raises:
+            ProtocolError: the two differ.
+        """
+        if other.order != self.epoch.order:
+            raise ProtocolError(
+                f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
+                "same: give your sampler a generator that is seeded alike on all workers, or pass data='split' to the "
+                "strategy."
+            )
+        if other.step != self.epoch.step:
+            raise ProtocolError(
+                f"Worker {worker} counts {other.step} samples per optimizer step in epoch {other.key}, the others "
+                f"{self.epoch.step}. Expected the same accumulate_grad_batches on every worker; batch sizes may differ."
+            )
+        if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
+            raise ProtocolError(
+                f"Worker {worker} has {other.units} units in segments that end at {other.ends[-3:]} for epoch "
+                f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
+                "and Trainer arguments on every worker, or data='split'."
+            )
+
+    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Answer]:
+        """Take notice of who takes part.
+
+        Args:
+            living: workers that are waited for.
+            now: time in seconds.
+            behind: workers that may train too, but that nobody waits for.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        self._living = set(living)
+        answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
+        return answers + self.retry(now)
+
+    def forget(self, number: int, now: float) -> list[Answer]:
+        """Let others have all that a worker holds: it begins anew.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        return [*self._drop(number), *self.retry(now)] if number in self._workers else []
+
+    def go_without(self, numbers: Collection[int], now: float) -> list[Answer]:
+        """Keep nothing for workers that are past the segment: another server, which was lost, told them so.
+
+        Returns:
+            answers to claims that have waited.
+        """
+        for number in numbers:
+            self._workers.setdefault(number, _Worker()).stopped = True
+        return self.retry(now)
+
+    def rejoin(self, number: int, part: Part) -> None:
+        """Take a worker's word for what it was granted, where the coordinator that did it was lost."""
+        worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
+        for first, last in part.granted:
+            worker.granted += last - first
+            worker.applied += sum(b - a for a, b in common(self._finished, first, last))
+            for a, b in common(self._free, first, last):
+                self._hold(worker, a, b)
+
+    def applied(self, number: int, units: int) -> None:
+        """Note that the servers have the updates of a worker's first so many units, when the update itself comes.
+
+        So a unit is either done or granted to others, whenever a worker is lost.
+        """
+        worker = self._workers.get(number)
+        if worker is not None:
+            self._apply(worker, units)
+
+    def claim(self, claim: Claim, now: float) -> list[Answer]:
+        """Grant units to a worker.
+
+        Args:
+            claim: what it asks for, and how far it is.
+            now: time in seconds.
+
+        Returns:
+            answers that have become due; that to a claim that waits comes later.
+        """
+        if claim.worker not in self._workers and claim.trained:
+            # What it held was granted to others while it was silent.
+            raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
+        worker = self._workers.setdefault(claim.worker, _Worker())
+        worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
+        worker.trip, worker.flush, worker.size = claim.trip, claim.flush, claim.size
+        answers: list[Answer] = []
+        if worker.waiting is not None:
+            answers.append((worker.waiting, Grant()))  # nobody waits for that answer any more
+        worker.waiting = None if claim.stop else claim
+        worker.stopped = claim.stop
+        self._apply(worker, claim.applied)
+        self._halted |= claim.halt
+        if claim.stop:
+            self._give_back(worker, trained_too=False)
+            answers.append((claim, Grant(over=True, progress=self._progress(now))))
+        answers += self.retry(now)
+        if worker.waiting is claim and not claim.wait:
+            worker.waiting = None
+            # One that has had nothing yet, since others hold all that is left, would not notice the segment's end.
+            late = worker.served < claim.segment
+            answers.append(
+                (claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True))
+            )
+        return answers
+
+    def retry(self, now: float) -> list[Answer]:
+        """Look again at the claims that wait.
+
+        Returns:
+            those that can be answered now.
+        """
+        answers: list[Answer] = []
+        again = True
+        while again:
+            again = False
+            for number, worker in self._workers.items():
+                claim = worker.waiting
+                grant = None if claim is None else self._answer(number, worker, claim, now)
+                if claim is not None and grant is not None:
+                    worker.waiting = None
+                    answers.append((claim, grant))
+                    again = True
+        return answers
+
+    def _answer(self, number: int, worker: _Worker, claim: Claim, now: float) -> Grant | None:
+        """What a worker that waits is granted; None if it is to wait on."""
+        first, last = self._choose(number, worker, claim, now)
+        if first < last:
+            self._take(worker, first, last)
+            worker.waiting = None  # or it would count among those who wait
+            final = not self._units_for(number, worker, claim.segment, now)
+            return self._grant(worker, first, last, now, final=final)
+        if not self._over(claim.segment):
+            return None
+        if worker.served < claim.segment:
+            return self._in_vain(worker, claim, now)
+        return replace(self._grant(worker, 0, 0, now, over=True), halted=self._halted)
+
+    # ------------------------------------------------------------------ choosing
+
+    def _choose(self, number: int, worker: _Worker, claim: Claim, now: float) -> tuple[int, int]:
+        """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
+        units = self._units_for(number, worker, claim.segment, now)
+        if units == 0:
+            return 0, 0
+        worker.served = claim.segment
+        first, last = self._free_in(claim.segment)[0]
+        if not self._unserved(number, claim.segment) and 2 * (last - first - units) < worker.size:
+            return first, last  # too little would be left for a step
+        return first, min(last, first + units)
+
+    def _units_for(self, number: int, worker: _Worker, segment: int, now: float) -> int:
+        """How many of the free units of a segment a worker should train next."""
+        left = sum(last - first for first, last in self._free_in(segment))
+        if not left or self._halted:
+            return 0
+        unserved = self._unserved(number, segment)
+        others = self._others(number)
+        spare = left - sum(w.size or worker.size for w in unserved)
+        steps = self._steps(worker, others, left, now) if spare > 0 else 0
+        units = (min(steps, spare // worker.size) if unserved else steps) * worker.size
+        if worker.served >= segment:
+            return units
+        least = min(worker.size, max(1, left // (1 + len(unserved))))
+        return max(least, units) if all(w.pace for w in others) else least
+
+    def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
+        """How many steps to grant: half of a worker's share of what is left, by everybody's speed."""
+        known = [w.pace for w in (worker, *others) if w.pace]
+        if not worker.pace:
+            return 1
+        mean = sum(known) / len(known)
+        loads = [
+            (
+                w.flush + (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0),
+                w.pace or mean,
+                w.size or worker.size,
+            )
+            for w in others
+        ]
+        mine = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
+        through = mine + min(worker.size, left) * worker.pace
+        if loads and through > _LATE * _through(loads, left):
+            return 0
+        faster = [load for load in loads if load[1] * _MANY < worker.pace]
+        # Where all wait each would leave it to another; who is through first by the rule above has to take it.
+        if faster and not self._all_wait and through > _SOONER * _through(faster, left):
+            return 0
+        share = max(0.0, _through([*loads, (mine, worker.pace, worker.size)], left) - mine) / worker.pace
+        units = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
+        units = min(units, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)
+        return max(1, int(units / worker.size))
+
+    def _others(self, number: int) -> list[_Worker]:
+        known = self._expected | self._workers
+        if self._all_train:  # else one that has just come may take long to set up, and others should not wait for it
+            known = {n: _Worker() for n in self._living} | known
+        return [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether nobody trains any more: none of those who have claimed will come back and take what is left."""
+        there = (worker for number, worker in self._workers.items() if number in self._living)
+        return all(worker.stopped or (worker.waiting is not None and worker.waiting.wait) for worker in there)
+
+    def _unserved(self, number: int, segment: int) -> list[_Worker]:
+        """The others that need something of the segment yet, or they would not notice its end."""
+        return [w for w in self._others(number) if w.served < segment] if self._all_train else []
+
+    def _free_in(self, segment: int) -> list[tuple[int, int]]:
+        """The free ranges of the segments up to this one."""
+        return [(first, last) for first, last in self._free if first < self.epoch.ends[segment]]
+
+    def _over(self, segment: int) -> bool:
+        end = self.epoch.ends[segment]
+        held = (first for worker in self._workers.values() for first, _ in worker.held)
+        return (self._halted or not self._free_in(segment)) and all(first >= end for first in held)
+
+    # ------------------------------------------------------------------ book-keeping
+
+    def _grant(
+        self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+    ) -> Grant:
+        rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
+        ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
+        return Grant(first, last, over, self._progress(now), ratio, final=final)
+
+    def _in_vain(self, worker: _Worker, claim: Claim, now: float) -> Grant:
+        """A batch to train that counts for nothing."""
+        worker.served, end = claim.segment, self.epoch.ends[claim.segment]
+        begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
+        return replace(self._grant(worker, max(begin, end - claim.size), end, now, final=True), void=True)
+
+    def _progress(self, now: float) -> float:
+        """Units that have probably been trained by now."""
+        done = sum(last - first for first, last in self._finished)
+        return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
+
+    def _take(self, worker: _Worker, first: int, last: int) -> None:
+        self._hold(worker, first, last)
+        worker.granted += last - first
+
+    def _hold(self, worker: _Worker, first: int, last: int) -> None:
+        index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)
+        a, b = self._free.pop(index)
+        if a < first:
+            insort(self._free, (a, first))
+        if last < b:
+            insort(self._free, (last, b))
+        worker.held.append((first, last))
+
+    def _apply(self, worker: _Worker, applied: int) -> None:
+        """Note that the first so many of the units granted to a worker have been applied."""
+        fresh = applied - worker.applied
+        worker.applied = max(worker.applied, applied)
+        while fresh > 0 and worker.held:
+            first, last = worker.held.popleft()
+            part = min(fresh, last - first)
+            self._finish(first, first + part)
+            fresh -= part
+            if first + part < last:
+                worker.held.appendleft((first + part, last))
+
+    def _give_back(self, worker: _Worker, *, trained_too: bool) -> None:
+        """Let others have what a worker holds: all, or what it has not trained yet."""
+        keep = 0 if trained_too else worker.trained - worker.applied
+        kept: deque[tuple[int, int]] = deque()
+        for first, last in worker.held:
+            part = min(keep, last - first)
+            keep -= part
+            if part:
+                kept.append((first, first + part))
+            if first + part < last:
+                self._release(first + part, last)
+                worker.granted -= last - first - part
+        worker.held = kept
+
+    def _drop(self, number: int) -> list[Answer]:
+        worker = self._workers.pop(number)
+        self._give_back(worker, trained_too=True)
+        return [] if worker.waiting is None else [(worker.waiting, None)]
+
+    def _release(self, first: int, last: int) -> None:
+        """Make units free, in ranges that end with segments at the latest."""
+        while first < last:
+            end = self.epoch.ends[bisect_right(self.epoch.ends, first)]
+            insort(self._free, (first, min(last, end)))
+            first = min(last, end)
+        self._free = merged(self._free, self.epoch.ends)
+
+    def _finish(self, first: int, last: int) -> None:
+        insort(self._finished, (first, last))
+        self._finished = merged(self._finished)
+
+
+def _through(loads: Sequence[tuple[float, float, int]], units: int) -> float:
+    """Seconds until workers are through with units in whole steps, if none idles.
+
+    Args:
+        loads: per worker, the seconds until it is free, its seconds per unit, and its units per step.
+        units: number of units.
+    """
+    rate = busy = time = 0.0
+    ordered = sorted(loads)
+    for index, (free, pace, _) in enumerate(ordered):
+        rate += 1 / pace
+        busy += free / pace
+        time = (units + busy) / rate  # if units could be cut in pieces
+        if index + 1 == len(ordered) or time <= ordered[index + 1][0]:
+            break
+    through = [max(0, int((time - free) / pace / size)) * size for free, pace, size in ordered]
+    while sum(through) < units:
+        ends = [free + (n + size) * pace for n, (free, pace, size) in zip(through, ordered, strict=True)]
+        time = min(ends)
+        soonest = ends.index(time)
+        through[soonest] += ordered[soonest][2]
+    return time

@@ -1,0 +1,166 @@
+"""The server process: start the transport, publish the address, serve until told to stop. Never imports Lightning.
+
+Run by the supervisor as ``python -m lightning_asgd.server.server_process '{"key": ..., ...}'``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from lightning_asgd.server.service import Service
+from lightning_asgd.server.snapshot_store import Snapshots, keep
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.transports.transport import NetworkDownError
+
+__all__ = ["ServerArguments", "ServerSettings", "main"]
+
+_TICK_S = 0.25
+_START_S = 60.0
+_LOOK_S = 2.0  # between two looks at the door
+_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+
+_SHUT = (
+    "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
+    "RPC closes the door. Perhaps somebody scanned its port. ASGDStrategy(transport='zmq') keeps it open.\n"
+)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What all servers of a job have in common.
+
+    Attributes:
+        interface: network interface they listen on.
+        transport: how messages reach them.
+        run: name of the only run that they serve, if its workers come and go; see :class:`Service`.
+        snapshots: folder that they write snapshots to, and go on from; empty for none.
+        snapshot_every_s: seconds between two; 0 for none.
+    """
+
+    interface: str = "lo"
+    transport: str = "rpc"
+    run: str = ""
+    snapshots: str = ""
+    snapshot_every_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServerArguments:
+    """What a server process needs to know.
+
+    Attributes:
+        settings: those of all.
+        name: the server's name in error texts.
+        key: rendezvous key under which it publishes its address.
+        host: where the rendezvous is.
+        port: where the rendezvous is.
+        parent: process to stop with.
+        succeeds: see :class:`Service`.
+        server: the server's number, of one that does not succeed another.
+    """
+
+    settings: ServerSettings
+    name: str
+    key: str
+    host: str
+    port: int
+    parent: int
+    succeeds: bool = False
+    server: int = 0
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServerArguments:
+        """What :meth:`to_json` wrote."""
+        told = json.loads(text)
+        return cls(**{**told, "settings": ServerSettings(**told["settings"])})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or until the parent is gone. Ends the process where nobody can connect any more.
+
+    Returns:
+        the process's exit code.
+    """
+    arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
+    settings = arguments.settings
+    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    torch.set_num_threads(1)  # the cores belong to the workers
+    snapshots = Snapshots(settings.snapshots) if settings.snapshots else None
+    remembered = None if snapshots is None else snapshots.read
+    service = Service(run=settings.run, succeeds=arguments.succeeds, remembered=remembered)
+    if not arguments.succeeds:
+        service.revive(arguments.server)
+    try:
+        address, stop = registry.serve(settings.transport, service.handle, arguments.name, settings.interface)
+    except NetworkDownError:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # begin anew
+    rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
+    rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
+    threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
+    with _kept(service, snapshots, settings):
+        looked, shut = time.monotonic(), False
+        while not stopped and not shut and os.getppid() == arguments.parent:
+            time.sleep(_TICK_S)
+            service.tick()
+            if time.monotonic() > looked + _LOOK_S:
+                looked = time.monotonic()
+                shut = not registry.accepts(settings.transport) and service.replaceable
+        if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
+            service.abort(
+                f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
+                "at its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+            )
+            time.sleep(_LAST_WORDS_S)
+    if shut:  # as if it was killed: who waits for an answer is to get it from another one
+        sys.stderr.write(_SHUT)
+        sys.stderr.flush()
+        os._exit(1)
+    service.close()
+    stop()
+    return 0
+
+
+@contextlib.contextmanager
+def _kept(service: Service, snapshots: Snapshots | None, settings: ServerSettings) -> Iterator[None]:
+    """Write snapshots meanwhile, and a last one of a run at its end: those of a job are for its own servers only."""
+    if snapshots is None:
+        yield
+        return
+    end = threading.Event()
+    about = service.snapshot, snapshots, settings.snapshot_every_s, end, service.tell
+    writer = threading.Thread(
+        target=keep, args=about, kwargs={"at_end": bool(settings.run)}, name="lightning_asgd.snapshots", daemon=True
+    )
+    writer.start()
+    try:
+        yield
+    finally:
+        end.set()
+        writer.join()
+
+
+def _listen(service: Service) -> None:
+    """Read on stdin which workers' processes have ended: the main process, their parent, knows it at once."""
+    for line in sys.stdin:
+        service.bury(**json.loads(line))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What a server writes down now and then, so that a run outlives it: without pickle, and whole or not at all.
+
+A snapshot is of one server at one moment: its weights, what its algorithm keeps, and, on the first server, what the
+workers noted and which units of the epochs are done, of just these weights. Several servers write theirs at about the
+same time, not at the same update; asynchronous training lives with that all the time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_asgd.errors import SnapshotError
+from lightning_asgd.protocol import PROTOCOL, Epoch, Policy, codec
+
+__all__ = ["Snapshot", "Snapshots", "keep"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One server's state.
+
+    Attributes:
+        run: name of the run.
+        server: number of the server.
+        policy: what the run does about workers that are silent.
+        admitted: the highest number that was given to a worker.
+        notes: see :class:`~lightning_asgd.protocol.Note`.
+        epochs: those that workers may be in, with the units that are done.
+        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned.
+    """
+
+    run: str
+    server: int
+    policy: Policy
+    admitted: int
+    notes: dict[str, Any]
+    epochs: tuple[Epoch, ...]
+    shards: dict[int, dict[str, Any]]
+
+    @property
+    def version(self) -> int:
+        """Version of the first shard."""
+        return int(self.shards[min(self.shards)]["version"])
+
+
+class Snapshots:
+    """A folder with one file per server, the latest snapshot of each.
+
+    Args:
+        folder: made when the first one is written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def path(self, server: int) -> Path:
+        """Where a server's snapshot is."""
+        return self.folder / f"server{server}.pt"
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Put a snapshot in the place of the one before, which is there until this one is written in full.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        header, buffers = codec.encode({name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__})
+        content = {
+            "protocol": PROTOCOL,
+            "header": header.decode(),
+            "buffers": [_tensor(buffer) for buffer in buffers],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(snapshot.server)
+        beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
+        self._clear(snapshot.server)
+        try:
+            with beside.open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _clear(self, server: int) -> None:
+        """Remove what a server that was killed had begun to write."""
+        for begun in self.folder.glob(f"server{server}.*.part"):
+            process = begun.name.split(".")[1]
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
+                begun.unlink(missing_ok=True)
+
+    def read(self, server: int) -> Snapshot | None:
+        """A server's snapshot; None if there is none, or the first server has none: then the run had not begun.
+
+        Raises:
+            SnapshotError: the file cannot be read, or another version of this package wrote it.
+        """
+        path = self.path(server)
+        if not self.path(0).exists() or not path.exists():
+            return None
+        try:
+            content = torch.load(path, weights_only=True)
+            protocol, header, buffers = content["protocol"], content["header"], content["buffers"]
+            if protocol == PROTOCOL:
+                return Snapshot(**codec.decode(header.encode(), [buffer.numpy() for buffer in buffers]))
+        except Exception as error:  # torch's own text recommends to open what may harm
+            raise SnapshotError(
+                f"The snapshot {path} cannot be read ({type(error).__name__}). Expected a file that `lightning-asgd "
+                "serve` wrote. Move the folder away to begin the run anew, with a checkpoint perhaps."
+            ) from error
+        raise SnapshotError(
+            f"The snapshot {path} was written with protocol {protocol} of lightning-asgd. Expected {PROTOCOL}: use the "
+            "version that wrote it, or move the folder away to begin the run anew."
+        )
+
+    def check(self, run: str, servers: int) -> int | None:
+        """Look whether so many servers can go on with a run.
+
+        Returns:
+            the first server's version; None if the run is to begin.
+
+        Raises:
+            SnapshotError: they are those of another run or of another number of servers, or some are missing.
+        """
+        first = self.read(0)
+        if first is None:
+            return None
+        if first.run != run:
+            raise SnapshotError(
+                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Give that run's "
+                "name, or another folder."
+            )
+        found = {path.name for path in self.folder.glob("server*.pt")}
+        if found != {self.path(server).name for server in range(servers)}:
+            raise SnapshotError(
+                f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
+                "Give as many servers as wrote them, or move the folder away to begin the run anew."
+            )
+        return first.version
+
+
+def keep(
+    take: Callable[[], Snapshot | None],
+    snapshots: Snapshots,
+    every_s: float,
+    stop: threading.Event,
+    complain: Callable[[str], None],
+    *,
+    at_end: bool = True,
+) -> None:
+    """Write snapshots until told to stop.
+
+    Args:
+        take: returns what is to be written; None if that is nothing.
+        snapshots: where to.
+        every_s: seconds between two, on the clock that all servers of a machine share: theirs are of the same time.
+        stop: when to end.
+        complain: told what is wrong with the folder. Training goes on meanwhile, and the next one may be written.
+        at_end: whether the last one is wanted.
+    """
+    last = False
+    while not last:
+        last = stop.wait(every_s - time.time() % every_s)
+        if last and not at_end:
+            return
+        try:
+            snapshot = take()
+            if snapshot is not None:
+                snapshots.write(snapshot)
+        except (OSError, RuntimeError) as error:  # torch has its own for a full disk and for too little memory
+            complain(f"No snapshot of a server was written to {snapshots.folder}: {error}.")
+
+
+def _tensor(buffer: Any) -> Tensor:
+    if not len(buffer):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(buffer) if isinstance(buffer, bytes) else buffer, dtype=torch.uint8)

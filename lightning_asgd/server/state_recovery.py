@@ -1,0 +1,89 @@
+"""What workers know of a server that was lost, for the one in its place. Pure: no network, no clock, no threads.
+
+An answer to a push and fetch is the shard right after that push, so the newest state of a shard is at the worker that
+holds the highest version. All living workers offer what they have; the newest is taken; then each sends again what
+that does not hold, and all go on together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_asgd.protocol import Held, Offer
+
+__all__ = ["Restoration"]
+
+
+@dataclass
+class Restoration:
+    """The way from the first offer until all have settled."""
+
+    offers: dict[int, Offer] = field(default_factory=dict)  # without the shards
+    newest: dict[int, Held] = field(default_factory=dict)  # per fragment, of what was offered
+    excused: set[int] = field(default_factory=set)  # who has nothing to tell: newcomers, and those who come back
+    settled: set[int] = field(default_factory=set)
+    restored: bool = False
+    """Whether the newest state was taken."""
+
+    def expect(self, worker: int, *, tells: bool) -> None:
+        """Take notice of a worker that joins.
+
+        Args:
+            worker: which one.
+            tells: whether it is to offer what it has, or waits for what the others have.
+        """
+        (self.excused.discard if tells else self.excused.add)(worker)
+
+    def add(self, offer: Offer) -> None:
+        """Take a worker's word, and of its weights those that are newer than all others'."""
+        for held in offer.shards:
+            if held.fragment not in self.newest or held.version > self.newest[held.fragment].version:
+                self.newest[held.fragment] = held
+        self.offers[offer.worker] = replace(offer, shards=())
+
+    def offered(self, living: Collection[int]) -> bool:
+        """Whether all have offered what they have, and it is to be taken now."""
+        return not self.restored and bool(self.offers) and self.awaited(living) <= set(self.offers)
+
+    def awaited(self, living: Collection[int]) -> set[int]:
+        """Those of the living who are to tell what they have."""
+        return set(living) - self.excused
+
+    def over(self, living: Collection[int]) -> bool:
+        """Whether all go on together."""
+        return self.restored and set(living) & set(self.offers) <= self.settled
+
+    def take(self) -> list[Held]:
+        """The newest state, per fragment. It is not kept any longer."""
+        self.restored = True
+        newest, self.newest = list(self.newest.values()), {}
+        return newest
+
+    @property
+    def terms(self) -> dict[int, int]:
+        """How often workers were declared away, as far as anybody knows."""
+        known: dict[int, int] = {}
+        for offer in self.offers.values():
+            for worker, term in offer.terms.items():
+                known[worker] = max(term, known.get(worker, 0))
+        return known
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the workers have told each other; the word of the one that is there longest counts."""
+        return {
+            name: value for _, offer in sorted(self.offers.items(), reverse=True) for name, value in offer.notes.items()
+        }
+
+    @property
+    def stale(self) -> set[int]:
+        """Those who were declared away and do not know it: what they have trained, others have or will."""
+        terms = self.terms
+        return {worker for worker, offer in self.offers.items() if offer.term < terms.get(worker, 0)}
+
+    @property
+    def answered(self) -> int:
+        """Number of the latest collective that anybody was answered."""
+        return max((offer.answered for offer in self.offers.values()), default=0)

@@ -1,0 +1,133 @@
+"""The form in which each worker's updates come and weights go: plain, in shared memory, or compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.codec_streams import Common, Updates, Weights
+from lightning_asgd.layout import Groups, dtype_from_name
+from lightning_asgd.protocol import Exchange, Initialise, Reply
+from lightning_asgd.stats import Verdict
+from lightning_asgd.transports.shared_memory import SharedBlock, attach
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """What a server keeps for its workers' exchanges, by worker and fragment."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], SharedBlock] = {}
+        self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
+        self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}
+        self._common: dict[int, Common] = {}  # by fragment
+        self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
+
+    @property
+    def compressed(self) -> bool:
+        """Whether some workers' updates are."""
+        return bool(self._codes)
+
+    def open(self, message: Initialise) -> bool:
+        """Prepare for a worker's exchanges of a fragment.
+
+        Returns:
+            whether they can pass through its shared memory.
+        """
+        key, groups = (message.worker, message.fragment), message.groups
+        self._codes.pop(key, None)
+        if message.compression is not None:
+            self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
+        if message.shared is not None:
+            before = self._blocks.pop(key, None)
+            if before is not None:
+                before.close()
+            block = attach(message.shared, groups)
+            if block is not None:
+                self._blocks[key] = block
+                return True
+        if message.compression is not None:
+            self._common.setdefault(message.fragment, Common(groups))
+        return False
+
+    def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
+        """The update that a message brings, in memory that the answer may be written to; None if it brings none.
+
+        Args:
+            message: the exchange.
+            groups: ``(role, dtype name, number of scalars)`` per group.
+            lasting: whether the memory must stay as it is when another message comes.
+        """
+        key = message.worker, message.fragment
+        block = self._blocks.get(key) if message.shared else None
+        if block is not None:
+            self._keep_mapped(*key)
+            return block.tensors
+        codes = self._codes.get(key)
+        if message.update is None or codes is None:
+            return message.update
+        memory = self._scratch.get(message.fragment)
+        if memory is None or lasting:
+            memory = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in groups)
+            self._scratch[message.fragment] = memory
+        return codes[0].decode(message.update, memory)
+
+    def encode(self, message: Exchange, reply: Reply) -> tuple[Any, ...] | None:
+        """The weights of a reply, as its worker wants them."""
+        key = message.worker, message.fragment
+        held, codes = message.common, self._codes.get(key)
+        common = None if held is None else self._common.get(message.fragment)
+        if key in self._blocks:
+            if common is not None and message.shared:
+                self._write(common, self._blocks[key])
+            if self._mapped.get(message.fragment) != message.worker:
+                self._blocks[key].unmap()  # its answer had to wait
+        if reply.weights is None:
+            return None
+        if common is not None and held is not None:
+            if codes is not None:
+                codes[1].hold(common.take(reply.weights))
+            return common.encode(reply.weights, held)
+        if codes is None:
+            return reply.weights
+        # A repeated message gets all: nobody knows whether its first answer has arrived.
+        full = message.full or reply.verdict is Verdict.REPEATED
+        weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
+        return codes[1].encode(weights, full=full)
+
+    def forget(self, worker: int) -> None:
+        """Let go of what is kept for a worker."""
+        for key in [key for key in self._blocks if key[0] == worker]:
+            self._blocks.pop(key).close()
+        for key in [key for key in self._codes if key[0] == worker]:
+            del self._codes[key]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+        self._mapped.clear()
+        self._codes.clear()
+        self._common.clear()
+        self._scratch.clear()
+
+    def _write(self, common: Common, block: SharedBlock) -> None:
+        """Give a worker on this machine what those get whose weights are compressed."""
+        for tensor, value, coded in zip(block.tensors, common.take(block.tensors), common.coded, strict=True):
+            if coded:
+                tensor.copy_(value)
+
+    def _keep_mapped(self, worker: int, fragment: int) -> None:
+        """Leave one worker's block mapped, the one in use, and no other.
+
+        If all stayed so, a server would seem to need as much memory as all its workers. Mapping anew takes a quarter of
+        an exchange, which a server with one worker on its machine is spared.
+        """
+        before = self._mapped.get(fragment)
+        if before is not None and before != worker and (before, fragment) in self._blocks:
+            self._blocks[before, fragment].unmap()
+        self._mapped[fragment] = worker

@@ -1,0 +1,121 @@
+"""The servers' end of ZeroMQ connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import zmq
+from torch.futures import Future
+from zmq.auth.thread import ThreadAuthenticator
+
+from lightning_asgd.errors import ASGDError
+from lightning_asgd.protocol import Failure, codec
+from lightning_asgd.transports.reliable_calls import Once
+from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
+
+__all__ = ["Server"]
+
+log = logging.getLogger(__name__)
+
+_THREADS = 8
+
+
+class Server(Loop):
+    """Answers messages in this process until it is closed.
+
+    Args:
+        handler: given a message, returns the answer or a future of it; called from several threads.
+        address: IP address of the interface to listen on.
+        secret: the job's.
+    """
+
+    def __init__(self, handler: Callable[[Any], Any], address: str, secret: str) -> None:
+        super().__init__("lightning_asgd.zmq")
+        self._handler = handler
+        self._once = Once()
+        keys = keys_of(secret)
+        self._authenticator = ThreadAuthenticator(self.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_Only(keys.worker_public))
+        self._socket = self.context.socket(zmq.ROUTER)
+        secure(self._socket)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
+        port = self._socket.bind_to_random_port(f"tcp://{address}")
+        self.address = f"tcp://{address}:{port}"
+        """Where it listens."""
+        self.poller.register(self._socket, zmq.POLLIN)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning_asgd.answer")
+        self.refused = 0
+        """Messages that could not be read."""
+        self.thread.start()
+
+    def tick(self, ready: dict[Any, int]) -> None:
+        """See :class:`Loop`."""
+        if self._socket not in ready:
+            return
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._pool.submit(self._take, frames)
+
+    def end(self) -> None:
+        """See :class:`Loop`."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._authenticator.stop()
+        self._socket.close(0)
+
+    def _take(self, frames: Sequence[Any]) -> None:
+        try:
+            who = bytes(frames[0].buffer)
+            caller, number, arrived, sizes, header = json.loads(bytes(frames[1].buffer))
+            if not isinstance(caller, str) or type(number) is not int:
+                raise TypeError("no caller or no number")
+            if header is None:
+                self._once.forget(caller, arrived)
+                return
+
+            def handle() -> Any:
+                try:
+                    return self._handler(codec.decode(header.encode(), assemble(sizes, frames[2:])))
+                except ASGDError as error:
+                    return Failure(type(error).__name__, str(error))
+                except Exception as error:  # as a text: the exception would keep the message
+                    return Failure("ProtocolError", f"A message could not be read: {error!r}.")
+
+            answer = self._once.answer(caller, number, arrived, handle)
+        except Exception as error:
+            self.refused += 1
+            log.warning("A message could not be read: %r. It is not answered.", error)
+            return
+        answer.add_done_callback(lambda done: self._reply(who, number, done))
+
+    def _reply(self, who: bytes, number: int, done: Future[Any]) -> None:
+        try:
+            frames = frames_of([number], done.value())
+        except Exception as error:
+            frames = frames_of([number], Failure("ASGDError", f"A server's answer could not be sent: {error!r}."))
+        self.submit(lambda: self._send([who, *frames]))
+
+    def _send(self, frames: list[Any]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone; it will ask again
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+
+class _Only:
+    """Lets in who has one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client's public key, in Z85, is the workers'."""
+        return key == self._key

@@ -1,0 +1,166 @@
+"""What both ends of a ZeroMQ connection share: keys, settings of sockets, the thread that owns them, frames.
+
+Every connection is encrypted and authenticated with CURVE, and nothing is unpickled. Only the files ``zmq_*`` import
+``zmq`` (``pip install lightning-asgd[zmq]``). All processes of a job share a secret, from
+which the key pairs of its servers and of its workers follow. So a server answers nobody, not even with an error, who
+does not know the secret, and a worker sends nothing to who does not know it: the handshake fails before a message is
+read or memory is taken for one. Messages are those of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few
+megabytes, so that no peer can have more than a frame allocated before its handshake is through.
+
+A connection that breaks is made again by ZeroMQ; calls that were not answered are sent again there, and answered once
+(see :mod:`lightning_asgd.transports.reliable_calls`). Where nobody listens at a server's address any more its process
+has ended, and calls fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import zmq
+from zmq.utils import z85
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.protocol import codec
+
+__all__ = ["Keys", "Loop", "assemble", "frames_of", "keys_of", "secure"]
+
+log = logging.getLogger(__name__)
+
+_FRAME = 4 << 20  # bytes
+_LARGEST = _FRAME + (1 << 16)  # a frame with what CURVE adds
+_HEADER = 4 << 20
+_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own signs of life, which notice machines that are gone
+_TICK_MS = 100
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What follows from a job's secret; all in Z85."""
+
+    server_public: bytes
+    server: bytes
+    worker_public: bytes
+    worker: bytes
+
+
+def keys_of(secret: str) -> Keys:
+    """The key pairs of a job.
+
+    Args:
+        secret: the job's.
+    """
+
+    def pair(role: bytes) -> tuple[bytes, bytes]:
+        digest = hashlib.blake2b(secret.encode(), digest_size=32, person=role).digest()
+        private: bytes = z85.encode(digest)
+        return zmq.curve_public(private), private
+
+    return Keys(*pair(b"asgd server"), *pair(b"asgd worker"))
+
+
+def secure(sock: Any) -> None:
+    """Settings of both ends."""
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+
+
+class Loop:
+    """A thread that owns sockets, since no two threads may use one. Others hand it work and wake it."""
+
+    def __init__(self, name: str) -> None:
+        self.context = zmq.Context(io_threads=1)
+        self.poller = zmq.Poller()
+        self._wake, self._bell = socket.socketpair()
+        self._wake.setblocking(False)
+        self._bell.setblocking(False)
+        self.poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._work: deque[Callable[[], None]] = deque()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have the thread do something soon."""
+        self._work.append(work)
+        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody is
+            self._bell.send(b".")
+
+    def tick(self, ready: dict[Any, int]) -> None:
+        """Look at sockets, and at the time; from the thread."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Close the sockets; from the thread."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            while not self.closed.is_set():
+                ready = dict(self.poller.poll(_TICK_MS))
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake.recv(4096):
+                        pass
+                while self._work:
+                    self._work.popleft()()
+                self.tick(ready)
+        except Exception:
+            log.exception("The thread %s failed. This is a bug.", self.thread.name)
+        finally:
+            self.closed.set()
+            self.end()
+            while self._work:
+                self._work.popleft()()
+            self.context.destroy(linger=0)
+            self._wake.close()
+            self._bell.close()
+
+    def close(self) -> None:
+        """End the thread, and wait for it. May be called more than once."""
+        self.closed.set()
+        self.submit(lambda: None)
+        if self.thread is not threading.current_thread() and self.thread.ident is not None:
+            self.thread.join()
+
+
+# ---------------------------------------------------------------------- frames
+
+
+def frames_of(about: list[Any], value: Any) -> list[Any]:
+    """A message's frames: the header, and buffers that are cut where they are large."""
+    header, buffers = codec.encode(value)
+    views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
+    first = json.dumps([*about, [view.nbytes for view in views], header.decode()]).encode()
+    if len(first) > _HEADER:
+        raise ConfigurationError(
+            f"A message's header has {len(first):,} bytes. Expected at most {_HEADER:,}: broadcast less, or tensors."
+        )
+    return [first, *(view[i : i + _FRAME] for view in views for i in range(0, view.nbytes, _FRAME))]
+
+
+def assemble(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
+    """The buffers of a message, writable."""
+    buffers, rest = [], iter(frames)
+    if sum(-(-size // _FRAME) for size in sizes) != len(frames):
+        raise ValueError("wrong number of frames")
+    for size in sizes:
+        buffer = numpy.empty(size, numpy.uint8)
+        for start in range(0, size, _FRAME):
+            part = numpy.frombuffer(next(rest).buffer, numpy.uint8)
+            if len(part) != min(_FRAME, size - start):
+                raise ValueError("a frame of another size")
+            buffer[start : start + _FRAME] = part
+        buffers.append(buffer)
+    return buffers

@@ -1,0 +1,625 @@
+"""When a worker exchanges with the servers, and what it does with the answer.
+
+The training thread drives everything: at the start of a batch it merges an answer that has come and, if enough steps
+were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
+exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
+push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
+would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
+be sent leaves after the step in which the device was through with that.
+
+What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
+the futures that it would wait for, so that one thread can go on with another worker meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.algorithms.base import Answer
+from lightning_asgd.codec_streams import Streams
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.protocol import (
+    Exchange,
+    Held,
+    Initialise,
+    Reply,
+    nbytes,
+)
+from lightning_asgd.stats import ExchangeRecord, Verdict
+from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.data import Data
+from lightning_asgd.worker.exchange_period import Pace
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.synchronizer import Sharing
+
+__all__ = ["Exchanger", "Waits"]
+
+_FORGET = 0.8  # what remains at a sync point of how long an exchange took
+_MEASURE_S = 5.0  # between two measurements of the distance to the servers
+_MEASURE_SHARE = 0.001  # of the time, at most, that they may take
+
+Waits = Iterator[list[Future[Any]]]
+"""What a worker does, which stops wherever it has to wait until all of these futures are done."""
+
+
+@dataclass
+class _Pending:
+    push: bool
+    fetch: bool
+    epoch: str
+    begun: float
+    step: int
+    local_steps: int
+    common: bool  # whether the weights are those that all take
+    step_s: float  # seconds per step before it; 0 if unknown
+    about: dict[str, Any]  # fields of the message
+    cost_s: float = 0.0  # in which the training thread was busy with it
+    nbytes: int = 0  # of the update
+    futures: list[Future[Any]] = field(default_factory=list)
+    answered: list[float] = field(default_factory=list)  # when each server has
+    replies: list[Reply] = field(default_factory=list)  # where a checkpoint needed them before they were merged
+    answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # the weights in them
+
+
+class Exchanger(Sharing):
+    """Drives the exchange of one worker.
+
+    Args:
+        client: connection to the servers, joined and initialised.
+        replica: the worker's weights.
+        config: when to exchange.
+        on_refused: called after a server refused an update; the weights are the servers' again by then.
+        lr: the worker's present learning rate.
+        fragment: number of the part of the module that it exchanges.
+        whole: whether that is all of it. Else its pushes count no units: one is done when all fragments have it.
+        lead: steps by which its first exchange comes earlier than after ``nsync``.
+        codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
+        data: what this worker trains; None if nobody shares that.
+        measure: whether the distance to the servers is to be measured now and then.
+        clock: seconds; given by tests.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        replica: Replica,
+        config: ExchangeConfig,
+        *,
+        on_refused: Callable[[], None] = lambda: None,
+        lr: Callable[[], float] = lambda: 0.0,
+        fragment: int = 0,
+        whole: bool = True,
+        lead: int = 0,
+        codes: Sequence[Streams | None] = (),
+        data: Data | None = None,
+        measure: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(replica.layout, client.num_servers)
+        self.client = client
+        self.replica = replica
+        self.config = config
+        self._algorithm = config.algorithm
+        # Where answers are held back a worker must not run away meanwhile.
+        self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
+        # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
+        self._alone = client.world_size == 1
+        self._on_refused = on_refused
+        self._lr = lr
+        self._fragment = fragment
+        self._whole = whole
+        self._lead = lead
+        self._codes = list(codes) or [None] * client.num_servers
+        self._data = data or Data()
+        self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
+        self._latest_s = 0.0  # that the latest one did
+        self._clock = clock
+        self._measure_at = clock() if measure else math.inf
+        self._wished: int | None = None  # steps between two exchanges that the servers want
+        self._auto = Pace(config.npush) if config.auto else None
+        self._busy_s = 0.0  # with exchanges, since the latest one began
+        self._pace: tuple[int, float] | None = None  # steps taken and the time at the last exchange's beginning
+        self._seq = 0
+        self._since_push = 0
+        self._since_fetch = 0
+        self._leaving: _Pending | None = None  # the exchange that is sent once the device is through
+        self._pending: _Pending | None = None
+        self._pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
+        self._pushes: list[dict[int, int]] = [{} for _ in self.versions]  # what the weights fetched last hold
+        self._done: tuple[tuple[int, int], ...] = ()
+        self._epoch = ""
+
+    @property
+    def final_once_pushed(self) -> bool:
+        """See :class:`Sharing`: not where servers do something when all stand at the sync point."""
+        return not self._algorithm.waits and not any(t.gathers for t in self._algorithm.transforms)
+
+    @property
+    def unacknowledged(self) -> int:
+        """See :class:`Sharing`."""
+        return self._since_push + sum(each.local_steps for each in (self._leaving, self._pending) if each is not None)
+
+    # ------------------------------------------------------------------ the asynchronous phase
+
+    def begin(self) -> None:
+        """Leave a sync point: to be called before the first batch after it."""
+        _go_through(self.beginning())
+
+    def beginning(self) -> Waits:
+        """:meth:`begin`, stopping where it has to wait."""
+        if self._pushed and self.replica.remembers:
+            # Nothing was trained since the flush. With two pushes between two fetches a lost server could not be told
+            # what its weights held of them.
+            moved = self.moved
+            yield from self.fetching()
+            self.moved = moved
+        self.replica.resume()
+        self._pace = None
+        if any(t.holds_at_start for t in self._algorithm.transforms):
+            self._start(push=False, fetch=True, full=True)
+            yield from self._finish(adopt=True)
+
+    def count_step(self) -> None:
+        """Note that an optimizer step was taken."""
+        super().count_step()
+        self.note_step()
+
+    def note_step(self) -> None:
+        """The part of :meth:`count_step` that every fragment does for itself."""
+        self.moved = True
+        self.replica.accrue()
+        self._since_push += 1
+        self._since_fetch += 1
+
+    @property
+    def due(self) -> tuple[bool, bool]:
+        """Whether a push, and whether a fetch is due."""
+        steps = self.stats.steps
+        npush, nfetch = self._wished or self._npush, self._wished or (self._npush if self._auto else self.config.nfetch)
+        return (
+            self._since_push + self._lead >= self._algorithm.period(npush, steps),
+            self._since_fetch + self._lead >= self._algorithm.period(nfetch, steps),
+        )
+
+    @property
+    def _npush(self) -> int:
+        return self.config.npush if self._auto is None else self._auto.period
+
+    @property
+    def answered(self) -> bool:
+        """Whether an exchange is under way and its answer has come."""
+        return self._pending is not None and all(f.done() for f in self._pending.futures)
+
+    def advance(self) -> None:
+        """Merge what has come, and start an exchange if one is due. To be called between two batches.
+
+        Raises:
+            ServerLostError: a server is gone.
+            ASGDError: what a server reported.
+        """
+        _go_through(self.advancing())
+
+    def advancing(self) -> Waits:
+        """:meth:`advance`, stopping where it has to wait."""
+        self.client.attend()
+        if self._leaving is not None and self.replica.arrived:
+            self._send(self._leaving)
+        if self.answered:
+            yield from self._finish()
+        push, fetch = self.due
+        if not (push or fetch):
+            return
+        if self._pending is not None or self._leaving is not None:
+            self.stats.deferred += 1
+            if self._since_push < self._max_offline_steps:
+                return
+            yield from self._finish()
+        elif self._data.left_s < self._trip_s and self._since_push < self._max_offline_steps:
+            return  # the flush would have to wait for it, and what it brings would be replaced at once
+        self._data.ask_ahead(self._trip_s)
+        self._start(push=push, fetch=fetch)
+        if not self.config.overlap:
+            yield from self._finish()
+
+    # ------------------------------------------------------------------ sync points
+
+    def flush(self) -> None:
+        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
+        _go_through(self.flushing())
+
+    def flushing(self) -> Waits:
+        """:meth:`flush`, stopping where it has to wait."""
+        yield from self._finish(sync=True)
+        if self._since_push or self._algorithm.waits:
+            self._start(push=self._since_push > 0, fetch=False, rest=True)
+            yield from self._finish(sync=True)
+
+    def fetch(self, *, park: bool = False) -> None:
+        """Take the servers' weights as they are. What was not flushed is lost.
+
+        Args:
+            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
+                worker keep for itself.
+        """
+        _go_through(self.fetching(park=park, common=self.client.world_size > 0))
+
+    def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
+        """:meth:`fetch`, stopping where it has to wait.
+
+        Args:
+            park: see there.
+            common: whether all workers fetch, while nobody pushes.
+        """
+        yield from self._finish(sync=True)
+        self._trip_s *= _FORGET  # else one that took very long would be the last
+        self._start(push=False, fetch=True, may_wait=False, full=True, common=common)
+        yield from self._finish(adopt=True, park=park, sync=True)
+        self._since_push = 0
+        self.moved = False
+
+    def come_back(self) -> None:
+        """See :class:`Sharing`. What was not applied is lost: others train those data."""
+        _go_through(self._coming_back())
+
+    def _coming_back(self) -> Waits:
+        pending, self._leaving = self._pending, None
+        if not self.client.restoring:  # else it may have to begin again, with one server more that is lost
+            self._pending = None
+        if pending is not None:
+            if not all(f.done() for f in pending.futures):
+                yield pending.futures
+            if not self.client.restoring:  # else what was under way is not sent again: others train those data
+                with suppress(WorkerAwayError):
+                    self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
+            for future in pending.futures:  # another server may still read what is on the wire
+                done_within(future, self.client.timeout_s)
+        owed = self._owed(pending)
+        self.client.resent, self._pending, self._pushed = False, None, []
+        self._data.lose()
+        self.client.join(again=True)
+        for messages, futures in owed:
+            for server in self.client.may_lack:
+                if messages[server].push:
+                    self.replica.pack_again(server)
+                futures[server] = self.client.resend(server, messages[server])
+                self.client.answer(server, futures[server])
+        self._since_push = 0
+        self._forget_residuals()
+        yield from self.fetching()
+
+    def _owed(self, pending: _Pending | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
+        """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
+        owed = []
+        if self.client.may_lack and self._pushed:
+            owed.append((self._pushed, list[Future[Any]](Future() for _ in self._pushed)))
+        if self.client.may_lack and pending is not None:
+            with suppress(WorkerAwayError):
+                self.client.answer(COORDINATOR, pending.futures[COORDINATOR])
+                owed.append((self.client.latest(self._fragment), pending.futures))
+        return owed
+
+    def lay_out(self, server: int) -> None:
+        """See :class:`Sharing`."""
+        layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
+        ref = None if block is None else block.ref
+        about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
+        if not self.client.lay_out(server, Initialise(*about, self._fragment, config.compression)) and ref is not None:
+            raise ProtocolError(
+                f"Server {server}, which took a lost one's place, cannot see the memory that worker "
+                f"{self.client.worker} shares with the servers. Expected one on the same machine."
+            )
+
+    def held(self, server: int) -> list[Held]:
+        """See :class:`Sharing`."""
+        fetched, pushes = self.replica.fetched(server), self._pushes[server]
+        return [Held(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
+
+    def resend(self, server: int) -> None:
+        """See :class:`Sharing`. The server answers a push that its weights hold as it does any that is repeated."""
+        if self._pushed:
+            self.replica.pack_again(server)
+            self.client.answer(server, self.client.resend(server, self._pushed[server]))
+        if self._pending is not None:
+            if self._pending.push:
+                if server != COORDINATOR and not self._algorithm.waits:
+                    # Where that goes on without this worker no other server may have this.
+                    self.client.answer(COORDINATOR, self._pending.futures[COORDINATOR])
+                self.replica.pack_again(server)
+            message = self.client.latest(self._fragment)[server]
+            self._pending.answers = []
+            self._pending.futures[server] = self.client.resend(server, message)
+            self.client.answer(server, self._pending.futures[server])
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`.
+
+        Nothing is pushed, and no weights are merged: a program may have put others into the module for this checkpoint,
+        and a push at another time than usual would upset the rounds of algorithms that have some. Only a force that has
+        come goes into the module: the checkpoint holds the centre.
+        """
+        self.caught_up = self._epoch, self._done
+        if self._leaving is not None:
+            self.replica.await_arrival()
+            self._send(self._leaving)
+        pending = self._pending
+        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.fetch:
+            if self._algorithm.waits and not self.answered:
+                return {}  # others hold the answer back: nobody has newer weights than this worker
+            if not self._keep_answers(pending):
+                return {}  # what has happened is seen to before the next batch
+            self.caught_up = pending.replies[0].epoch, pending.replies[0].done
+            return self.replica.ahead(pending.answers, alone=self._alone)
+        _go_through(self._finish(sync=True))
+        replies = self._look()
+        self.caught_up = replies[0].epoch, replies[0].done
+        return self.replica.ahead(self._answers(replies), alone=self._alone)
+
+    def _keep_answers(self, pending: _Pending) -> bool:
+        """Wait for the weights that an exchange brings, and leave them to be merged later.
+
+        Returns:
+            False if there are none: the update was refused, or the others have gone on without this worker.
+        """
+        if not pending.answers:
+            try:
+                replies = self.client.replies(pending.futures, self._fragment)
+            except WorkerAwayError:
+                return False
+            if self._pending is not pending or self.client.resent or _refused(replies):
+                return False
+            pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
+        return True
+
+    def peek(self) -> dict[str, Tensor]:
+        """The servers' present weights by name; neither the module nor the exchange is touched."""
+        _go_through(self._finish())
+        return self.replica.read(self._answers(self._look()))
+
+    def _look(self) -> list[Reply]:
+        """The servers' present weights, while nothing is on its way through the memory that they come through."""
+        self.replica.await_arrival()
+        return self.client.replies(  # never refused: only pushes are
+            self.client.exchange(
+                self._seq,
+                self.versions,
+                push=False,
+                fetch=True,
+                updates=self.replica.updates(),
+                fragment=self._fragment,
+                full=True,
+            )
+        )
+
+    def state(self) -> list[list[Any]]:
+        """See :class:`Sharing`."""
+        return [self.client.state(self._fragment)]
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """See :class:`Sharing`."""
+        self.client.state(self._fragment, state[0])
+
+    def samples(self) -> list[dict[str, Tensor]]:
+        """See :class:`Sharing`. Neither the module nor the exchange is touched."""
+        return [self.replica.read(shards) for _, shards in self.client.samples()]
+
+    def close(self) -> None:
+        """Forget the exchange under way and give the buffers back."""
+        self._pending = self._leaving = None
+        self.replica.close()
+
+    # ------------------------------------------------------------------ one exchange
+
+    def _start(
+        self,
+        *,
+        push: bool,
+        fetch: bool,
+        may_wait: bool = True,
+        rest: bool = False,
+        full: bool = False,
+        common: bool = False,
+    ) -> None:
+        fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
+        local_steps = self._since_push if push else 0
+        begun = self._clock()
+        speed = step_s = 0.0
+        if push:
+            self._seq += 1
+            self.replica.pack()
+            self.stats.nsync = self._wished or self._npush
+            self._since_push = 0
+            if not rest:
+                self._lead = 0
+            if self._pace is not None and begun > self._pace[1] and self.stats.steps > self._pace[0]:
+                steps, seconds = self.stats.steps - self._pace[0], begun - self._pace[1]
+                speed, step_s = steps / seconds, max(0.0, seconds - self._busy_s) / steps
+            self._busy_s = 0.0
+            self._pace = (self.stats.steps, begun)
+        if fetch:
+            self._since_fetch = 0
+        epoch, units = self._data.trained if self._whole else ("", 0)
+        about = {
+            "push": push,
+            "fetch": fetch,
+            "sane": push and self.replica.sane,
+            "steps": local_steps,
+            "lr": self._lr(),
+            "speed": speed,
+            "nsync": self._npush,
+            "may_wait": may_wait and not rest,
+            "rest": rest,
+            "full": full,
+            "epoch": epoch,
+            "units": units,
+            "batch": self._data.batch,
+        }
+        pending = _Pending(push, fetch, epoch, begun, self.stats.steps, local_steps, common, step_s, about)
+        pending.cost_s = self._clock() - begun
+        if self.replica.arrived:
+            self._send(pending)
+        else:
+            self._leaving = pending
+
+    def _send(self, pending: _Pending) -> None:
+        """Send an exchange's messages."""
+        begun, self._leaving = self._clock(), None
+        updates: list[Any] = self.replica.updates()
+        if pending.push:
+            updates = [
+                update if code is None or update is None else code.updates.encode(update)
+                for code, update in zip(self._codes, updates, strict=True)
+            ]
+        pending.futures = self.client.exchange(
+            self._seq,
+            self.versions,
+            updates=updates,
+            fragment=self._fragment,
+            common=self._common() if pending.common else None,
+            **pending.about,
+        )
+        pending.nbytes = sum(map(self._nbytes, range(len(updates)), updates)) if pending.push else 0
+        pending.cost_s += self._clock() - begun
+        self._busy_s += pending.cost_s
+        self._pending = pending
+        for future in pending.futures:
+            future.add_done_callback(lambda _: pending.answered.append(self._clock()))
+
+    def _finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
+        if self._leaving is not None:
+            self.replica.await_arrival()  # the device trains meanwhile: that is no waiting for an exchange
+            self._send(self._leaving)
+        pending = self._pending
+        if pending is None:
+            return
+        waiting_since = self._clock()
+        if not self.answered:
+            yield pending.futures
+        try:
+            replies = self.client.replies(pending.futures, self._fragment)
+        except WorkerAwayError:
+            yield from self._coming_back()
+            return
+        if self._pending is not pending:  # while it waited for a server to be restored it has come back
+            return
+        if self.client.resent:  # before the next push reaches some servers and not others
+            yield from self._coming_back()
+            return
+        self._pending = None
+        merging_since = self._clock()
+        wait_s = merging_since - waiting_since
+        trip_s = max(pending.answered, default=merging_since) - pending.begun
+        if pending.push and pending.fetch:
+            self._trip_s, self._latest_s = min(trip_s, self._latest_s or trip_s), trip_s
+        refused = _refused(replies)
+        if pending.fetch:
+            # The versions move on only with the weights: a push is as stale as the weights it was trained from.
+            self.versions = [r.version for r in replies]
+            self._pushes = [r.pushes for r in replies]
+            self._done, self._epoch = replies[0].done, replies[0].epoch
+            self._pushed = []
+            answers = pending.answers or self._answers(replies, common=pending.common)
+            if adopt:
+                self.replica.adopt(answers, park=park, alone=self._alone and park)
+            else:
+                if pending.push and merging_since >= self._measure_at:
+                    self._measure(answers)
+                fresh, alone = refused or self._since_push == 0, self._alone and not refused
+                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
+        elif pending.push:
+            self._pushed = self.client.latest(self._fragment)
+        wishes = [r.nsync for r in replies if r.nsync]
+        self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
+        merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
+        self._busy_s += merge_s + wait_s
+        if self._auto is not None and not sync and pending.push and pending.fetch:
+            near = any(block is not None for block in self.replica.blocks)  # servers that take this machine's cores
+            taken_s = sum(r.busy_s for r in replies) if near else 0.0
+            cost_s = max(pending.cost_s + merge_s, device_s) + taken_s  # a device works while this thread does
+            self._auto.note(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s)
+        self._record(pending, replies, wait_s, sync)
+        if refused:
+            self._since_push = 0
+            self._forget_residuals()
+            if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
+                yield from self.fetching()
+            self._on_refused()
+
+    def _measure(self, answers: list[tuple[Tensor, ...]]) -> None:
+        """Note how far this worker is from the servers, as seldom as costs next to nothing."""
+        begun = self._clock()
+        distance = self.replica.distance(answers)
+        if math.isfinite(distance):
+            self.stats.distance = distance
+        now = self._clock()
+        self._measure_at = now + max(_MEASURE_S, (now - begun) / _MEASURE_SHARE)
+
+    def _forget_residuals(self) -> None:
+        for code in self._codes:
+            if code is not None:
+                code.updates.forget()
+
+    def _common(self) -> list[str]:
+        """Per server, the name of the weights of the last sync point; before the first one those that are here."""
+        codes = [code.common for code in self._codes if code is not None]
+        if any(not common.digest for common in codes):
+            for code, weights in zip(self._codes, self.replica.weights(), strict=True):
+                if code is not None:
+                    code.common.hold(weights)
+        return ["" if code is None else code.common.digest for code in self._codes]
+
+    def _answers(self, replies: list[Reply], *, common: bool = False) -> list[tuple[Tensor, ...]]:
+        return [
+            wire if reply.weights is None else _decoded(reply.weights, code, wire, common)
+            for reply, wire, code in zip(replies, self.replica.wire, self._codes, strict=True)
+        ]
+
+    def _nbytes(self, server: int, parts: Any) -> int:
+        """Bytes of a shard that went one way, also where they went through shared memory."""
+        return self.replica.layout.shard_nbytes(server) if parts is None else nbytes(parts)
+
+    def _record(self, pending: _Pending, replies: list[Reply], wait_s: float, sync: bool) -> None:
+        received = sum(self._nbytes(s, r.weights) for s, r in enumerate(replies)) if pending.fetch else 0
+        record = ExchangeRecord(
+            step=pending.step,
+            versions=tuple(r.version for r in replies),
+            staleness=tuple(r.staleness for r in replies),
+            verdicts=tuple(r.verdict for r in replies),
+            round_trip_s=self._clock() - pending.begun,
+            wait_s=0.0 if sync else wait_s,
+            bytes_pushed=pending.nbytes,
+            bytes_fetched=received,
+            local_steps=pending.local_steps,
+            shared=any(block is not None for block in self.replica.blocks),
+        )
+        self.stats.sync_wait_s += wait_s if sync else 0.0
+        self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+
+
+def _refused(replies: Sequence[Reply]) -> bool:
+    return any(r.verdict is Verdict.REFUSED for r in replies)
+
+
+def _decoded(parts: Any, code: Streams | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+    if code is None:
+        weights: tuple[Tensor, ...] = parts
+    elif common:
+        weights = code.common.decode(parts, wire)
+        code.weights.hold(weights)
+    else:
+        weights = code.weights.decode(parts, wire)
+    return weights
+
+
+def _go_through(waits: Waits) -> None:
+    """Do without a break what may have to wait: whoever needs an answer that is not there waits for it by itself."""
+    for _ in waits:
+        pass

@@ -1,0 +1,271 @@
+"""Layer-wise gradients: sent during backward, used ``delay`` steps later, waited for where the layer is needed next.
+
+Where nobody looks at gradients between backward and the optimizer's step, a layer's mean gradient is not waited for in
+that step but just before the layer's next forward; then the optimizer takes the step for this layer alone, with the
+learning rate and other settings of that moment. The bits are the same: torch's optimizers leave out parameters without
+a gradient, and treat each one by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Module, Parameter
+
+from lightning_asgd.layout import Layout
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.synchronizer import Sharing
+
+__all__ = ["Layer", "LayerGradients", "layers_of"]
+
+
+@dataclass
+class Layer:
+    """A submodule's own trainable parameters."""
+
+    owner: Module
+    parameters: list[Parameter]
+    ready: int = 0  # of its parameters in this backward
+
+
+@dataclass
+class _Step:
+    """The gradients of one step that are on their way."""
+
+    optimizer: Any
+    futures: dict[int, Future[Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Late:
+    """A layer's step that is still to be taken."""
+
+    optimizer: Any
+    future: Future[Any]
+    settings: list[dict[str, Any]]
+
+
+class LayerGradients(Sharing):
+    """Puts the mean of all workers' gradients in place of this worker's, layer by layer.
+
+    Args:
+        client: connection to the servers; layer *l* is summed by server *l* modulo their number.
+        layout: the module's tensors.
+        layers: the module's layers.
+        delay: steps between a gradient and its use.
+        agree: gives all workers the same weights and buffers; all call it together.
+        late: whether a layer's step may be taken as late as before its next forward.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        layout: Layout,
+        layers: Sequence[Layer],
+        delay: int,
+        agree: Callable[[], None],
+        *,
+        late: bool = False,
+    ) -> None:
+        super().__init__(layout, client.num_servers)
+        self._client = client
+        self._layers = list(layers)
+        self._delay = delay
+        self._agree = agree
+        self._phase = 0
+        self._step = 0
+        self._under_way: dict[int, deque[_Step]] = {}  # by optimizer
+        self._now: _Step | None = None  # the step whose backward runs
+        self._late: dict[int, _Late] = {}  # by layer
+        # Layers whose forward runs in every step; a layer whose weights others use must not be late.
+        self._called: set[int] | None = None
+        self._forwards: set[int] = set()
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, layer in enumerate(self._layers)
+            for parameter in layer.parameters
+        ]
+        if late:
+            for index, layer in enumerate(self._layers):
+                self._handles.append(layer.owner.register_forward_pre_hook(self._before_forward(index)))
+        else:
+            self._called = set()
+
+    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
+
+        def exchanged() -> Any:
+            self._now = step = _Step(optimizer)
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for layer in self._layers:
+                layer.ready = 0
+            output = closure()
+            self._now = None
+            self._look_at_forwards()
+            for index, layer in enumerate(self._layers):
+                if index not in step.futures and id(layer.parameters[0]) in mine:
+                    self._send(step, index)  # without gradient, or made outside the closure
+            waiting = self._under_way.setdefault(id(optimizer), deque())
+            waiting.append(step)
+            self._step += 1
+            due = waiting.popleft() if len(waiting) > self._delay else _Step(optimizer)
+            self._use(due, mine, may_be_late=_by_parameter(optimizer))
+            return output
+
+        return exchanged
+
+    def flush(self) -> None:
+        """Use the gradients that are still on their way, and let nobody wait for this worker."""
+        self._take_all_late()
+        for step in [step for waiting in self._under_way.values() for step in waiting]:
+            parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+            self._use(step, {id(p) for p in parameters})
+            step.optimizer.step()
+            step.optimizer.zero_grad()
+        self._under_way.clear()
+        if self.moved:
+            for server in range(self._client.num_servers):
+                self._client.answer(server, self._client.gradient(server, self._phase, 0, -1, None))
+        self._phase += 1
+        self._step = 0
+
+    def fetch(self, *, park: bool = False) -> None:
+        """See :class:`Sharing`. Weights differ only where a worker took fewer steps; buffers are averaged."""
+        super().fetch()
+        self._agree()
+
+    def peek(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`: nothing but the module holds the weights; this brings them up to date."""
+        return self.catch_up()
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`."""
+        self._take_all_late()
+        return {}
+
+    def close(self) -> None:
+        """See :class:`Sharing`."""
+        self._under_way.clear()
+        self._late.clear()
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        layer = self._layers[index]
+
+        def arrived(_: Tensor) -> None:
+            if self._now is None:
+                return  # accumulated over several batches, of which this is not the last
+            layer.ready += 1
+            if layer.ready == len(layer.parameters):
+                self._send(self._now, index)
+
+        return arrived
+
+    # ------------------------------------------------------------------ as late as can be
+
+    def _before_forward(self, index: int) -> Callable[[Module, Any], None]:
+        def needed(_: Module, __: Any) -> None:
+            self._forwards.add(index)
+            if index in self._late:
+                self._take_late(index)
+
+        return needed
+
+    def _look_at_forwards(self) -> None:
+        """After a step's forward and backward: which layers may be late from now on."""
+        self._called = set(self._forwards) if self._called is None else self._called & self._forwards
+        self._forwards.clear()
+        self._take_all_late()
+
+    def _take_all_late(self) -> None:
+        for index in list(self._late):
+            self._take_late(index)
+
+    def _take_late(self, index: int) -> None:
+        """Take the optimizer's step for one layer."""
+        late = self._late.pop(index)
+        groups = late.optimizer.param_groups
+        now = [_settings(group) for group in groups]
+        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for group, settings in zip(groups, late.settings, strict=True):
+            group.update(settings)
+        self._put(index, late.future)
+        late.optimizer.step()
+        for group, settings in zip(groups, now, strict=True):
+            group.update(settings)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    # ------------------------------------------------------------------ one layer's gradient
+
+    def _send(self, step: _Step, index: int) -> None:
+        parts = []
+        for parameter in self._layers[index].parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parts.append((gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1))
+        flat = torch.cat(parts).cpu()
+        server = index % self._client.num_servers
+        step.futures[index] = self._client.gradient(server, self._phase, self._step, index, flat)
+        self.stats.bytes_pushed += flat.nbytes
+        self.stats.bytes_fetched += flat.nbytes
+
+    def _use(self, step: _Step, mine: set[int], *, may_be_late: bool = False) -> None:
+        """Make a step's mean gradients the parameters', now or later; those of a step that was not are left out."""
+        for index, layer in enumerate(self._layers):
+            if index not in step.futures:
+                for parameter in layer.parameters:
+                    if id(parameter) in mine:
+                        parameter.grad = None
+                continue
+            if self._called is not None and index in self._called and id(layer.parameters[0]) in mine and may_be_late:
+                settings = [_settings(group) for group in step.optimizer.param_groups]
+                self._late[index] = _Late(step.optimizer, step.futures[index], settings)
+                for parameter in layer.parameters:
+                    parameter.grad = None
+            else:
+                self._put(index, step.futures[index])
+
+    def _put(self, index: int, future: Future[Any]) -> None:
+        """Wait for a layer's mean gradient, and make it the parameters'."""
+        mean = self._client.answer(index % self._client.num_servers, future)
+        offset = 0
+        for parameter in self._layers[index].parameters:
+            values = mean[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(values)
+
+
+def _by_parameter(optimizer: Any) -> bool:
+    """Whether an optimizer treats every parameter by itself, as far as is known."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def layers_of(module: Module, names: set[str]) -> list[Layer]:
+    """The submodules that own trainable parameters, in the module's order; a parameter is the first one's that has it.
+
+    Args:
+        module: all of it.
+        names: the parameters that are shared.
+    """
+    layers: dict[tuple[str, torch.dtype], Layer] = {}
+    for name, parameter in module.named_parameters():
+        if name in names and parameter.requires_grad:
+            owner = name.rpartition(".")[0]
+            layer = layers.setdefault((owner, parameter.dtype), Layer(module.get_submodule(owner), []))
+            layer.parameters.append(parameter)
+    return list(layers.values())

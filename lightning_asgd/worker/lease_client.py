@@ -1,0 +1,544 @@
+"""Which batches a worker trains: it claims a few at a time from the coordinator, so that faster ones take more.
+
+See :mod:`lightning_asgd.server.lease_table` for units, segments, and who is granted what. A worker's side knows no
+Lightning: a sampler takes batches to load (:meth:`DataLeases.take`), the training says when one begins and when it is
+through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import statistics
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from lightning_asgd.errors import ServerLostError, WorkerAwayError
+from lightning_asgd.protocol import Epoch, Part
+from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.data import Data
+
+__all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
+
+_SMOOTH = 0.3  # weight of the latest step in the pace
+_AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An epoch as a worker sees it.
+
+    Attributes:
+        epoch: units and segments.
+        items: what the units are, of all workers, in order: samples, or batches.
+        batch: units per batch of this worker, where they are samples; None where they are batches.
+        accumulate: batches per optimizer step.
+    """
+
+    epoch: Epoch
+    items: Sequence[Any]
+    batch: int | None = None
+    accumulate: int = 1
+
+    @property
+    def step(self) -> int:
+        """Units per optimizer step of this worker."""
+        return (self.batch or 1) * self.accumulate
+
+    def batches(self, first: int, last: int) -> Iterator[_Batch]:
+        """A range of units as this worker trains it: whole steps, or nearly equal ones of which none is short."""
+        for begin, end in _even(first, last, self.step):
+            ranges = _even(begin, end, self.batch or 1)
+            for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
+                samples = self.items[a] if self.batch is None else list(self.items[a:b])
+                yield _Batch(samples, begin, end - begin, left)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    samples: Any
+    step: int  # the first unit of its step
+    units: int  # of that step
+    left: int  # batches of the step that follow
+    void: bool = False  # whether others have trained it, or will
+
+    @property
+    def closes(self) -> bool:
+        return not self.left
+
+
+@dataclass
+class _Asked:
+    """A claim that is under way."""
+
+    future: Future[Any]
+    trained: int
+    begun: float
+    timeout_s: float | None
+    stop: bool
+    halt: bool
+    client: Client  # that it went through: a new layout brings another one
+    restored: int  # how often the coordinator had been restored
+    answered: list[float] = field(default_factory=list)
+
+
+class DataLeases(Data):
+    """A worker's part of the epochs that all share.
+
+    Args:
+        client: gives the connection to the servers, which may change.
+        timeout_s: seconds to wait for the others at a segment's end.
+        come_back: joins again when the others have gone on without this worker; calls :meth:`lose`.
+        clock: seconds; given by tests.
+
+    Attributes:
+        granted_wait_s: seconds in which training stood still until data were granted.
+        others_wait_s: seconds in which it did until the others had trained theirs.
+        halted: whether a worker has ended the present epoch for all, before all of it was trained.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], Client],
+        *,
+        timeout_s: float = 1800.0,
+        come_back: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._come_back = come_back
+        self._clock = clock
+        self._plan: Plan | None = None
+        self.granted_wait_s = self.others_wait_s = 0.0
+        self._exchange_s = 0.0  # that one takes, there and back
+        self._reset()
+
+    def _reset(self) -> None:
+        self.segment, self.halted = 0, False
+        self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
+        self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
+        self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
+        self._granted: list[tuple[int, int]] = []  # ranges of units, without those of void grants
+        self._served = -1  # the last segment of which anything was
+        self._trained = self._applied = 0  # units
+        self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
+        self._dry = False  # whether the loader was told that there is nothing more
+        self._final = False  # whether there is probably nothing more until all meet
+        self._progress, self._ratio, self._since = 0.0, 1.0, 0
+        self._reached = 0.0
+        self._begun: float | None = None
+        self._asked: _Asked | None = None
+        self._opens: Epoch | None = None  # what the next claim is to begin
+        self.pace = self._trip = 0.0
+        self._flushes: deque[float] = deque(maxlen=3)  # seconds that the latest ones took
+
+    # ------------------------------------------------------------------ the loader's side
+
+    def open(self, plan: Plan) -> None:
+        """Begin an epoch; or begin to load anew what is left of it."""
+        self._dry = False
+        if self._plan is not None and self._plan.epoch.key == plan.epoch.key:
+            self._waiting.extendleft(reversed(self._loading))
+            self._loading.clear()
+            return
+        known = self.pace, self._trip, self._flushes
+        self._plan = plan
+        self._reset()
+        self.pace, self._trip, self._flushes = known
+        done = plan.epoch.done
+        if self._client().world_size:
+            self._opens = plan.epoch
+        else:  # where workers do not meet, one that comes late has nothing to do with segments that are over
+            done = self._open(plan.epoch)
+        first = next((last for start, last in sorted(done) if start == 0), 0)  # unit that is not done
+        self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
+        self._progress = float(sum(last - first for first, last in done))
+
+    def take(self) -> Any:
+        """Samples of the next batch to load; None if there is none now."""
+        if not self._waiting and not self._get():
+            self._dry = True
+            return None
+        self._dry = False
+        batch = self._waiting.popleft()
+        self._loading.append(batch)
+        # While the answer is on its way there is still something to do, also on a slow network.
+        if self._lasts_s(len(self._waiting)) <= _AHEAD * self._trip:
+            self._ask_early()
+        return batch.samples
+
+    def _lasts_s(self, batches: int) -> float:
+        """Seconds in which it trains so many batches."""
+        return batches * (self.plan.batch or 1) * self.pace
+
+    def _ask_early(self, trip: float = 0.0) -> None:
+        if self._asked is None and not self._final:
+            self._asked = self._ask(trip=trip)
+
+    # ------------------------------------------------------------------ the training's side
+
+    @property
+    def plan(self) -> Plan:
+        """The present epoch."""
+        if self._plan is None:
+            raise RuntimeError("no epoch was opened")
+        return self._plan
+
+    @property
+    def opened(self) -> str:
+        """Key of the present epoch; empty before the first."""
+        return "" if self._plan is None else self._plan.epoch.key
+
+    @property
+    def last(self) -> bool:
+        """Whether the present segment is the epoch's last."""
+        return self.segment + 1 == len(self.plan.epoch.ends)
+
+    @property
+    def dry(self) -> bool:
+        """Whether the loader has been told that there is nothing, and has nothing under way."""
+        return self._dry and not self._loading
+
+    @property
+    def closes(self) -> bool:
+        """Whether the batch that is trained now is the last one of its optimizer step."""
+        return bool(self._loading) and self._loading[0].closes
+
+    def accumulate(self, batches: int) -> None:
+        """Have optimizer steps of so many batches in what is granted from now on."""
+        self._plan = replace(self.plan, accumulate=batches)
+
+    @property
+    def progress(self) -> float:
+        """Units that all workers have probably trained in this epoch; it never falls."""
+        end = self.plan.epoch.ends[self.segment]
+        now = min(float(end), self._progress + self._ratio * (self._trained - self._since))
+        self._reached = max(self._reached, now)
+        return self._reached
+
+    @property
+    def share(self) -> float:
+        """This worker's part of the units that are left."""
+        return 1 / max(self._ratio, 1.0)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until this worker will probably push the rest of its part of the segment; infinite if unknown."""
+        if self._plan is None or not self.pace:
+            return math.inf
+        units = self.plan.epoch.ends[self.segment] - self.progress
+        return units * self.share * self.pace - self._flush
+
+    def begin_batch(self) -> None:
+        """A batch is about to be trained."""
+        if self._begun is None:
+            self._begun = self._clock()
+
+    def end_batch(self, steps: int) -> bool:
+        """A batch is through.
+
+        Args:
+            steps: optimizer steps that this worker has taken since fit began.
+
+        Returns:
+            whether what was made of it counts. If not, it must not reach the servers.
+        """
+        if not self._loading:
+            return True
+        batch = self._loading.popleft()
+        self._unfinished = None if batch.closes else batch.step
+        if batch.void:
+            self._begun = None
+            return False
+        if not batch.closes:
+            return True
+        now = self._clock()
+        if self._begun is not None:
+            took = (now - self._begun) / batch.units
+            self.pace = took if not self.pace else (1 - _SMOOTH) * self.pace + _SMOOTH * took
+        self._begun = now
+        self._trained += batch.units
+        self._unapplied.append((steps, batch.units))
+        return True
+
+    @property
+    def trained(self) -> tuple[str, int]:
+        """The epoch, and how many of the units granted in it were trained: what a push holds the updates of."""
+        return self.opened, self._trained
+
+    @property
+    def own(self) -> list[tuple[int, int]]:
+        """Ranges of the units that this worker has trained in this epoch."""
+        left, own = self._trained, []
+        for first, last in self._granted:
+            own.append((first, min(last, first + left)))
+            left -= min(left, last - first)
+        return own
+
+    @property
+    def part(self) -> Part | None:
+        """This worker's part of the present epoch, for a coordinator that takes the place of one that was lost."""
+        if self._plan is None:
+            return None
+        return Part(self._plan.epoch, tuple(self._granted), self._trained, self._served)
+
+    def lose(self) -> None:
+        """The others have gone on without this worker: what it held is theirs, and it begins to count anew.
+
+        To be called before it joins again. Batches that the loader has fetched already are trained in vain.
+        """
+        asked, self._asked = self._asked, None
+        if asked is not None:  # lest it arrive after the worker has joined again
+            done_within(asked.future, self._timeout_s)
+        # A step that has begun stays whole, or Lightning's, which come every so many batches, would end elsewhere.
+        begun = self._loading[-1].step if self._loading else self._unfinished
+        self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.step == begun)
+        self._loading = deque(replace(batch, void=True) for batch in self._loading)
+        self._unapplied.clear()
+        self._granted.clear()
+        self._trained = self._applied = self._since = 0
+        self._final = False
+        self._begun = None
+        if self._plan is not None:  # a server that was restored meanwhile may know nothing of it
+            self._opens = self._plan.epoch
+
+    def more(self, acknowledged: int) -> bool:
+        """Whether there is another batch in this segment, as far as is known without waiting.
+
+        Args:
+            acknowledged: optimizer steps of this worker that the servers have.
+        """
+        self._note(acknowledged)
+        return bool(self._loading or self._waiting) or self._get()
+
+    @property
+    def _flush(self) -> float:
+        """Seconds that it probably takes to push the rest. One flush may have waited for a server that was lost."""
+        return statistics.median(self._flushes) if self._flushes else self._exchange_s / 2
+
+    def ask_ahead(self, seconds: float) -> None:
+        """Ask for as much as lasts for so long, if there is less: an exchange is about to fill the network's queues.
+
+        Args:
+            seconds: that it takes; 0 if that is not known.
+        """
+        self._exchange_s = seconds
+        if self._plan is None:
+            return
+        if not seconds or self._lasts_s(len(self._loading) + len(self._waiting)) < seconds:
+            self._ask_early(seconds)
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """While the rest is pushed: so others know how long that takes, and train more meanwhile."""
+        begun = self._clock()
+        yield
+        self._flushes.append(self._clock() - begun)
+
+    def wait(self, acknowledged: int) -> bool:
+        """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.
+
+        Args:
+            acknowledged: see :meth:`more`.
+        """
+        self._note(acknowledged)
+        more = self._take(self._ask(wait=True))
+        self._begun = None
+        if not more and not self.halted:
+            self._reached = float(self.plan.epoch.ends[self.segment])
+        return more
+
+    def meet(self) -> None:
+        """All have trained the segment: go on to the next, if there is one."""
+        if not self.last:
+            self.segment += 1
+            self._final = False
+
+    def stop(self, acknowledged: int, *, halt: bool = False) -> None:
+        """Train no more in this epoch: let the others have what is left.
+
+        Args:
+            acknowledged: see :meth:`more`.
+            halt: whether the others are to train no more of it either.
+        """
+        self.halted |= halt
+        self._note(acknowledged)
+        self._settle()  # lest it arrive after what follows
+        self._waiting.clear()
+        self._loading.clear()
+        self._take(self._ask(stop=True, halt=halt))
+        self._granted = self.own
+
+    def done(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of units whose updates have been applied, of all workers."""
+        return self._open(self.plan.epoch)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _open(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
+        while True:
+            try:
+                return self._client().open_epoch(epoch)
+            except WorkerAwayError:
+                self._come_back()
+
+    def _note(self, acknowledged: int) -> None:
+        while self._unapplied and self._unapplied[0][0] <= acknowledged:
+            self._applied += self._unapplied.popleft()[1]
+
+    def _get(self) -> bool:
+        """Whether there are more units for this worker, as far as is known without waiting for others."""
+        if self._asked is not None:
+            return self._settle()
+        return not self._final and self._take(self._ask())
+
+    def _settle(self) -> bool:
+        """Take what was asked for ahead, if anything was."""
+        asked, self._asked = self._asked, None
+        return asked is not None and self._take(asked)
+
+    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, trip: float = 0.0) -> _Asked:
+        begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
+        restored = client.restored[COORDINATOR]
+        future = client.claim(
+            self.plan.epoch.key,
+            self.segment,
+            self._trained,
+            self._applied,
+            self.pace,
+            max(trip, self._trip),
+            flush=self._flush,
+            wait=wait,
+            stop=stop,
+            halt=halt,
+            size=self.plan.step,
+            opens=self._opens,
+            timeout_s=timeout_s,
+        )
+        asked = _Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored)
+        future.add_done_callback(lambda _: asked.answered.append(self._clock()))
+        return asked
+
+    def _take(self, asked: _Asked) -> bool:
+        """Take what is granted; whether that is anything."""
+        client, grant, waiting_since = asked.client, None, self._clock()
+        try:
+            grant = client.granted(asked.future, asked.timeout_s)
+        except WorkerAwayError:
+            self._come_back()
+        except ServerLostError as error:
+            client.recover(COORDINATOR, asked.restored, error)
+        if asked.timeout_s is None:
+            self.granted_wait_s += self._clock() - waiting_since
+        else:
+            self.others_wait_s += self._clock() - waiting_since
+        if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
+            return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
+        self._opens = None
+        if asked.timeout_s is None:  # else it was held back
+            took = max(asked.answered, default=self._clock()) - asked.begun
+            self._trip = max(took, (1 - _SMOOTH) * self._trip)
+        self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final
+        self.halted |= grant.halted
+        granted = self.plan.batches(grant.first, grant.last)
+        self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
+        if grant.last > grant.first:
+            self._served = self.segment
+            if not grant.void:
+                self._granted.append((grant.first, grant.last))
+        return grant.last > grant.first
+
+
+class LeasedBatches:
+    """A batch sampler that yields the batches that are granted to this worker. Else like the one it stands for.
+
+    Args:
+        inner: batch sampler over the samples of all workers.
+        leases: what is granted.
+        plan: what epoch it is, if it is Lightning that begins to iterate; None if it is a program.
+        part: this worker's batches if all were equally fast, for a program.
+        length: their number.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        leases: DataLeases,
+        plan: Callable[[], Plan | None],
+        part: Callable[[], Sequence[Any]],
+        length: int,
+    ) -> None:
+        self.inner = inner
+        self._leases = leases
+        self._new_plan = plan
+        self._part = part
+        self._length = length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._new_plan()
+        if plan is None:
+            return iter(self._part())
+        self._leases.open(plan)
+        return _Granted(self._leases)
+
+
+class _Granted(Iterator[Any]):
+    """Not a generator: after it has said that there is nothing, there may be something again."""
+
+    def __init__(self, leases: DataLeases) -> None:
+        self._leases = leases
+
+    def __next__(self) -> Any:
+        samples = self._leases.take()
+        if samples is None:
+            raise StopIteration
+        return samples
+
+
+def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
+    """Cut a range into as few as possible of at most a size, and these nearly equal."""
+    parts, length = math.ceil((last - first) / size), last - first
+    return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]
+
+
+def in_common_order(sampler: Any, seed: int) -> list[Any]:
+    """All that a sampler yields, in the order that every worker gets with the same seed.
+
+    Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
+    of these is afterwards as before.
+    """
+    import numpy
+
+    python, array = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            return list(sampler)
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+
+
+def digest(items: Sequence[Any]) -> bytes:
+    """Short bytes that are equal on two workers exactly if their samples, or batches, are."""
+    return hashlib.sha256(repr(items).encode()).digest()[:16]

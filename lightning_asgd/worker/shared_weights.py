@@ -1,0 +1,123 @@
+"""Weights in memory that all workers of a machine share, for Hogwild!."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.algorithms.base import Push
+from lightning_asgd.algorithms.hogwild import Hogwild
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.layout import Layout
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.synchronizer import Sharing
+
+__all__ = ["SharedWeights"]
+
+
+class SharedWeights(Sharing):
+    """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
+
+    Args:
+        collectives: all workers call this together.
+        layout: the tensors, as for one server.
+        source: gives the module's tensors in the layout's order; their ``data`` is replaced.
+        algorithm: with its ``copies``.
+
+    Raises:
+        ConfigurationError: the workers cannot see each other's memory.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        source: Callable[[], Sequence[Tensor]],
+        algorithm: Hogwild,
+        num_servers: int,
+    ) -> None:
+        super().__init__(layout, num_servers)
+        self._collectives = collectives
+        self._source = source
+        self._algorithm = algorithm
+        groups = layout.shard(0)
+        own = shared_memory.create(groups) if collectives.rank == 0 else None
+        ref = collectives.broadcast(own.ref if own is not None else None, name="shared weights")
+        block = own if own is not None else (shared_memory.attach(ref, groups) if ref is not None else None)
+        able = collectives.gather("all_gather", "sees the shared weights", block is not None)
+        if block is None or not all(able.values()):
+            blind = [rank for rank, sees in able.items() if not sees]
+            raise ConfigurationError(
+                f"Hogwild: workers {blind} cannot map the memory of worker 0. Expected all workers on one machine, of "
+                "one user and in one container. Use algorithm='asgd' otherwise."
+            )
+        self._block = block
+        self._shared = [
+            block.tensors[spec.group][spec.offset : spec.offset + spec.numel].view(spec.shape)
+            for spec in layout.tensors
+        ]
+        tensors = source()
+        self._copies = algorithm.copies if algorithm.copies is not None else tensors[0].device.type != "cpu"
+        self._base: list[Tensor] = []
+        self._alone = len(able) == 1
+        if collectives.rank == 0:
+            for shared, tensor in zip(self._shared, tensors, strict=True):
+                shared.copy_(tensor.detach())
+        collectives.barrier("the shared weights are there")
+        if self._copies:
+            self._base = [torch.empty_like(tensor.detach()) for tensor in tensors]
+            self._take()
+            return
+        for shared, tensor in zip(self._shared, tensors, strict=True):
+            tensor.data = shared
+
+    def begin(self) -> None:
+        """Wait for everybody to leave the sync point: what is trained from now on changes everybody's weights."""
+        self._collectives.barrier("train on")
+
+    def count_step(self) -> None:
+        """See :class:`Sharing`; a copy's change is added to the shared weights, and these are taken."""
+        super().count_step()
+        if self._copies:
+            self._add_change()
+
+    def fetch(self, *, park: bool = False) -> None:
+        """See :class:`Sharing`."""
+        super().fetch()
+        if self._copies and not self._alone:
+            self._take()
+
+    def peek(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`."""
+        return {s.name: shared.clone() for s, shared in zip(self.layout.tensors, self._shared, strict=True)}
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """See :class:`Sharing`: every step is in the shared weights, which the others go on changing."""
+        return {} if self._alone and self._copies else self.peek()
+
+    def close(self) -> None:
+        """Give every tensor memory of its own again."""
+        for tensor, shared in zip(self._source(), self._shared, strict=True):
+            if tensor.data_ptr() == shared.data_ptr():
+                tensor.data = shared.clone()
+        self._shared = []
+        self._block.close()
+
+    def _add_change(self) -> None:
+        """What rounding takes away stays in the copy: see :class:`Replica`."""
+        with torch.no_grad():
+            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+                change = tensor.detach() - base
+                self._algorithm.apply(shared, change.to(shared.device), {}, Push())
+                expected = base + change
+                base.copy_(shared)
+                tensor.detach().sub_(expected - base)
+
+    def _take(self) -> None:
+        with torch.no_grad():
+            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+                tensor.copy_(shared)
+                base.copy_(tensor)

@@ -1,0 +1,74 @@
+"""How workers meet at a sync point: all tell each other something, and have the same weights afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_asgd.protocol import Meeting, Place
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.synchronizer import Sharing
+
+__all__ = ["all_together", "meet"]
+
+
+def all_together(places: Iterable[Place]) -> Place:
+    """Where workers are together: at the end of an epoch if it ends for all, at a validation if any validates."""
+    known = list(places)
+    return Place(
+        ends=all(place.ends for place in known),
+        validates=any(place.validates for place in known),
+        step=max(place.step for place in known),
+        batches=max(place.batches for place in known),
+    )
+
+
+def meet(
+    client: Client,
+    collectives: Collectives,
+    sharing: Sharing,
+    name: str,
+    mine: Meeting,
+    *,
+    all_have_pushed: bool,
+    always: bool = False,
+) -> dict[int, Meeting]:
+    """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
+
+    All workers call it together. Each has pushed what it trained.
+
+    Args:
+        client: this worker's.
+        collectives: this worker's.
+        sharing: what it shares through.
+        name: which sync point, for error texts.
+        mine: what this worker says.
+        all_have_pushed: whether this worker knows that the others have pushed what they trained, too.
+        always: whether weights are fetched although nobody has trained.
+
+    Returns:
+        what all say, by rank.
+
+    Raises:
+        CollectiveTimeoutError: a worker did not come; the message names it.
+    """
+    restored = list(client.restored)
+    if all_have_pushed and mine.moved and sharing.final_once_pushed:
+        # Most probably what all get. Where others have fetched something else, all do it again.
+        sharing.fetch(park=True)
+        if client.restored == restored:
+            mine = replace(mine, versions=tuple(sharing.versions))
+    met: dict[int, Meeting] = collectives.gather("sync point", name, mine, stops=mine.halts)
+    fetched = {m.versions for m in met.values()}
+    if None not in fetched and len(fetched) == 1:
+        if mine.versions not in fetched:  # the others have met without this worker, which was silent
+            sharing.fetch(park=True)
+        return met
+    # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
+    again = always or any(m.moved for m in met.values())
+    while again:  # where a server was lost some may have fetched before others had pushed again
+        sharing.fetch(park=True)
+        changed, restored = client.restored != restored, list(client.restored)
+        again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())
+    return met

@@ -1,0 +1,107 @@
+"""How a worker shares what it learns: what the strategy asks of it, whatever the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.layout import Layout
+from lightning_asgd.protocol import Held
+from lightning_asgd.stats import ExchangeStats
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """Everything between a worker's training steps and the other workers. Shares nothing by itself.
+
+    Args:
+        layout: the module's shared tensors.
+        num_servers: number of servers.
+    """
+
+    def __init__(self, layout: Layout, num_servers: int) -> None:
+        self.layout = layout
+        self.stats = ExchangeStats()
+        self.versions = [0] * num_servers
+        self.moved = False  # whether steps were taken since the last :meth:`fetch`
+        # The epoch, and ranges of its units whose updates are in the common weights that :meth:`catch_up` found last.
+        self.caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # no epoch: not known
+
+    @property
+    def final_once_pushed(self) -> bool:
+        """Whether a fetch brings what all get, whose versions are :attr:`versions`, once all pushes have arrived."""
+        return False
+
+    @property
+    def unacknowledged(self) -> int:
+        """The latest of this worker's optimizer steps of which it does not know that the others have them."""
+        return 0
+
+    def begin(self) -> None:
+        """Leave a sync point: to be called before the first batch after it."""
+
+    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What an optimizer is to call for gradients, instead of ``closure``."""
+        return closure
+
+    def count_step(self) -> None:
+        """Note that an optimizer step was taken."""
+        self.moved = True
+        self.stats.steps += 1
+
+    def advance(self) -> None:
+        """Do what is due between two batches."""
+
+    def flush(self) -> None:
+        """Let nothing be under way, at a sync point's beginning, and let nobody wait for this worker."""
+
+    def fetch(self, *, park: bool = False) -> None:
+        """Take the weights that all workers are to have at a sync point.
+
+        Args:
+            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
+                worker keep for itself.
+        """
+        self.moved = False
+
+    def come_back(self) -> None:
+        """The others have gone on without this worker: join again, and begin with the weights that they have."""
+
+    def lay_out(self, server: int) -> None:
+        """Lay the shards out on a server that takes the place of one that was lost."""
+
+    def held(self, server: int) -> list[Held]:
+        """What this worker has of a server's shards: the weights it fetched last, and what they hold."""
+        return []
+
+    def resend(self, server: int) -> None:
+        """Send a restored server what was under way to the lost one, or was pushed to it after the latest fetch."""
+
+    def peek(self) -> dict[str, Tensor]:
+        """The common weights by name, without touching the module."""
+        return {}
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """What a checkpoint is to hold: the common weights with all of this worker's steps. The module stays as it is.
+
+        Returns:
+            by name, what the checkpoint is to hold instead of the module's own tensors; those that miss are up to date.
+        """
+        return {}
+
+    def samples(self) -> list[dict[str, Tensor]]:
+        """What the algorithm has had the servers keep of the weights, by name, oldest first."""
+        return []
+
+    def state(self) -> list[list[Any]]:
+        """What the servers keep beside the weights, per fragment and server."""
+        return []
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """Put back what :meth:`state` returned; one worker does it, before any pushes."""
+
+    def close(self) -> None:
+        """Give buffers and connections back. The module keeps its weights."""

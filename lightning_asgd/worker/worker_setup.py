@@ -1,0 +1,236 @@
+"""A worker's way into a session: the same layout everywhere, worker 0's weights on the servers and on every worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd.algorithms import Hogwild, LayerWise
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.codec_streams import streams
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.numerics import is_finite
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transports import shared_memory
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.data import Data
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.fragments import Fragments
+from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
+from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.shared_weights import SharedWeights
+from lightning_asgd.worker.synchronizer import Sharing
+
+__all__ = ["agree", "enter", "named_state", "newly_trainable"]
+
+
+def enter(
+    client: Client,
+    collectives: Collectives,
+    module: Module,
+    config: ExchangeConfig,
+    num_servers: int,
+    *,
+    versions: list[int] | None = None,
+    on_refused: Callable[[], None] = lambda: None,
+    lr: Callable[[], float] = lambda: 0.0,
+    data: Data | None = None,
+    late: bool = False,
+    fill: bool | None = None,
+    theirs: Any = None,
+    measure: bool = False,
+) -> Sharing:
+    """Lay the module out over the servers, fill them with the first worker's weights, and take these.
+
+    Args:
+        client: has joined.
+        collectives: all workers call this together.
+        module: changed in place.
+        config: when to exchange.
+        num_servers: shards to make.
+        versions: per server, to count on from; worker 0's count.
+        on_refused: see :class:`Exchanger`.
+        lr: see :class:`Exchanger`.
+        data: see :class:`Exchanger`.
+        late: whether nobody looks at gradients between backward and the optimizer's step.
+        fill: whether the servers are to have this worker's weights; None: if it is worker 0.
+        theirs: description of the layout that servers have already; None if they have none.
+        measure: see :class:`Exchanger`.
+
+    Returns:
+        what the worker shares through, with fresh statistics.
+
+    Raises:
+        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
+        LayoutMismatchError: the modules differ; the message names the first parameter that does.
+    """
+    state = named_state(module)
+    for name, tensor in state.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
+                "known when fit begins: run a batch through the module in configure_model()."
+            )
+    trainable = {n: t for n, t in state.items() if t.requires_grad}
+    persistent = set(module.state_dict())
+    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
+    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+    algorithm = config.algorithm
+    alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
+    layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
+    if theirs is None:
+        _check_same(collectives, layout, client.worker)
+    else:
+        layout.check_same(theirs, f"worker {client.worker}", "the run")
+    agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
+    names = [spec.name for spec in layout.tensors]
+    if isinstance(algorithm, Hogwild):
+        return SharedWeights(collectives, layout, _source(module, names, data=False), algorithm, num_servers)
+    if isinstance(algorithm, LayerWise):
+        agree(collectives, state)
+        return LayerGradients(
+            client,
+            layout,
+            layers_of(module, set(trainable)),
+            algorithm.delay,
+            lambda: agree(collectives, named_state(module), mean=True),
+            late=late and not _tied(module),
+        )
+    parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
+    exchangers = []
+    for number, part in enumerate(parts):
+        names = [spec.name for spec in part.tensors]
+        shards = [part.shard(s) for s in range(num_servers)]
+        blocks = [shared_memory.create(shard) for shard in shards]
+        source, gradients = _source(module, names), _gradients(module, names)
+        remembers = config.restorable and client.world_size != 1
+        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
+        first = client.worker == 0 if fill is None else fill
+        seen = client.initialise(
+            part,
+            algorithm,
+            [block.ref if block is not None else None for block in blocks],
+            weights=replica.weights() if first else None,
+            versions=versions if first else None,
+            fragment=number,
+            compression=config.compression,
+        )
+        for server, sees in enumerate(seen):
+            if not sees:
+                replica.drop_block(server)
+        codes = streams(config.compression, shards, seen)
+        lead = config.npush * (len(parts) - 1 - number) // len(parts)
+        exchangers.append(
+            Exchanger(
+                client,
+                replica,
+                config,
+                on_refused=on_refused,
+                lr=lr,
+                fragment=number,
+                whole=len(parts) == 1,
+                lead=lead,
+                codes=codes,
+                data=data,
+                measure=measure,
+            )
+        )
+    collectives.barrier("servers have the weights")
+    sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
+    sharing.fetch()
+    sharing.stats = ExchangeStats()
+    return sharing
+
+
+def _fragments(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], number: int, num_servers: int
+) -> list[Layout]:
+    """A layout per fragment: parameters are dealt out one by one; buffers go with the first."""
+    named = list(parameters.items())
+    number = min(number, len(named))
+    return [build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers) for k in range(number)]
+
+
+def named_state(module: Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by name, tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
+    """Trainable parameters that are not exchanged, since they were frozen or not there when the layout was made."""
+    known = {spec.name for spec in layout.tensors}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
+
+
+def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
+    """Give everybody the same values of tensors that are not exchanged; sent only if somebody's differ.
+
+    Args:
+        collectives: all workers call this together.
+        tensors: by name; changed in place.
+        mean: everybody's mean (the largest, of integers) instead of worker 0's value. All workers must give the same
+            names.
+    """
+    if not collectives.real or not tensors:
+        return
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(raw)
+    digests = collectives.gather("all_gather", "state digest", digest.digest()).values()
+    if len(set(digests)) == 1:
+        return
+    with torch.no_grad():
+        if mean:
+            for name, tensor in tensors.items():
+                op = "mean" if tensor.is_floating_point() or tensor.is_complex() else "max"
+                tensor.copy_(collectives.reduce(tensor, op, f"state {name}"))
+            return
+        mine = {n: t.detach().cpu() for n, t in tensors.items()} if collectives.rank == 0 else {}
+        for name, value in collectives.broadcast(mine, name="state").items():
+            if name in tensors:
+                tensors[name].copy_(value)
+
+
+def _source(module: Module, names: Sequence[str], *, data: bool = True) -> Callable[[], list[Tensor]]:
+    """Look tensors up where the module keeps them, since a program may put others in their place."""
+    places = [_place(module, name) for name in names]
+    return lambda: [place[name].data if data else place[name] for place, name in places]
+
+
+def _tied(module: Module) -> bool:
+    """Whether a parameter has several places in the module."""
+    return len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.named_parameters()))
+
+
+def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:
+    places = [_place(module, name) for name in names]
+    return lambda: [place[name].grad for place, name in places]
+
+
+def _place(module: Module, name: str) -> tuple[Any, str]:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:
+    """Raise on every worker if the module of any differs from worker 0's."""
+    problem = ""
+    try:
+        theirs = collectives.broadcast(layout.describe(), name="layout")
+        layout.check_same(theirs, f"worker {worker}", "worker 0")
+    except LayoutMismatchError as error:
+        problem = str(error)
+    for text in collectives.gather("all_gather", "layout", problem).values():
+        if text:
+            raise LayoutMismatchError(text)
