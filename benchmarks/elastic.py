@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
-from lightning_asgd.protocol import Look, View
+from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -142,12 +142,12 @@ class Run:
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return next((entry["at"] for entry in lines if entry["what"] == what), None)
 
-    def look(self, address: str) -> Callable[[], View]:
+    def look(self, address: str) -> Callable[[], Status]:
         """What looks at a server."""
         transport = registry.connect("rpc", [address], "lo")
 
-        def look() -> View:
-            view: View = transport.call(0, Look(), 10.0).wait()
+        def look() -> Status:
+            view: Status = transport.call(0, StatusRequest(), 10.0).wait()
             return view
 
         return look

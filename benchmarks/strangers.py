@@ -41,7 +41,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import Beat, Exchange, Join, codec
+from lightning_asgd.protocol import Exchange, Heartbeat, Join, codec
 from lightning_asgd.server.server_process import ServerArguments, ServerSettings
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.zmq_sockets import keys_of
@@ -103,7 +103,7 @@ def stranger(address: tuple[str, int], chance: random.Random) -> None:
 def insider(chance: random.Random, number: int) -> list[bytes]:
     """A message of somebody who knows the secret and means no good, or is broken."""
     real = chance.choice(
-        [Join(SESSION, 1, 2), Beat(SESSION, 1), Exchange(SESSION, 1, 1, 0, False, True), {"no": "message"}, [[]]]
+        [Join(SESSION, 1, 2), Heartbeat(SESSION, 1), Exchange(SESSION, 1, 1, 0, False, True), {"no": "message"}, [[]]]
     )
     header, _ = codec.encode(real)
     changed = bytearray(header)
@@ -131,7 +131,7 @@ def memory_mb(process: psutil.Process) -> float:
 
 def beat(number: int) -> list[bytes]:
     """A message that is answered when all before it have been read."""
-    header, _ = codec.encode(Beat(SESSION, 1))
+    header, _ = codec.encode(Heartbeat(SESSION, 1))
     return [json.dumps(["somebody", number, [], [], header.decode()]).encode()]
 
 

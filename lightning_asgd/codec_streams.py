@@ -4,7 +4,7 @@ What a worker pushes is ``code(update + residual)``, and ``residual`` becomes wh
 feedback). So all that is learnt arrives in the end, only later. Weights come back rounded, while the servers and
 optimizers keep theirs in full, or as coded differences to what the worker has been sent so far, for which servers keep
 one vector per worker. At sync points all workers take the same bits: the servers' weights but for what 16 bits lose of
-the change since the last one (:class:`Common`).
+the change since the last one (:class:`SyncPointCodec`).
 
 References:
     Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback
@@ -25,7 +25,7 @@ from lightning_asgd.compression import Compression, Int8
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import is_finite
 
-__all__ = ["Coded", "Common", "Streams", "Updates", "Weights", "streams"]
+__all__ = ["CodecState", "Coded", "SyncPointCodec", "Updates", "Weights", "streams"]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -147,7 +147,7 @@ class Weights:
         return self._known[group]
 
 
-class Common:
+class SyncPointCodec:
     """The weights that all workers take at sync points, at one end: what has changed since the last ones is sent.
 
     Both ends hold the last ones, and name them by a digest. They move on to the same bits at both: the last ones and
@@ -239,20 +239,22 @@ class Common:
         return digest.hexdigest()
 
 
-class Streams(NamedTuple):
+class CodecState(NamedTuple):
     """A worker's ends of what passes between it and a server."""
 
     updates: Updates
     weights: Weights
-    common: Common
+    common: SyncPointCodec
 
     @classmethod
-    def of(cls, compression: Compression, groups: Groups) -> Streams:
+    def of(cls, compression: Compression, groups: Groups) -> CodecState:
         """New ones."""
-        return cls(Updates(compression, groups), Weights(compression, groups), Common(groups))
+        return cls(Updates(compression, groups), Weights(compression, groups), SyncPointCodec(groups))
 
 
-def streams(compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]) -> list[Streams | None]:
+def streams(
+    compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]
+) -> list[CodecState | None]:
     """Per server, a worker's ends of the streams; None where nothing is compressed.
 
     Args:
@@ -261,7 +263,7 @@ def streams(compression: Compression | None, shards: Sequence[Groups], shared: S
         shared: per server, whether what is exchanged with it lies in memory that both see.
     """
     return [
-        None if compression is None or here else Streams.of(compression, groups)
+        None if compression is None or here else CodecState.of(compression, groups)
         for groups, here in zip(shards, shared, strict=True)
     ]
 

@@ -156,40 +156,44 @@ def scripted(**settings: Any) -> Record:
     """Two workers with modules and optimizers, batch by batch in an order drawn from a seed, until a sync point."""
     cluster, turns = Cluster(servers=2, workers=2), Turns(seed=2)
     modules = [Small(3), Small(3)]
-    sharings = []
+    synchronizers = []
     with mock.patch.object(shared_memory, "create", return_value=None):  # by value, as between two machines
         for rank, module in enumerate(modules):
             client = cluster.client(rank)
             client.join()
             config = ExchangeConfig.create(**{"nsync": 3, **settings})
-            sharings.append(enter(client, Collectives(), module, config, 2))
+            synchronizers.append(enter(client, Collectives(), module, config, 2))
 
     def train(rank: int) -> None:
-        module, sharing, generator = modules[rank], sharings[rank], torch.Generator().manual_seed(rank)
+        module, synchronizer, generator = modules[rank], synchronizers[rank], torch.Generator().manual_seed(rank)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        sharing.begin()
+        synchronizer.begin()
         for _ in range(20):
             turns.wait_until(lambda: True)
-            sharing.advance()
+            synchronizer.advance()
             optimizer.zero_grad()
             module(torch.randn(6, 5, generator=generator)).square().mean().backward()
             optimizer.step()
-            sharing.count_step()
-        sharing.flush()
+            synchronizer.count_step()
+        synchronizer.flush()
 
     for rank in range(2):
         turns.add(f"worker {rank}", functools.partial(train, rank))
     with mock.patch.object(client_module, "done_within", turns.done_within):
-        turns.run(lambda: all(sharing.unacknowledged == 0 and sharing.stats.steps == 20 for sharing in sharings))
-    for sharing in sharings:
-        sharing.fetch()
+        turns.run(
+            lambda: all(
+                synchronizer.unacknowledged == 0 and synchronizer.stats.steps == 20 for synchronizer in synchronizers
+            )
+        )
+    for synchronizer in synchronizers:
+        synchronizer.fetch()
     record = {
         "weights": [digest(list(module.state_dict().values())) for module in modules],
-        "versions": [sharing.versions for sharing in sharings],
-        "pushes": [sharing.stats.pushes for sharing in sharings],
+        "versions": [synchronizer.versions for synchronizer in synchronizers],
+        "pushes": [synchronizer.stats.pushes for synchronizer in synchronizers],
     }
-    for sharing in sharings:
-        sharing.close()
+    for synchronizer in synchronizers:
+        synchronizer.close()
     cluster.close()
     return record
 

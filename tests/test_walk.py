@@ -46,9 +46,9 @@ import lightning_asgd
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.launchers import Job
 from lightning_asgd.processes import rank_variables
-from lightning_asgd.protocol import Beat, Contribution, Exchange, Initialise, Join, Leave, Reply
+from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, Leave, Reply
 from lightning_asgd.server.service import Service
-from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.helpers.ratchet import complaints
@@ -79,16 +79,16 @@ class Link(Transport):
 
     def __init__(self) -> None:
         self._service = Service(time.monotonic)
-        self._once, self._arrivals, self._numbers = Once(), Arrivals(), itertools.count(1)
+        self._once, self._arrivals, self._numbers = ReplyCache(), Arrivals(), itertools.count(1)
 
     @property
     def num_servers(self) -> int:
         return 1
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
-        if isinstance(message, Join | Initialise | Contribution | Beat | Leave):
+        if isinstance(message, Join | InitShard | Contribution | Heartbeat | Leave):
             echo = replace(message, worker=1)
-            self._send("worker 1", replace(echo, weights=None) if isinstance(echo, Initialise) else echo)
+            self._send("worker 1", replace(echo, weights=None) if isinstance(echo, InitShard) else echo)
         return self._send("worker 0", message)
 
     def _send(self, caller: str, message: Any) -> Future[Any]:
@@ -110,7 +110,7 @@ class Enough(Exception):
     """What was to be seen was seen."""
 
 
-class Watch(pl.Callback):
+class Watcher(pl.Callback):
     """Records a walk per batch and hook, and ends the fit when an exchange and a step have been seen."""
 
     def __init__(self) -> None:
@@ -245,9 +245,9 @@ def numbers(what: str, entered: dict[str, None], carrying: dict[str, None]) -> d
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watch:
+def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watcher:
     """What a fit's hooks walked through."""
-    link, watch = Link(), Watch()
+    link, watch = Link(), Watcher()
 
     def begin(self: Job, *args: Any, **kwargs: Any) -> None:
         self.launches, self.address = self.launches + 1, ("127.0.0.1", 1)
@@ -265,7 +265,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watch:
 
 @NEEDS_SHARED_MEMORY
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="frames have no qualified names")
-def test_the_way_of_an_update_becomes_no_longer(watch: Watch) -> None:
+def test_the_way_of_an_update_becomes_no_longer(watch: Watcher) -> None:
     merged = [k for k, (before, after) in enumerate(itertools.pairwise(watch.exchanges)) if after > before]
     exchanges = [together(watch.batches[k + i]["on_train_batch_start"] for i in (-1, 0)) for k in merged]
     steps = [together(replace(w, carrying=w.stepping) for w in watch.batches[k + 1].values()) for k in merged[:-1]]

@@ -17,7 +17,7 @@ from lightning_asgd.adapter.class_trees import (
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metric_definitions import Window, Windows, bars, measures, staleness
-from lightning_asgd.monitoring.metric_log import Entry, Journal
+from lightning_asgd.monitoring.metric_log import Entry, MetricLog
 
 __all__ = ["ASGDMonitor"]
 
@@ -53,7 +53,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self.every_n_seconds = every_n_seconds
         self._read_s = min(_READ_S, every_n_seconds)
         self._meter: Meter | None = None
-        self._journal: Journal | None = None
+        self._journal: MetricLog | None = None
         self._windows = Windows(every_n_seconds)
         self._read_at = self._log_at = 0.0  # on the meter's clock
         self._epoch = self._batch = 0  # the present ones
@@ -81,7 +81,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._logs = True
         settings = trainer.strategy.settings
         if (folder := _folder(trainer)) is not None:
-            self._journal = Journal(folder, trainer.world_size, settings)
+            self._journal = MetricLog(folder, trainer.world_size, settings)
         for logger in _loggers(trainer, "WandbLogger"):
             config = {"asgd": {**settings, "workers": trainer.world_size}}
             logger.experiment.config.update(config, allow_val_change=True)

@@ -26,11 +26,11 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
-from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.heartbeat import Heartbeat
+from lightning_asgd.worker.heartbeat import HeartbeatThread
 
 __all__ = ["RunMembership", "check_attaches", "check_is_one_worker"]
 
@@ -91,7 +91,7 @@ class RunMembership(Membership):
 
     comes_and_goes = True
 
-    def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: Board, device: Any) -> None:
+    def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any) -> None:
         super().__init__(job, config, policy, board, rank=0, world_size=1)
         self._device = device
         self._trainer: Any = None  # while it fits
@@ -137,7 +137,7 @@ class RunMembership(Membership):
         self.board.living = (self.client.worker,)
         self.begin_epoch()
         about = (self._tell, self.board, self._attachment.follow, heard)
-        self._heartbeat = Heartbeat(self.client, self._config.timeouts.silence_s, *about)
+        self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 
     def begin_epoch(self) -> None:
         """Ask who lives: from its signs of life alone this worker would hear of others too late."""
@@ -178,14 +178,14 @@ class RunMembership(Membership):
     # ------------------------------------------------------------------ a fit
 
     @property
-    def founder(self) -> bool:
+    def bootstraps(self) -> bool:
         """Whether the run had no weights when this worker came."""
-        return self._attachment.founder
+        return self._attachment.bootstraps
 
     @property
     def fills(self) -> bool:
         """The founder's weights are the run's first."""
-        return self.founder
+        return self.bootstraps
 
     @property
     def layout(self) -> Any:
@@ -205,7 +205,7 @@ class RunMembership(Membership):
     def agree_with_run(self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption) -> None:
         """The founder tells the others; they take its values."""
         self._trainer = trainer
-        if not self.founder:
+        if not self.bootstraps:
             self._attachment.adopt(constants)
             return
         progress = progress_in(trainer)

@@ -28,10 +28,10 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_what_is_not_finite
 from lightning_asgd.processes.supervisor import with_last_words
-from lightning_asgd.protocol import Meeting, Place
+from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.sync_point import all_together, meet
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import agree, enter, named_state, newly_trainable
 
 __all__ = ["Fit"]
@@ -51,7 +51,7 @@ class Fit:
         measure: whether somebody wants figures.
 
     Attributes:
-        sharing: what the worker shares through.
+        synchronizer: what the worker shares through.
         data: its training data.
         samples: what the servers have collected of the weights, on worker 0 at the end.
 
@@ -78,13 +78,13 @@ class Fit:
         self._meter: Meter | None = None  # None until somebody takes figures
         self.samples: list[dict[str, Tensor]] = []
         self.data = TrainingData(trainer, membership, config, resume, split=split, come_back=self._come_back)
-        if not membership.founder:  # what a checkpoint says is not what the run has come to
+        if not membership.bootstraps:  # what a checkpoint says is not what the run has come to
             resume.versions, resume.servers = None, ()
             resume.data = (membership.progress or {}).get("data", {})
-        self.sharing = self._enter()
+        self.synchronizer = self._enter()
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
-            self.sharing.restore(servers)
+            self.synchronizer.restore(servers)
         self._undo = [
             Places(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
@@ -103,13 +103,13 @@ class Fit:
         """Give the Trainer and the buffers back."""
         for undo in self._undo:
             undo()
-        self.sharing.close()
+        self.synchronizer.close()
 
     # ------------------------------------------------------------------ one layout, one set of weights
 
-    def _enter(self) -> Sharing:
+    def _enter(self) -> Synchronizer:
         module, membership = self._module, self._membership
-        sharing = enter(
+        synchronizer = enter(
             membership.client,
             membership.collectives,
             module,
@@ -124,11 +124,11 @@ class Fit:
             theirs=membership.layout,
             measure=self._measure,
         )
-        exchanged = {spec.name for spec in sharing.layout.tensors}
+        exchanged = {spec.name for spec in synchronizer.layout.tensors}
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
-        membership.agree_with_run(self._trainer, sharing.layout, constants, self._resume)
-        membership.restore_servers(sharing, self.data.part)
-        return sharing
+        membership.agree_with_run(self._trainer, synchronizer.layout, constants, self._resume)
+        membership.restore_servers(synchronizer, self.data.part)
+        return synchronizer
 
     def enter_again(self) -> None:
         """Lay the module out anew and fill the servers from worker 0's. All workers call it together.
@@ -136,19 +136,19 @@ class Fit:
         Raises:
             ConfigurationError: this is a run whose workers come and go.
         """
-        before = self.sharing
+        before = self.synchronizer
         self._membership.check_layout_may_change()
         agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
         self._resume.versions = list(before.versions)
         self._collectives.barrier("new layout")
         before.close()
         self._membership.join_anew()
-        self.sharing = self._enter()
-        self.sharing.stats = before.stats
+        self.synchronizer = self._enter()
+        self.synchronizer.stats = before.stats
 
     def _has_grown(self) -> bool:
         """Whether parameters were unfrozen: by a callback, on every worker."""
-        return bool(newly_trainable(self._module, self.sharing.layout))
+        return bool(newly_trainable(self._module, self.synchronizer.layout))
 
     # ------------------------------------------------------------------ every batch
 
@@ -164,33 +164,33 @@ class Fit:
             self._membership.check_is_no_search(self._trainer)
             if self._has_grown():
                 self.enter_again()
-            self.sharing.begin()
+            self.synchronizer.begin()
             self._collectives.phase = Phase.ASYNC
-        self.sharing.advance()
+        self.synchronizer.advance()
         self.data.before_batch(batch)
 
     def after_step(self) -> None:
         """An optimizer has taken its step."""
-        self.sharing.count_step()
+        self.synchronizer.count_step()
         if self._module.automatic_optimization:
-            self.data.after_batch(self.sharing, self._discard)
+            self.data.after_batch(self.synchronizer, self._discard)
 
     def after_batch(self) -> None:
         """Decide what follows a training batch."""
-        self.data.after_batch(self.sharing, self._discard)
+        self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
 
     def _discard(self) -> None:
         """Forget what was made of a batch that others have trained."""
-        if self.sharing.moved:  # else a callback's weights may be in the module, which the servers do not have
-            self.sharing.fetch()
+        if self.synchronizer.moved:  # else a callback's weights may be in the module, which the servers do not have
+            self.synchronizer.fetch()
         self._module.zero_grad()
 
     def _come_back(self) -> None:
         """The others have gone on without this worker, which was silent."""
         rank = self._trainer.global_rank
         log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
-        self.sharing.come_back()
+        self.synchronizer.come_back()
 
     def _lr(self) -> float:
         """Learning rate of the first parameter group; 0 if there is no optimizer."""
@@ -203,8 +203,8 @@ class Fit:
             "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
             self._trainer.global_rank,
-            self.sharing.stats.steps,
-            self.sharing.stats.refused,
+            self.synchronizer.stats.steps,
+            self.synchronizer.stats.refused,
         )
         for optimizer in self._trainer.optimizers:
             zero_what_is_not_finite(optimizer.state)
@@ -260,7 +260,7 @@ class Fit:
         if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
             self.sync_point("epoch end")
 
-    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, Meeting]:
+    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
         """Wait for all living workers and give them the servers' weights, the same bits everywhere.
 
         Args:
@@ -274,21 +274,23 @@ class Fit:
         Raises:
             CollectiveTimeoutError: a worker did not come; the message names it.
         """
-        trainer, membership, sharing = self._trainer, self._membership, self.sharing
+        trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         membership.update()
-        sharing.flush()
-        all_have_pushed = self.data.leave(sharing.stats.steps, halt=halt)
+        synchronizer.flush()
+        all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
         grown = self._has_grown()
         self.take_figures()
         board, waits = membership.board, self._config.algorithm.waits
         checkpoints = checkpoint_states(trainer)
-        mine = Meeting(sharing.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt)
+        mine = SyncReport(
+            synchronizer.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt
+        )
         met = meet(
             membership.client,
             self._collectives,
-            sharing,
+            synchronizer,
             name,
             mine,
             all_have_pushed=all_have_pushed,
@@ -320,7 +322,7 @@ class Fit:
     def _progress(self) -> dict[str, Any]:
         """What a worker that attaches itself now has to know."""
         progress = progress_of(self._trainer)
-        self.data.as_if_equal(progress["loops"]["fit_loop"])
+        self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress
 
     def end(self) -> None:
@@ -339,13 +341,13 @@ class Fit:
         algorithm = self._config.algorithm
         if not algorithm.keep_at_most:
             return
-        self.samples = self.sharing.samples()
+        self.samples = self.synchronizer.samples()
         if not self.samples:
             log.warning(
                 "%s kept no samples: training ended at version %d, which counts pushes. Train longer, or lower its "
                 "burn_in and thin.",
                 type(algorithm).__name__,
-                max(self.sharing.versions),
+                max(self.synchronizer.versions),
             )
 
     # ------------------------------------------------------------------ figures
@@ -356,7 +358,7 @@ class Fit:
         Args:
             epoch: gives the epochs trained, with the fraction of the present one.
         """
-        self._meter = Meter(lambda: self.sharing.stats, self._waited, epoch)
+        self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch)
         return self._meter
 
     def take_figures(self) -> None:
@@ -365,7 +367,7 @@ class Fit:
             self._membership.board.post(self._collectives.rank, self._meter.read())
 
     def _waited(self) -> Waited:
-        stats = self.sharing.stats
+        stats = self.synchronizer.stats
         granted_s, others_s = self.data.waited_s
         sync_s = stats.sync_wait_s + self._collectives.waited_s + others_s
         return Waited(stats.wait_s, sync_s, granted_s)
@@ -383,7 +385,7 @@ class Fit:
         Returns:
             by key of the module's state.
         """
-        instead = self.sharing.catch_up() if self._writes_alone else {}
+        instead = self.synchronizer.catch_up() if self._writes_alone else {}
         if not instead:
             return {}
         names = {id(t): name for name, t in named_state(self._module).items()}
@@ -401,12 +403,12 @@ class Fit:
         mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
         workers = self._membership.gather_states(apply_to_collection(mine, Tensor, lambda t: t.detach().cpu()))
         is_writer = self._trainer.is_global_zero
-        servers = self.sharing.state() if is_writer else []
-        entry = entry_of(self.sharing.versions, self._config.algorithm_name, servers, workers)
+        servers = self.synchronizer.state() if is_writer else []
+        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
         data = self.data.state if is_writer else None
         if data is not None:
             if self._writes_alone:
-                self.data.in_checkpoint(data, self.sharing.caught_up)
+                self.data.in_checkpoint(data, self.synchronizer.caught_up)
             entry["data"] = data
-            self.data.as_if_equal(checkpoint["loops"]["fit_loop"])
+            self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

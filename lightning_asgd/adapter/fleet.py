@@ -21,14 +21,14 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.layout import Layout
-from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import supervisor
-from lightning_asgd.protocol import Part, Policy
+from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase
-from lightning_asgd.worker.failover_client import Recovery
-from lightning_asgd.worker.heartbeat import Heartbeat
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.failover_client import FailoverClient
+from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Membership", "leave_resting", "resting"]
 
@@ -58,7 +58,7 @@ class Membership:
     """Whether workers do. Then each of them comes to sync points by itself."""
 
     def __init__(
-        self, job: Job, config: ExchangeConfig, policy: Policy, board: Board, rank: int, world_size: int
+        self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
     ) -> None:
         self._job = job
         self._config = config
@@ -66,8 +66,8 @@ class Membership:
         self.board = board
         self._rank = rank
         self._world_size = world_size
-        self._heartbeat: Heartbeat | None = None
-        self._recovery: Recovery | None = None
+        self._heartbeat: HeartbeatThread | None = None
+        self._recovery: FailoverClient | None = None
         self._layouts = 0  # made in this session
         self._failed = False
         self._use(self._connect(job.session))
@@ -132,7 +132,7 @@ class Membership:
             overseer.on_worker_exit(self._report_exit)
         if self._watched:
             news = log.warning if self.rank == 0 else None
-            self._heartbeat = Heartbeat(self.client, self._policy.silence_s, news, self.board)
+            self._heartbeat = HeartbeatThread(self.client, self._policy.silence_s, news, self.board)
         self.collectives.barrier("join")
 
     def join_anew(self) -> None:
@@ -170,7 +170,7 @@ class Membership:
     # ------------------------------------------------------------------ a fit
 
     @property
-    def founder(self) -> bool:
+    def bootstraps(self) -> bool:
         """Whether nobody had trained in this session when this worker came."""
         return True
 
@@ -204,15 +204,15 @@ class Membership:
             resume: what the fit goes on from.
         """
 
-    def restore_servers(self, sharing: Sharing, part: Callable[[], Part | None]) -> None:
+    def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in restoring servers that are lost from now on, where workers can.
 
         Args:
-            sharing: what the worker shares through.
+            synchronizer: what the worker shares through.
             part: of the present epoch, if there is one.
         """
         if self._config.restorable and not self.alone:
-            self._recovery = Recovery(self.client, sharing, part, self._job.successor)
+            self._recovery = FailoverClient(self.client, synchronizer, part, self._job.successor)
 
     def check_goes_on(self) -> None:
         """Do not train on until the next exchange if the session was ended.

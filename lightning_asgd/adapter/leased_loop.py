@@ -389,7 +389,7 @@ class LeasedLoop:
         about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
         return {**about, "done": self.leases.done()}
 
-    def as_if_equal(self, loops: dict[str, Any]) -> None:
+    def to_ddp_counters(self, loops: dict[str, Any]) -> None:
         """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's.
 
         Args:

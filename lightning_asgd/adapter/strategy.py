@@ -33,14 +33,14 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.monitoring.meter import Meter
-from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.processes.supervisor import with_last_words
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import TRANSPORTS
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import agree, named_state
 
 __all__ = ["ASGDStrategy", "give_way"]
@@ -218,7 +218,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             "max_offline_steps": max_offline_steps,
             "snapshot_every_s": snapshot_every_s,
         }
-        self.board = Board()
+        self.board = MetricsBoard()
         self.stats = ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
         self._data = data
@@ -298,7 +298,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
             self.tree.reset_seed()
         trainer = self.lightning_module.trainer
-        self.board = Board(living=tuple(range(self.world_size)))
+        self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
         if not self._job.attaches:
             self._membership = Membership(*about, int(super().global_rank), self.world_size)
@@ -375,9 +375,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         membership = self._joined()
         about = {"split": self._data == "split", "measure": _is_monitored(trainer)}
         self._fit = Fit(trainer, membership, self.config, self._resume, **about)
-        self.stats, self.samples = self._fit.sharing.stats, []
+        self.stats, self.samples = self._fit.synchronizer.stats, []
         self.setup_optimizers(trainer)
-        if not membership.founder:
+        if not membership.bootstraps:
             follow_progress(trainer, membership.progress)
             membership.know_checkpoints(trainer)
         for optimizer in self.optimizers:
@@ -434,9 +434,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ training
 
     @property
-    def _sharing(self) -> Sharing | None:
+    def _synchronizer(self) -> Synchronizer | None:
         """What the worker shares through while it fits."""
-        return None if self._fit is None else self._fit.sharing
+        return None if self._fit is None else self._fit.synchronizer
 
     def on_train_start(self) -> None:
         """Let all stop where one does before the first epoch."""
@@ -454,7 +454,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Let the worker's own optimizer take its step, and count it."""
         if self._fit is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = super().optimizer_step(optimizer, self._fit.sharing.wrap(optimizer, closure), model, **kwargs)
+        output = super().optimizer_step(optimizer, self._fit.synchronizer.wrap(optimizer, closure), model, **kwargs)
         with with_last_words():
             self._fit.after_step()
         return output
@@ -618,7 +618,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
-        return self._membership is None or self._membership.founder
+        return self._membership is None or self._membership.bootstraps
 
 
 def give_way() -> None:

@@ -14,11 +14,11 @@ from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.undivided_data import FirstBatch, datasets_of, is_dealt
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.protocol import Part
+from lightning_asgd.protocol import LeaseHoldings
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["TrainingData"]
 
@@ -130,17 +130,17 @@ class TrainingData(Data):
         if self._undealt:
             self._first.compare(self._trainer, collectives)
 
-    def after_batch(self, sharing: Sharing, discard: Callable[[], None]) -> None:
+    def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
         """A batch has been trained: find out whether there is another one before all workers meet.
 
         Args:
-            sharing: what the worker shares through.
+            synchronizer: what the worker shares through.
             discard: forgets what was trained since the latest push.
         """
         if self._loop is not None:
-            steps = sharing.stats.steps
-            if self._loop.after_batch(steps, lambda: steps - sharing.unacknowledged, sharing.flush, discard):
-                sharing.begin()
+            steps = synchronizer.stats.steps
+            if self._loop.after_batch(steps, lambda: steps - synchronizer.unacknowledged, synchronizer.flush, discard):
+                synchronizer.begin()
 
     def before_next(self) -> None:
         """The last thing that is done with a batch."""
@@ -222,14 +222,14 @@ class TrainingData(Data):
                 state["done"] = found[1]  # not what others have pushed since
             state["done"] = merged(sorted([*state["done"], *self._loop.leases.own]))
 
-    def as_if_equal(self, loops: dict[str, Any]) -> None:
+    def to_ddp_counters(self, loops: dict[str, Any]) -> None:
         """Put the counts of batches into a checkpoint that a worker would have if all were equally fast.
 
         Args:
             loops: the state of the fit loop, changed in place.
         """
         if self._loop is not None:
-            self._loop.as_if_equal(loops)
+            self._loop.to_ddp_counters(loops)
 
     # ------------------------------------------------------------------ for exchanges, restorations and figures
 
@@ -253,7 +253,7 @@ class TrainingData(Data):
         if self._loop is not None:
             self._loop.leases.ask_ahead(seconds)
 
-    def part(self) -> Part | None:
+    def part(self) -> LeaseHoldings | None:
         """What this worker has of the present epoch."""
         return None if self._loop is None else self._loop.leases.part
 

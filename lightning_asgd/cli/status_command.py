@@ -11,7 +11,7 @@ from lightning_asgd.cli.console_tables import console, in_seconds, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lightning_asgd.protocol import Figures, View, WorkerView
+    from lightning_asgd.protocol import Status, WorkerMetrics, WorkerStatus
     from lightning_asgd.transports.transport import Transport
 
 __all__ = ["status", "tables"]
@@ -66,20 +66,20 @@ def _connect(server: str) -> tuple[Transport, str]:
     return registry.connect(run["transport"], [address], interface_of(local_address_towards(host))), run["run_id"]
 
 
-def _look(transport: Transport) -> View:
+def _look(transport: Transport) -> Status:
     from lightning_asgd.errors import ServerLostError
-    from lightning_asgd.protocol import Look, View
+    from lightning_asgd.protocol import Status, StatusRequest
 
     try:
-        answer: Any = transport.call(0, Look(), _ANSWER_S).wait()
+        answer: Any = transport.call(0, StatusRequest(), _ANSWER_S).wait()
     except RuntimeError as error:
         raise ServerLostError(f"Server 0 did not answer within {_ANSWER_S:g} s: {error}") from error
-    if not isinstance(answer, View):
+    if not isinstance(answer, Status):
         raise ServerLostError(f"Server 0 answered {answer}. Expected servers of the same version of lightning-asgd.")
     return answer
 
 
-def tables(run: str, view: View, before: View | None = None) -> RenderableType:
+def tables(run: str, view: Status, before: Status | None = None) -> RenderableType:
     """A run as people want to see it.
 
     Args:
@@ -108,13 +108,13 @@ def tables(run: str, view: View, before: View | None = None) -> RenderableType:
     return Group(made, *map(escape, view.news))
 
 
-def _figures(worker: WorkerView, before: WorkerView | None) -> list[str]:
+def _figures(worker: WorkerStatus, before: WorkerStatus | None) -> list[str]:
     from lightning_asgd.monitoring.metric_definitions import Window, measures
 
     steps = [f"{worker.trained}", in_seconds(worker.pace_s) if worker.pace_s else ""]
     if worker.figures is None:
         return [*steps, "", "", ""]
-    earlier: Figures | None = None if before is None else before.figures
+    earlier: WorkerMetrics | None = None if before is None else before.figures
     if earlier is None or earlier.began != worker.figures.began or earlier.at_s == worker.figures.at_s:
         window = Window(worker.figures)
     else:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["Meter", "Waited", "binned"]
@@ -95,12 +95,12 @@ class Meter:
         """
         return self._switch("data")
 
-    def read(self) -> Figures:
+    def read(self) -> WorkerMetrics:
         """The figures as of now."""
         now = self._switch(self._now)
         self._read_losses()
         waited, stats = self._standing, self._stats()
-        return Figures(
+        return WorkerMetrics(
             began=self._began,
             at_s=now - self._zero,
             epoch=self._epoch(),

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 
 __all__ = ["METRICS", "Metric", "Window", "Windows", "bars", "measures", "staleness"]
 
@@ -20,8 +20,8 @@ class Window:
         before: the earlier ones; those of the beginning by default.
     """
 
-    after: Figures
-    before: Figures = field(default_factory=Figures)
+    after: WorkerMetrics
+    before: WorkerMetrics = field(default_factory=WorkerMetrics)
 
     @property
     def seconds(self) -> float:
@@ -29,7 +29,7 @@ class Window:
         return self.after.at_s - self.before.at_s
 
     def of(self, *names: str) -> float:
-        """By how much sums have grown: fields of :class:`Figures`, all added up."""
+        """By how much sums have grown: fields of :class:`WorkerMetrics`, all added up."""
         return float(sum(getattr(self.after, name) - getattr(self.before, name) for name in names))
 
     def per_s(self, *names: str) -> float:
@@ -138,14 +138,14 @@ class Windows:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._figures: dict[int, deque[Figures]] = {}
+        self._figures: dict[int, deque[WorkerMetrics]] = {}
 
-    def update(self, figures: Mapping[int, Figures]) -> None:
+    def update(self, figures: Mapping[int, WorkerMetrics]) -> None:
         """Take notice of figures, by worker; where they are not new the worker's window stays."""
         for worker, new in figures.items():
             known = self._figures.get(worker)
             if known is None or known[-1].began != new.began:  # it has begun, perhaps anew
-                known = self._figures[worker] = deque([Figures(began=new.began)])
+                known = self._figures[worker] = deque([WorkerMetrics(began=new.began)])
             if new.at_s > known[-1].at_s:
                 known.append(new)
             while len(known) > 2 and new.at_s - known[1].at_s >= self._seconds:
@@ -157,8 +157,8 @@ class Windows:
         return {worker: Window(figures[-1], figures[0]) for worker, figures in known.items()}
 
 
-def staleness(figures: Iterable[Figures]) -> dict[int, int]:
-    """Updates of all workers by staleness; see :attr:`Figures.staleness`."""
+def staleness(figures: Iterable[WorkerMetrics]) -> dict[int, int]:
+    """Updates of all workers by staleness; see :attr:`WorkerMetrics.staleness`."""
     counts: Counter[int] = Counter()
     for each in figures:
         counts.update(each.staleness)
@@ -169,7 +169,7 @@ def bars(histogram: Mapping[int, int]) -> tuple[list[int], list[int]]:
     """A histogram's bins, those that nothing fell into included.
 
     Args:
-        histogram: counts by the smallest number of a bin; see :attr:`Figures.staleness`.
+        histogram: counts by the smallest number of a bin; see :attr:`WorkerMetrics.staleness`.
 
     Returns:
         counts, and one edge more than counts.

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 
-__all__ = ["FILE", "Entry", "Fit", "Journal", "find", "read"]
+__all__ = ["FILE", "Entry", "Fit", "MetricLog", "find", "read"]
 
 log = logging.getLogger(__name__)
 
 FILE = "asgd.jsonl"
 _UPLOAD_S = 60.0  # between two uploads, at least
 _SHARE = 20  # uploads take at most a twentieth of the time
-_FIELDS = {f.name for f in fields(Figures)}
+_FIELDS = {f.name for f in fields(WorkerMetrics)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Entry:
     at_s: float
     step: int
     living: tuple[int, ...]
-    figures: dict[int, Figures]
+    figures: dict[int, WorkerMetrics]
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Fit:
     end: str = ""
 
     @property
-    def last(self) -> dict[int, Figures]:
+    def last(self) -> dict[int, WorkerMetrics]:
         """The final figures of every worker that ever was."""
         return self.entries[-1].figures if self.entries else {}
 
 
-class Journal:
+class MetricLog:
     """Writes the file.
 
     Args:
@@ -234,7 +234,7 @@ def read(path: str | Path) -> list[Fit]:
     """The fits of a file, in the order in which they began; those without any figures are left out.
 
     Raises:
-        ConfigurationError: a line is none that :class:`Journal` writes; or there are no figures.
+        ConfigurationError: a line is none that :class:`MetricLog` writes; or there are no figures.
     """
     fits: list[Fit] = []
     lines = _text(path).splitlines()
@@ -271,7 +271,7 @@ def _take(line: dict[str, Any], fits: list[Fit]) -> None:
         fits[-1].end = line["how"]
 
 
-def _figures(values: dict[str, Any]) -> Figures:
+def _figures(values: dict[str, Any]) -> WorkerMetrics:
     known = {name: value for name, value in values.items() if name in _FIELDS}  # a newer version may write more
     known["staleness"] = {int(start): count for start, count in known.get("staleness", {}).items()}
-    return Figures(**known)
+    return WorkerMetrics(**known)

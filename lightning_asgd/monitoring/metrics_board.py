@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 
-__all__ = ["Board"]
+__all__ = ["MetricsBoard"]
 
 
 @dataclass
-class Board:
+class MetricsBoard:
     """The latest figures of the workers, as far as this one knows: by heartbeats, and from sync points.
 
     The heartbeat's thread and the training thread both write to it. Each figure replaces another as a whole.
@@ -21,16 +21,16 @@ class Board:
         living: workers that take part.
     """
 
-    mine: Figures | None = None
+    mine: WorkerMetrics | None = None
     living: tuple[int, ...] = ()
-    _latest: dict[int, Figures] = field(default_factory=dict)
+    _latest: dict[int, WorkerMetrics] = field(default_factory=dict)
 
-    def post(self, worker: int, mine: Figures) -> None:
+    def post(self, worker: int, mine: WorkerMetrics) -> None:
         """Put this worker's own there."""
         self.mine = mine
         self._latest[worker] = mine
 
-    def hear(self, figures: Mapping[int, Figures | None], living: Iterable[int]) -> None:
+    def hear(self, figures: Mapping[int, WorkerMetrics | None], living: Iterable[int]) -> None:
         """Take notice of workers' figures; of two of the same worker, the later ones stay."""
         self.living = tuple(sorted(living))
         for worker, new in figures.items():
@@ -39,6 +39,6 @@ class Board:
                 self._latest[worker] = new
 
     @property
-    def figures(self) -> dict[int, Figures]:
+    def figures(self) -> dict[int, WorkerMetrics]:
         """Figures by worker."""
         return dict(sorted(self._latest.items()))

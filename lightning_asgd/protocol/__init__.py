@@ -6,28 +6,28 @@ Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightni
 
 from __future__ import annotations
 
-from lightning_asgd.protocol.collective_messages import Contribution, Meeting, Pickled, Place
-from lightning_asgd.protocol.lease_messages import Claim, Epoch, Grant, OpenEpoch, Part
-from lightning_asgd.protocol.metric_messages import Figures, Look, View, WorkerView
-from lightning_asgd.protocol.recovery_messages import Held, Offer, Settled
+from lightning_asgd.protocol.collective_messages import Contribution, Pickled, Place, SyncReport
+from lightning_asgd.protocol.lease_messages import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.protocol.metric_messages import Status, StatusRequest, WorkerMetrics, WorkerStatus
+from lightning_asgd.protocol.recovery_messages import ReplayDone, ReplicaState, StateReport
 from lightning_asgd.protocol.session_messages import (
-    FOUNDED,
+    BOOTSTRAPPED,
     PROTOCOL,
     Attach,
     Attached,
-    Beat,
-    Beaten,
+    DisconnectWatch,
     Failure,
+    Heartbeat,
+    HeartbeatReply,
     Join,
     Joined,
     Leave,
-    Note,
     Policy,
-    Watch,
+    RunMetadata,
 )
 from lightning_asgd.protocol.update_messages import (
     Exchange,
-    Initialise,
+    InitShard,
     LayerGradient,
     Reply,
     Samples,
@@ -37,41 +37,41 @@ from lightning_asgd.protocol.update_messages import (
 )
 
 __all__ = [
-    "FOUNDED",
+    "BOOTSTRAPPED",
     "PROTOCOL",
     "Attach",
     "Attached",
-    "Beat",
-    "Beaten",
-    "Claim",
     "Contribution",
+    "DisconnectWatch",
     "Epoch",
     "Exchange",
     "Failure",
-    "Figures",
-    "Grant",
-    "Held",
-    "Initialise",
+    "Heartbeat",
+    "HeartbeatReply",
+    "InitShard",
     "Join",
     "Joined",
     "LayerGradient",
+    "LeaseGrant",
+    "LeaseHoldings",
+    "LeaseRequest",
     "Leave",
-    "Look",
-    "Meeting",
-    "Note",
-    "Offer",
     "OpenEpoch",
-    "Part",
     "Pickled",
     "Place",
     "Policy",
+    "ReplayDone",
+    "ReplicaState",
     "Reply",
+    "RunMetadata",
     "Samples",
-    "Settled",
     "ShardState",
     "SharedRef",
-    "View",
-    "Watch",
-    "WorkerView",
+    "StateReport",
+    "Status",
+    "StatusRequest",
+    "SyncReport",
+    "WorkerMetrics",
+    "WorkerStatus",
     "nbytes",
 ]

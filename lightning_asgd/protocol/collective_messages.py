@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_asgd.protocol.metric_messages import Figures
+from lightning_asgd.protocol.metric_messages import WorkerMetrics
 
-__all__ = ["Contribution", "Meeting", "Pickled", "Place"]
+__all__ = ["Contribution", "Pickled", "Place", "SyncReport"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SyncReport:
     """What a worker says at a sync point.
 
     Attributes:
@@ -55,7 +55,7 @@ class Meeting:
     should_stop: bool
     grown: bool
     checkpoints: list[Any]
-    figures: Figures | None = None
+    figures: WorkerMetrics | None = None
     versions: tuple[int, ...] | None = None
     place: Place | None = None
     trained: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = ["Claim", "Epoch", "Grant", "OpenEpoch", "Part"]
+__all__ = ["Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Part:
+class LeaseHoldings:
     """A worker's part of the present epoch.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
 class OpenEpoch:
     """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
 
-    Where workers meet, the first claim begins it: see :class:`Claim`.
+    Where workers meet, the first claim begins it: see :class:`LeaseRequest`.
 
     Attributes:
         session: session of the worker.
@@ -74,7 +74,7 @@ class OpenEpoch:
 
 
 @dataclass(frozen=True)
-class Claim:
+class LeaseRequest:
     """A worker asks for units of the present epoch.
 
     Attributes:
@@ -85,7 +85,7 @@ class Claim:
         trained: units that the worker has trained in it since it began, or came back.
         applied: those of them whose updates the servers have.
         pace: seconds that a unit takes it; 0 if it does not know yet.
-        trip: seconds in which it is answered.
+        rtt_s: seconds in which it is answered.
         flush: seconds in which it pushes what is left when it has trained all that it was granted.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
         stop: whether it wants no more, and gives back what it has not trained.
@@ -103,7 +103,7 @@ class Claim:
     trained: int
     applied: int
     pace: float
-    trip: float = 0.0
+    rtt_s: float = 0.0
     flush: float = 0.0
     wait: bool = False
     stop: bool = False
@@ -113,8 +113,8 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Grant:
-    """Answer to :class:`Claim`.
+class LeaseGrant:
+    """Answer to :class:`LeaseRequest`.
 
     Attributes:
         first: number of the first unit granted.
@@ -127,7 +127,7 @@ class Grant:
         final: whether there is probably nothing more for this worker in the segment: when it has trained this it pushes
             the rest, and waits.
         halted: whether the segment is over since a worker has halted the epoch.
-        terms: see :class:`Reply`.
+        incarnations: see :class:`Reply`.
         left: see :class:`Reply`.
     """
 
@@ -139,5 +139,5 @@ class Grant:
     void: bool = False
     final: bool = False
     halted: bool = False
-    terms: dict[int, int] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = ["Figures", "Look", "View", "WorkerView"]
+__all__ = ["Status", "StatusRequest", "WorkerMetrics", "WorkerStatus"]
 
 
 @dataclass(frozen=True)
-class Figures:
+class WorkerMetrics:
     """What a worker has done in a fit until now.
 
     Rates are differences of two; see :mod:`lightning_asgd.monitoring.metric_definitions`.
@@ -71,14 +71,14 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What is going on? Anybody may ask the coordinator, who need not take part. Answered with :class:`View`."""
+class StatusRequest:
+    """What is going on? Anybody may ask the coordinator, who need not take part. Answered with :class:`Status`."""
 
     urgent: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class WorkerView:
+class WorkerStatus:
     """What the coordinator knows of a worker.
 
     Attributes:
@@ -97,11 +97,11 @@ class WorkerView:
     silent_s: float
     pace_s: float
     trained: int
-    figures: Figures | None = None
+    figures: WorkerMetrics | None = None
 
 
 @dataclass(frozen=True)
-class View:
+class Status:
     """What a server knows of its session.
 
     Attributes:
@@ -123,5 +123,5 @@ class View:
     epoch: int | None = None
     done: int = 0
     steps: int = 0
-    workers: tuple[WorkerView, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
     news: tuple[str, ...] = ()

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.protocol.lease_messages import Part
+from lightning_asgd.protocol.lease_messages import LeaseHoldings
 
-__all__ = ["Held", "Offer", "Settled"]
+__all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicaState:
     """What a worker has of a shard whose server was lost.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Offer:
+class StateReport:
     """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
 
     Attributes:
@@ -43,25 +43,25 @@ class Offer:
         shards: what it holds, per fragment.
         answered: number of its latest collective that was answered.
         part: of the present epoch, if there is one.
-        term: how often the lost server had declared this worker away when it joined last.
-        terms: see :class:`Reply`, as far as this worker knows.
+        incarnation: how often the lost server had declared this worker away when it joined last.
+        incarnations: see :class:`Reply`, as far as this worker knows.
         left: likewise.
-        notes: the last of every :class:`Note` that it knows, for the coordinator.
+        notes: the last of every :class:`RunMetadata` that it knows, for the coordinator.
     """
 
     session: str
     worker: int
-    shards: tuple[Held, ...]
+    shards: tuple[ReplicaState, ...]
     answered: int = 0
-    part: Part | None = None
-    term: int = 0
-    terms: dict[int, int] = field(default_factory=dict)
+    part: LeaseHoldings | None = None
+    incarnation: int = 0
+    incarnations: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Settled:
+class ReplayDone:
     """A worker has sent again what the weights do not hold. Answered when all have.
 
     Attributes:

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lightning_asgd.protocol.metric_messages import Figures
+from lightning_asgd.protocol.metric_messages import WorkerMetrics
 
 __all__ = [
-    "FOUNDED",
+    "BOOTSTRAPPED",
     "PROTOCOL",
     "Attach",
     "Attached",
-    "Beat",
-    "Beaten",
+    "DisconnectWatch",
     "Failure",
+    "Heartbeat",
+    "HeartbeatReply",
     "Join",
     "Joined",
     "Leave",
-    "Note",
     "Policy",
-    "Watch",
+    "RunMetadata",
 ]
 
-FOUNDED = "founded"
-"""Name of the :class:`Note` that says that a run has weights."""
+BOOTSTRAPPED = "founded"
+"""Name of the :class:`RunMetadata` that says that a run has weights."""
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -82,11 +82,11 @@ class Joined:
 
     Attributes:
         pid: the server's process.
-        term: how often this worker was declared away.
+        incarnation: how often this worker was declared away.
     """
 
     pid: int
-    term: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,27 +114,27 @@ class Attached:
 
     Attributes:
         worker: the worker's number, which no other has had or will have.
-        founder: whether the run has no weights yet: this worker brings them, and the others wait for that.
-        notes: what the workers have told each other: see :class:`Note`.
+        bootstraps: whether the run has no weights yet: this worker brings them, and the others wait for that.
+        notes: what the workers have told each other: see :class:`RunMetadata`.
         heard: number of news that were there before.
         chief: the worker that logs and writes checkpoints.
     """
 
     worker: int
-    founder: bool
+    bootstraps: bool
     notes: dict[str, Any]
     heard: int = 0
     chief: int = 0
 
 
 @dataclass(frozen=True)
-class Note:
+class RunMetadata:
     """What the workers of a run tell each other, and those who come later. The latest word counts.
 
     Attributes:
         session: name of the run.
         worker: number of the sender.
-        name: what it is about; :data:`FOUNDED` is the one that servers heed.
+        name: what it is about; :data:`BOOTSTRAPPED` is the one that servers heed.
         value: a plain value, or an object as :class:`Pickled`; None to ask only.
         first: whether what was said before counts, if anything was.
     """
@@ -147,7 +147,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life, sent a few times within :attr:`Policy.silence_s`.
 
     Attributes:
@@ -162,12 +162,12 @@ class Beat:
     session: str
     worker: int
     heard: int = 0
-    figures: Figures | None = None
+    figures: WorkerMetrics | None = None
 
 
 @dataclass(frozen=True)
-class Beaten:
-    """Answer to :class:`Beat`.
+class HeartbeatReply:
+    """Answer to :class:`Heartbeat`.
 
     Attributes:
         news: what became of workers since the last time, for people.
@@ -176,23 +176,23 @@ class Beaten:
         chief: the worker that logs and writes checkpoints.
         holding: where workers come and go, those that hold the weights.
         admitted: the highest number that one of them was given.
-        lapsed: whether the sender must join again before it trains.
+        fenced: whether the sender must join again before it trains.
         needed: number of the first collective that somebody who is away may still ask for: what it came to is to be
             told again if this server is lost.
     """
 
     news: tuple[str, ...] = ()
     living: tuple[int, ...] = ()
-    figures: dict[int, Figures] = field(default_factory=dict)
+    figures: dict[int, WorkerMetrics] = field(default_factory=dict)
     chief: int = 0
     holding: tuple[int, ...] = ()
     admitted: int = 0
-    lapsed: bool = False
+    fenced: bool = False
     needed: int = 0
 
 
 @dataclass(frozen=True)
-class Watch:
+class DisconnectWatch:
     """Answered when the session ends; if the server is lost before, the worker learns of it at once.
 
     Attributes:

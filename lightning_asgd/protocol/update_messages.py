@@ -13,7 +13,7 @@ from lightning_asgd.stats import Verdict
 
 __all__ = [
     "Exchange",
-    "Initialise",
+    "InitShard",
     "LayerGradient",
     "Reply",
     "Samples",
@@ -45,7 +45,7 @@ class SharedRef:
 
 
 @dataclass(frozen=True)
-class Initialise:
+class InitShard:
     """Lay out a server's shard (every worker) and fill it (the first worker).
 
     Attributes:
@@ -144,7 +144,7 @@ class Reply:
         pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
         epoch: the epoch that ``done`` is about: that of the message, or in a run whose workers come and go the latest.
         done: ranges of units of it whose updates the weights hold.
-        terms: how often each worker was declared away; those that never were are left out.
+        incarnations: how often each worker was declared away; those that never were are left out.
         left: workers that are gone, and why.
         stopped: number of the collective in which a worker waits that trains no more; 0 if there is none.
     """
@@ -158,7 +158,7 @@ class Reply:
     pushes: dict[int, int] = field(default_factory=dict)
     epoch: str = ""
     done: tuple[tuple[int, int], ...] = ()
-    terms: dict[int, int] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
     stopped: int = 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 
 __all__ = ["STATES", "Curves"]
 
@@ -25,7 +25,7 @@ STATES = {
     "waiting at sync points": "sync_wait_s",
     "waiting for data": "data_wait_s",
 }
-"""What a training thread does, and the field of :class:`Figures` that tells for how long."""
+"""What a training thread does, and the field of :class:`WorkerMetrics` that tells for how long."""
 
 Array = Any
 """A NumPy array of float64, of shape ``(parts,)`` unless something else is said."""
@@ -58,7 +58,7 @@ class Curves:
         """How large a sum is at every edge, shape ``(parts + 1,)``.
 
         Args:
-            name: a field of :class:`Figures`.
+            name: a field of :class:`WorkerMetrics`.
             workers: added up; None for all.
         """
         total = np.zeros_like(self.edges)
@@ -97,9 +97,9 @@ class Curves:
         return self.middles[known], ((samples[:-1] + samples[1:]) / 2)[known], mean
 
 
-def _lives(fit: Fit, worker: int) -> list[tuple[float, list[Figures]]]:
+def _lives(fit: Fit, worker: int) -> list[tuple[float, list[WorkerMetrics]]]:
     """A worker's figures, a list for every time that it began, with the second at which that was."""
-    lives: dict[float, tuple[float, list[Figures]]] = {}
+    lives: dict[float, tuple[float, list[WorkerMetrics]]] = {}
     for entry in fit.entries:
         figures = entry.figures.get(worker)
         if figures is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_asgd.monitoring.metric_definitions import Window, measures
 from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.protocol import Figures
+from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.report.pictures import draw
 
 __all__ = ["write"]
@@ -151,7 +151,7 @@ def _figure(name: str, png: bytes) -> str:
     return f'<h2>{title}</h2><figure><figcaption>{caption}</figcaption><img alt="{title}" src="{source}"></figure>'
 
 
-def _workers(figures: dict[int, Figures]) -> str:
+def _workers(figures: dict[int, WorkerMetrics]) -> str:
     rows = [[f"worker {worker}", *_cells([Window(each)])] for worker, each in figures.items()]
     rows.append(["all", *_cells([Window(each) for each in figures.values()])])
     return _table(["", *_COLUMNS], rows, "workers")

@@ -25,7 +25,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.protocol import Contribution, Figures, Policy
+from lightning_asgd.protocol import Contribution, Policy, WorkerMetrics
 
 __all__ = ["Coordinator", "Delivery"]
 
@@ -89,14 +89,14 @@ class Coordinator:
     away: dict[int, str] = field(default_factory=dict)  # silent, and why nobody waits for them
     joined: set[int] = field(default_factory=set)
     behind: set[int] = field(default_factory=set)  # back, but with collectives to catch up on
-    lapsed: set[int] = field(default_factory=set)  # were away, and must not train before they have joined again
-    terms: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
+    fenced: set[int] = field(default_factory=set)  # were away, and must not train before they have joined again
+    incarnations: dict[int, int] = field(default_factory=dict)  # how often a worker was declared away
     news: list[str] = field(default_factory=list)  # for people
     admitted: int = 0  # the highest number that was given
     unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
     about: dict[int, str] = field(default_factory=dict)  # what workers that came by themselves are, for people
     aborted: str = ""  # why the session is over
-    figures: dict[int, Figures] = field(default_factory=dict)  # the latest of each worker that takes any
+    figures: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
     _operations: dict[int, _Operation] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Coordinator:
     @property
     def trusted(self) -> set[int]:
         """Those of the living who may train."""
-        return self.living - self.lapsed
+        return self.living - self.fenced
 
     @property
     def stopped(self) -> int:
@@ -145,7 +145,7 @@ class Coordinator:
     @property
     def membership(self) -> tuple[frozenset[int], ...]:
         """To find out by whether anything has changed about it."""
-        return frozenset(self.living), frozenset(self.behind), frozenset(self.lapsed)
+        return frozenset(self.living), frozenset(self.behind), frozenset(self.fenced)
 
     @property
     def _awaited(self) -> set[int]:
@@ -163,7 +163,7 @@ class Coordinator:
             raise WorkerLostError(self.aborted)
         if worker in self.left:  # what it asked for before may come after that
             raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker] or 'it had left'}).")
-        if worker in self.lapsed or worker in self.away:
+        if worker in self.fenced or worker in self.away:
             reason = self.away.get(worker, "was away")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
 
@@ -207,7 +207,7 @@ class Coordinator:
                 f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
             )
         self.joined.add(worker)
-        self.lapsed.discard(worker)
+        self.fenced.discard(worker)
         self._heard[worker] = now
         if self.away.pop(worker, None) is not None:
             if any(worker in missed.absent for missed in self._missed.values()):
@@ -230,20 +230,22 @@ class Coordinator:
             self._heard[worker] = now + _TOLD_S
         self.admitted = max(self.admitted, admitted + _UNHEARD)
 
-    def resume(self, answered: int, terms: dict[int, int], lapsed: set[int]) -> None:
+    def resume(self, answered: int, incarnations: dict[int, int], fenced: set[int]) -> None:
         """Go on where this one's predecessor was lost.
 
         Args:
             answered: number of the latest collective that anybody was answered. Some may not have been: all make it
                 again. What earlier ones came to workers tell, as far as somebody who was not there needs it.
-            terms: how often workers were declared away.
-            lapsed: those who do not know it yet.
+            incarnations: how often workers were declared away.
+            fenced: those who do not know it yet.
         """
         # Whom this one has declared away meanwhile, and who does not know, the next one must not take for one that was
         # there.
-        own = {worker: term for worker, term in self.terms.items() if worker in self.lapsed}
-        self.terms = {worker: terms.get(worker, 0) + own.get(worker, 0) for worker in {*terms, *own}}
-        self.lapsed |= lapsed
+        own = {worker: incarnation for worker, incarnation in self.incarnations.items() if worker in self.fenced}
+        self.incarnations = {
+            worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
+        }
+        self.fenced |= fenced
         self._forgotten = max(0, answered - 1)
         self.news.append("A server was lost, and restored from what the workers hold.")
 
@@ -387,8 +389,8 @@ class Coordinator:
         for worker in sorted(silent):
             reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
             self.away[worker] = f"{reason}, so the others went on without it"
-            self.lapsed.add(worker)
-            self.terms[worker] = self.terms.get(worker, 0) + 1
+            self.fenced.add(worker)
+            self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
             self.behind.discard(worker)
             if self.index > 0:
                 continue  # the first server says what follows
@@ -401,7 +403,7 @@ class Coordinator:
         self.left[worker] = reason
         self.away.pop(worker, None)
         self.behind.discard(worker)
-        self.lapsed.discard(worker)
+        self.fenced.discard(worker)
         self.unheard.discard(worker)
         for seq in list(self._missed):
             self._caught_up(worker, seq)

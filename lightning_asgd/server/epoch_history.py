@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, Part
+from lightning_asgd.protocol import Epoch, LeaseHoldings
 from lightning_asgd.server.lease_table import Leases
 
 __all__ = ["Epochs", "Ranges"]
@@ -111,7 +111,7 @@ class Epochs:
             self._fit = epoch.fit
             self._keep(epoch, None, 0.0)
 
-    def restore(self, parts: Mapping[int, Part], held: Mapping[str, Ranges]) -> None:
+    def restore(self, parts: Mapping[int, LeaseHoldings], held: Mapping[str, Ranges]) -> None:
         """Go on from what workers tell, where the server that granted was lost.
 
         Args:

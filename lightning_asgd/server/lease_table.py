@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Claim, Epoch, Grant, Part
+from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.ranges import common, merged
 
 __all__ = ["Leases"]
@@ -32,7 +32,7 @@ _MANY = 4.0
 _SOONER = 0.85
 
 
-Answer = tuple[Claim, Grant | None]
+Answer = tuple[LeaseRequest, LeaseGrant | None]
 """What a claim came to; None: its worker is away, and has lost what it held."""
 
 
@@ -46,13 +46,13 @@ class _Worker:
     applied: int = 0
     pace: float = 0.0  # seconds per unit; 0 if unknown
     size: int = 0  # units per step; 0 if unknown
-    trip: float = 0.0  # seconds in which it is answered
+    rtt_s: float = 0.0  # seconds in which it is answered
     flush: float = 0.0  # seconds in which it pushes the rest, once it has nothing left to train
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
     stopped: bool = False
-    waiting: Claim | None = None
+    waiting: LeaseRequest | None = None
 
     def backlog(self, now: float, pace: float) -> float:
         """Seconds until it has probably trained what it holds. One that is overdue may need as long again."""
@@ -84,7 +84,7 @@ class Leases:
         if before is not None:
             for number, w in (before._expected | before._workers).items():
                 if number in before._living:
-                    self._expected[number] = _Worker(pace=w.pace, size=w.size, trip=w.trip, flush=w.flush, at=now)
+                    self._expected[number] = _Worker(pace=w.pace, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now)
         self._free: list[tuple[int, int]] = []
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
@@ -167,7 +167,7 @@ class Leases:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
 
-    def rejoin(self, number: int, part: Part) -> None:
+    def rejoin(self, number: int, part: LeaseHoldings) -> None:
         """Take a worker's word for what it was granted, where the coordinator that did it was lost."""
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
@@ -185,7 +185,7 @@ class Leases:
         if worker is not None:
             self._apply(worker, units)
 
-    def claim(self, claim: Claim, now: float) -> list[Answer]:
+    def claim(self, claim: LeaseRequest, now: float) -> list[Answer]:
         """Grant units to a worker.
 
         Args:
@@ -200,17 +200,17 @@ class Leases:
             raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
-        worker.trip, worker.flush, worker.size = claim.trip, claim.flush, claim.size
+        worker.rtt_s, worker.flush, worker.size = claim.rtt_s, claim.flush, claim.size
         answers: list[Answer] = []
         if worker.waiting is not None:
-            answers.append((worker.waiting, Grant()))  # nobody waits for that answer any more
+            answers.append((worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
         self._halted |= claim.halt
         if claim.stop:
             self._give_back(worker, trained_too=False)
-            answers.append((claim, Grant(over=True, progress=self._progress(now))))
+            answers.append((claim, LeaseGrant(over=True, progress=self._progress(now))))
         answers += self.retry(now)
         if worker.waiting is claim and not claim.wait:
             worker.waiting = None
@@ -240,7 +240,7 @@ class Leases:
                     again = True
         return answers
 
-    def _answer(self, number: int, worker: _Worker, claim: Claim, now: float) -> Grant | None:
+    def _answer(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant | None:
         """What a worker that waits is granted; None if it is to wait on."""
         first, last = self._choose(number, worker, claim, now)
         if first < last:
@@ -256,7 +256,7 @@ class Leases:
 
     # ------------------------------------------------------------------ choosing
 
-    def _choose(self, number: int, worker: _Worker, claim: Claim, now: float) -> tuple[int, int]:
+    def _choose(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> tuple[int, int]:
         """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
         units = self._units_for(number, worker, claim.segment, now)
         if units == 0:
@@ -305,8 +305,8 @@ class Leases:
         if faster and not self._all_wait and through > _SOONER * _through(faster, left):
             return 0
         share = max(0.0, _through([*loads, (mine, worker.pace, worker.size)], left) - mine) / worker.pace
-        units = max(share / 2, min(share, worker.trip / worker.pace))  # enough until the next answer
-        units = min(units, max(_CHUNK_S, _TRIPS * worker.trip) / worker.pace)
+        units = max(share / 2, min(share, worker.rtt_s / worker.pace))  # enough until the next answer
+        units = min(units, max(_CHUNK_S, _TRIPS * worker.rtt_s) / worker.pace)
         return max(1, int(units / worker.size))
 
     def _others(self, number: int) -> list[_Worker]:
@@ -338,12 +338,12 @@ class Leases:
 
     def _grant(
         self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False, final: bool = False
-    ) -> Grant:
+    ) -> LeaseGrant:
         rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
-        return Grant(first, last, over, self._progress(now), ratio, final=final)
+        return LeaseGrant(first, last, over, self._progress(now), ratio, final=final)
 
-    def _in_vain(self, worker: _Worker, claim: Claim, now: float) -> Grant:
+    def _in_vain(self, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant:
         """A batch to train that counts for nothing."""
         worker.served, end = claim.segment, self.epoch.ends[claim.segment]
         begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0

@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     remembered = None if snapshots is None else snapshots.read
     service = Service(run=settings.run, succeeds=arguments.succeeds, remembered=remembered)
     if not arguments.succeeds:
-        service.revive(arguments.server)
+        service.restore_from_snapshot(arguments.server)
     try:
         address, stop = registry.serve(settings.transport, service.handle, arguments.name, settings.interface)
     except NetworkDownError:

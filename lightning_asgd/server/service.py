@@ -18,33 +18,33 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.protocol import (
-    FOUNDED,
+    BOOTSTRAPPED,
     PROTOCOL,
     Attach,
     Attached,
-    Beat,
-    Beaten,
-    Claim,
     Contribution,
+    DisconnectWatch,
     Epoch,
     Exchange,
     Failure,
-    Figures,
-    Grant,
-    Initialise,
+    Heartbeat,
+    HeartbeatReply,
+    InitShard,
     Join,
     Joined,
     LayerGradient,
+    LeaseGrant,
+    LeaseRequest,
     Leave,
-    Look,
-    Note,
-    Offer,
     OpenEpoch,
+    ReplayDone,
+    RunMetadata,
     Samples,
-    Settled,
     ShardState,
-    View,
-    Watch,
+    StateReport,
+    Status,
+    StatusRequest,
+    WorkerMetrics,
 )
 from lightning_asgd.server.coordinator import Coordinator, Delivery
 from lightning_asgd.server.epoch_history import Epochs, Ranges
@@ -52,7 +52,7 @@ from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.shard import Due, Shard
 from lightning_asgd.server.snapshot_store import Snapshot
-from lightning_asgd.server.state_recovery import Restoration
+from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.server.status_report import view
 from lightning_asgd.server.update_buffers import Buffers
 
@@ -102,27 +102,29 @@ class Service:
         self._waiting: dict[tuple[int, int], Future[Any]] = {}
         self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
         # Messages that have no answer yet, by identity.
-        self._held: dict[int, tuple[Exchange | LayerGradient | Claim | Offer | Settled, Future[Any]]] = {}
+        self._held: dict[
+            int, tuple[Exchange | LayerGradient | LeaseRequest | StateReport | ReplayDone, Future[Any]]
+        ] = {}
         self._watching: list[Future[Any]] = []
-        self._restoration: Restoration | None = None
+        self._restoration: StateRecovery | None = None
         self._early: list[tuple[Exchange, Future[Any]]] = []  # what is to be answered when that is through
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Attach: self._attach,
-            Note: self._note,
+            RunMetadata: self._note,
             Join: self._join,
-            Beat: self._beat,
-            Initialise: self._initialise,
+            Heartbeat: self._beat,
+            InitShard: self._initialise,
             Exchange: self._exchange,
             LayerGradient: self._average,
             Contribution: self._contribute,
             OpenEpoch: self._open_epoch,
-            Claim: self._claim,
+            LeaseRequest: self._claim,
             Leave: self._leave,
-            Watch: self._watch,
-            Offer: self._offer,
-            Settled: self._settle,
+            DisconnectWatch: self._watch,
+            StateReport: self._offer,
+            ReplayDone: self._settle,
             Samples: self._samples,
-            Look: self._look,
+            StatusRequest: self._look,
             ShardState: self._state,
         }
 
@@ -133,7 +135,7 @@ class Service:
             the answer, a :class:`Failure`, or a future of either. Never raises for what a message can cause.
         """
         with self._lock:
-            self._changed = self._changed or not isinstance(message, Look)
+            self._changed = self._changed or not isinstance(message, StatusRequest)
             return self._handle(message)
 
     def _handle(self, message: Any) -> Any:
@@ -205,7 +207,7 @@ class Service:
             coordinator, shards = self._coordinator, self._shards
             if coordinator is None or self._to_be_restored or not all(s.initialised for s in shards.values()):
                 return None
-            if not shards or (self._run and coordinator.index == 0 and FOUNDED not in self._notes):
+            if not shards or (self._run and coordinator.index == 0 and BOOTSTRAPPED not in self._notes):
                 return None
             if not self._changed:
                 return None  # the one before is as good
@@ -234,7 +236,7 @@ class Service:
             if self._coordinator is not None:
                 self._coordinator.news.append(what)
 
-    def revive(self, server: int) -> bool:
+    def restore_from_snapshot(self, server: int) -> bool:
         """Go on from what the server with this number wrote down last, without the workers that it had.
 
         Returns:
@@ -252,7 +254,9 @@ class Service:
         coordinator.news.append(f"Server {server} goes on from its snapshot, version {snapshot.version}.")
         self._to_be_restored, self._restoration = False, None
         self._notes = {**snapshot.notes, **self._notes}
-        self._shards = {n: Shard.revive(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
+        self._shards = {
+            n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()
+        }
         self._epochs.remember(snapshot.epochs)
         self._meet(coordinator)
         self._take_up_early()
@@ -277,23 +281,23 @@ class Service:
 
     def _let_in(self) -> None:
         """Answer the workers that have come, if the run has weights; else have one of them bring its own."""
-        founded = FOUNDED in self._notes
+        founded = BOOTSTRAPPED in self._notes
         if self._to_be_restored and not founded:
             self._turn_away()  # what the run is, its workers will tell
             return
         waiting, self._arriving = self._arriving, []
         for message, future in waiting:
             coordinator = self._coordinator = self._coordinator or Coordinator(message.session, 0, message.policy)
-            founder = not founded and self._founder not in coordinator.living
-            if not founded and not founder:
+            bootstraps = not founded and self._founder not in coordinator.living
+            if not founded and not bootstraps:
                 self._arriving.append((message, future))
                 continue
             worker = coordinator.admit(message.about, self._clock())
-            if founder:
+            if bootstraps:
                 self._founder = worker
             self._meet(coordinator)
             news, chief = len(coordinator.news), coordinator.chief
-            future.set_result(Attached(worker, founder, dict(self._notes), news, chief))
+            future.set_result(Attached(worker, bootstraps, dict(self._notes), news, chief))
 
     def _turn_away(self) -> None:
         """Nobody is left to tell what the lost server knew: go on from a snapshot, or say so to those who come."""
@@ -321,11 +325,11 @@ class Service:
                 )
                 future.set_result(Failure("ServerLostError", text))
 
-    def _note(self, message: Note) -> Any:
+    def _note(self, message: RunMetadata) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
         known = message.first and message.name in self._notes
-        founds = message.worker == self._founder and FOUNDED not in self._notes  # even if it was silent meanwhile
+        founds = message.worker == self._founder and BOOTSTRAPPED not in self._notes  # even if it was silent meanwhile
         speaks = founds or message.first or message.worker in coordinator.trusted  # else others speak for it
         if message.value is not None and not known and speaks:
             self._notes[message.name] = message.value
@@ -378,7 +382,7 @@ class Service:
                 f"run {self._run!r} anew. Start it again to take part."
             )
         if self._restoration is None and (self._to_be_restored or (message.restore and (begins or untouched))):
-            self._restoration = Restoration()
+            self._restoration = StateRecovery()
             self._to_be_restored = True
             self._notes.clear()
             self._epochs.clear()
@@ -391,7 +395,7 @@ class Service:
             for leases in self._epochs:
                 self._hand_out(leases.forget(message.worker, self._clock()))
         self._meet(coordinator)
-        return Joined(os.getpid(), coordinator.terms.get(message.worker, 0))
+        return Joined(os.getpid(), coordinator.incarnations.get(message.worker, 0))
 
     def _gone(self, before: Coordinator | None, message: Join) -> dict[int, str]:
         """Who is missing from the beginning of a session, after another one."""
@@ -400,7 +404,7 @@ class Service:
             gone |= {worker: why for worker, why in before.left.items() if why}
         return {worker: why for worker, why in gone.items() if worker < message.world_size}
 
-    def _beat(self, message: Beat) -> Beaten:
+    def _beat(self, message: Heartbeat) -> HeartbeatReply:
         if self._run and self._restoration is None and not (self._coordinator and self._coordinator.joined):
             self._to_be_restored = True  # it has waited for `serve` to be started again, and knows more than is here
         if self._to_be_restored and not (self._restoration and message.worker in self._restoration.excused):
@@ -409,24 +413,24 @@ class Service:
         coordinator.hear(message.worker, self._clock())
         if coordinator.aborted:
             raise WorkerLostError(coordinator.aborted)
-        if isinstance(message.figures, Figures):
+        if isinstance(message.figures, WorkerMetrics):
             coordinator.figures[message.worker] = message.figures
-        return Beaten(
+        return HeartbeatReply(
             tuple(coordinator.news[message.heard :]),
             tuple(sorted(coordinator.living)),
             dict(coordinator.figures) if message.worker == coordinator.chief else {},
             coordinator.chief,
             tuple(sorted(coordinator.living & self._have_weights)),
             coordinator.admitted,
-            message.worker in coordinator.lapsed,
+            message.worker in coordinator.fenced,
             coordinator.needed,
         )
 
-    def _initialise(self, message: Initialise) -> bool:
+    def _initialise(self, message: InitShard) -> bool:
         coordinator = self._session(message.session)
         shard = self._shards.get(message.fragment)
         if self._run and message.weights is not None:
-            if coordinator.index == 0 and (FOUNDED in self._notes or message.worker != self._founder):
+            if coordinator.index == 0 and (BOOTSTRAPPED in self._notes or message.worker != self._founder):
                 raise WorkerLostError(
                     f"Worker {message.worker} was silent before it had brought the run's first weights, and another "
                     "one has brought them. Start it again: it will take these."
@@ -502,7 +506,7 @@ class Service:
             self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
         return leases
 
-    def _claim(self, message: Claim) -> Any:
+    def _claim(self, message: LeaseRequest) -> Any:
         coordinator = self._member(message)
         if message.opens is not None:
             self._open(coordinator, message.opens, message.worker)
@@ -517,12 +521,12 @@ class Service:
         self._hand_out(answers)
         return future.value() if future.done() else future
 
-    def _watch(self, message: Watch) -> Future[Any]:
+    def _watch(self, message: DisconnectWatch) -> Future[Any]:
         self._session(message.session)
         self._watching.append(Future())
         return self._watching[-1]
 
-    def _offer(self, message: Offer) -> Any:
+    def _offer(self, message: StateReport) -> Any:
         coordinator, restoration = self._session(message.session), self._restoration
         if restoration is not None and not restoration.restored:
             coordinator.join(message.worker, self._clock())  # whoever was silent since it joined has missed nothing
@@ -542,7 +546,7 @@ class Service:
         self._restore(coordinator)
         return future.value() if future.done() else future
 
-    def _settle(self, message: Settled) -> Any:
+    def _settle(self, message: ReplayDone) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
         future: Future[Any] = Future()
@@ -579,17 +583,17 @@ class Service:
         self._session(message.session)
         return list(self._shards[0].samples) if 0 in self._shards else []
 
-    def _look(self, message: Look) -> View:
+    def _look(self, message: StatusRequest) -> Status:
         coordinator = self._coordinator
         if coordinator is None:
-            return View(self._run)
+            return Status(self._run)
         return view(coordinator, self._shards.get(0), self._epochs.latest, self._clock())
 
     # ------------------------------------------------------------------ helpers
 
     @property
     def _terms(self) -> dict[int, int]:
-        return dict(self._coordinator.terms) if self._coordinator is not None else {}
+        return dict(self._coordinator.incarnations) if self._coordinator is not None else {}
 
     @property
     def _left(self) -> dict[int, str]:
@@ -634,19 +638,21 @@ class Service:
             for held in newest:
                 self._shards[held.fragment].resume(held.weights, held.version, held.pushes)
             stale = restoration.stale
-            coordinator.resume(restoration.answered, restoration.terms, stale)
+            coordinator.resume(restoration.answered, restoration.incarnations, stale)
             if coordinator.index == 0:
                 self._notes = restoration.notes
                 parts = {w: o.part for w, o in restoration.offers.items() if o.part is not None and w not in stale}
                 self._epochs.restore(parts, {held.epoch: held.done for held in newest if held.epoch})
             for worker in stale:
                 del restoration.offers[worker]
-            self._release(Offer, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale)
-            self._release(Offer, None)
+            self._release(
+                StateReport, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale
+            )
+            self._release(StateReport, None)
             self._meet(coordinator)
             self._take_up_early()
         if restoration is not None and restoration.over(coordinator.living):
-            self._release(Settled, None)
+            self._release(ReplayDone, None)
 
     def _remember_state(self, coordinator: Coordinator) -> None:
         """Have what the algorithm keeps beside the weights from the latest snapshot, since no worker holds it."""
@@ -656,7 +662,7 @@ class Service:
         for fragment, shard in self._shards.items():
             before = kept.get(fragment)
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
-                self._shards[fragment] = Shard.revive(before, comes_and_goes=bool(self._run))
+                self._shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=bool(self._run))
         if not kept and any(shard.algorithm.keeps_state for shard in self._shards.values()):
             coordinator.news.append(f"Server {server} had no snapshot: what its algorithm keeps there begins anew.")
 
@@ -681,7 +687,7 @@ class Service:
 
         Where a server was lost some may have been told that a segment is over, of which others train a part again.
         """
-        claims = {key: message for key, (message, _) in self._held.items() if isinstance(message, Claim)}
+        claims = {key: message for key, (message, _) in self._held.items() if isinstance(message, LeaseRequest)}
         past = coordinator.at_odds({claim.worker for claim in claims.values()}) if self._restoration else set()
         if past:
             for leases in self._epochs:
@@ -698,12 +704,12 @@ class Service:
             if id(message) in self._held:
                 self._held.pop(id(message))[1].set_result(mean)
 
-    def _hand_out(self, due: list[tuple[Claim, Grant | None]]) -> None:
+    def _hand_out(self, due: list[tuple[LeaseRequest, LeaseGrant | None]]) -> None:
         for claim, grant in due:
             held = self._held.pop(id(claim), None)
             if held is not None:  # its session may have ended
                 away = Failure("WorkerAwayError", f"Worker {claim.worker} was away while it waited for data.")
-                held[1].set_result(away if grant is None else replace(grant, terms=self._terms, left=self._left))
+                held[1].set_result(away if grant is None else replace(grant, incarnations=self._terms, left=self._left))
 
     def _answer(self, due: list[Due], begun: float | None = None) -> None:
         for each in due:
@@ -713,7 +719,7 @@ class Service:
             reply = replace(each.reply, weights=self._buffers.encode(each.message, each.reply))
             if each.message.fetch:
                 epoch, done = self._epochs.done
-                reply = replace(reply, epoch=epoch, done=done, terms=self._terms, left=self._left)
+                reply = replace(reply, epoch=epoch, done=done, incarnations=self._terms, left=self._left)
                 reply = replace(reply, stopped=0 if self._coordinator is None else self._coordinator.stopped)
             future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
 

@@ -154,7 +154,7 @@ class Shard:
         self._last_seq = dict(pushes)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is known here but for the workers', as plain values and copies, for :meth:`revive`."""
+        """All that is known here but for the workers', as plain values, for :meth:`restore_from_snapshot`."""
         return {
             "groups": self.groups,
             "algorithm": self.algorithm,
@@ -167,7 +167,7 @@ class Shard:
         }
 
     @classmethod
-    def revive(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
+    def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
         """A shard that goes on from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])

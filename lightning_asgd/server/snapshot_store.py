@@ -34,7 +34,7 @@ class Snapshot:
         server: number of the server.
         policy: what the run does about workers that are silent.
         admitted: the highest number that was given to a worker.
-        notes: see :class:`~lightning_asgd.protocol.Note`.
+        notes: see :class:`~lightning_asgd.protocol.RunMetadata`.
         epochs: those that workers may be in, with the units that are done.
         shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned.
     """

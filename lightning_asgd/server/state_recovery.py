@@ -11,17 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_asgd.protocol import Held, Offer
+from lightning_asgd.protocol import ReplicaState, StateReport
 
-__all__ = ["Restoration"]
+__all__ = ["StateRecovery"]
 
 
 @dataclass
-class Restoration:
+class StateRecovery:
     """The way from the first offer until all have settled."""
 
-    offers: dict[int, Offer] = field(default_factory=dict)  # without the shards
-    newest: dict[int, Held] = field(default_factory=dict)  # per fragment, of what was offered
+    offers: dict[int, StateReport] = field(default_factory=dict)  # without the shards
+    newest: dict[int, ReplicaState] = field(default_factory=dict)  # per fragment, of what was offered
     excused: set[int] = field(default_factory=set)  # who has nothing to tell: newcomers, and those who come back
     settled: set[int] = field(default_factory=set)
     restored: bool = False
@@ -36,7 +36,7 @@ class Restoration:
         """
         (self.excused.discard if tells else self.excused.add)(worker)
 
-    def add(self, offer: Offer) -> None:
+    def add(self, offer: StateReport) -> None:
         """Take a worker's word, and of its weights those that are newer than all others'."""
         for held in offer.shards:
             if held.fragment not in self.newest or held.version > self.newest[held.fragment].version:
@@ -55,19 +55,19 @@ class Restoration:
         """Whether all go on together."""
         return self.restored and set(living) & set(self.offers) <= self.settled
 
-    def take(self) -> list[Held]:
+    def take(self) -> list[ReplicaState]:
         """The newest state, per fragment. It is not kept any longer."""
         self.restored = True
         newest, self.newest = list(self.newest.values()), {}
         return newest
 
     @property
-    def terms(self) -> dict[int, int]:
+    def incarnations(self) -> dict[int, int]:
         """How often workers were declared away, as far as anybody knows."""
         known: dict[int, int] = {}
         for offer in self.offers.values():
-            for worker, term in offer.terms.items():
-                known[worker] = max(term, known.get(worker, 0))
+            for worker, incarnation in offer.incarnations.items():
+                known[worker] = max(incarnation, known.get(worker, 0))
         return known
 
     @property
@@ -80,8 +80,8 @@ class Restoration:
     @property
     def stale(self) -> set[int]:
         """Those who were declared away and do not know it: what they have trained, others have or will."""
-        terms = self.terms
-        return {worker for worker, offer in self.offers.items() if offer.term < terms.get(worker, 0)}
+        incarnations = self.incarnations
+        return {worker for worker, offer in self.offers.items() if offer.incarnation < incarnations.get(worker, 0)}
 
     @property
     def answered(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_asgd.protocol import View, WorkerView
+from lightning_asgd.protocol import Status, WorkerStatus
 from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.shard import Shard
@@ -12,7 +12,7 @@ __all__ = ["view"]
 _NEWS = 8
 
 
-def view(coordinator: Coordinator, shard: Shard | None, leases: Leases | None, now: float) -> View:
+def view(coordinator: Coordinator, shard: Shard | None, leases: Leases | None, now: float) -> Status:
     """What the first server knows of a session.
 
     Args:
@@ -22,7 +22,7 @@ def view(coordinator: Coordinator, shard: Shard | None, leases: Leases | None, n
         now: seconds, on the clock by which the coordinator hears from its workers.
     """
     workers = [
-        WorkerView(
+        WorkerStatus(
             worker,
             coordinator.about.get(worker, ""),
             coordinator.away.get(worker, ""),
@@ -32,7 +32,7 @@ def view(coordinator: Coordinator, shard: Shard | None, leases: Leases | None, n
         )
         for worker in sorted(coordinator.living | coordinator.expected_back | coordinator.behind)
     ]
-    return View(
+    return Status(
         coordinator.session,
         shard.version if shard is not None else 0,
         shard.counts.refused if shard is not None else 0,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.codec_streams import Common, Updates, Weights
+from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
 from lightning_asgd.layout import Groups, dtype_from_name
-from lightning_asgd.protocol import Exchange, Initialise, Reply
+from lightning_asgd.protocol import Exchange, InitShard, Reply
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.shared_memory import SharedBlock, attach
 
@@ -23,7 +23,7 @@ class Buffers:
         self._blocks: dict[tuple[int, int], SharedBlock] = {}
         self._mapped: dict[int, int] = {}  # by fragment, the worker whose block stays mapped
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}
-        self._common: dict[int, Common] = {}  # by fragment
+        self._common: dict[int, SyncPointCodec] = {}  # by fragment
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
 
     @property
@@ -31,7 +31,7 @@ class Buffers:
         """Whether some workers' updates are."""
         return bool(self._codes)
 
-    def open(self, message: Initialise) -> bool:
+    def open(self, message: InitShard) -> bool:
         """Prepare for a worker's exchanges of a fragment.
 
         Returns:
@@ -50,7 +50,7 @@ class Buffers:
                 self._blocks[key] = block
                 return True
         if message.compression is not None:
-            self._common.setdefault(message.fragment, Common(groups))
+            self._common.setdefault(message.fragment, SyncPointCodec(groups))
         return False
 
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
@@ -115,7 +115,7 @@ class Buffers:
         self._common.clear()
         self._scratch.clear()
 
-    def _write(self, common: Common, block: SharedBlock) -> None:
+    def _write(self, common: SyncPointCodec, block: SharedBlock) -> None:
         """Give a worker on this machine what those get whose weights are compressed."""
         for tensor, value, coded in zip(block.tensors, common.take(block.tensors), common.coded, strict=True):
             if coded:

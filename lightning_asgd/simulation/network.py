@@ -16,7 +16,7 @@ from typing import Any
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.protocol import Exchange, Initialise, Join, Reply
+from lightning_asgd.protocol import Exchange, InitShard, Join, Reply
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.setting_checks import number
 from lightning_asgd.transports.transport import Transport
@@ -151,7 +151,7 @@ class Wires:
         if isinstance(message, Exchange) and message.update is not None:
             message = replace(message, update=tuple(t.clone() for t in message.update))
             nbytes = sum(t.nbytes for t in message.update)
-        if not self.begun or isinstance(message, (Join, Initialise)):
+        if not self.begun or isinstance(message, (Join, InitShard)):
             self._when_answered(self.handlers[server](message), future.set_result)
             return future
         now = self.clock.now

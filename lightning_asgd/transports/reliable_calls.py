@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["Arrivals", "Once"]
+__all__ = ["Arrivals", "ReplyCache"]
 
 _FORGET_S = 600.0  # signs of life come every few seconds
 _MOST = 1024  # answers that have not arrived, per caller: a worker has as many under way as a module has layers
@@ -52,7 +52,7 @@ class Arrivals:
         return taken
 
 
-class Once:
+class ReplyCache:
     """The calls that were answered, or are to be, until their callers have the answers.
 
     Args:

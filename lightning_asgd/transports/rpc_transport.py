@@ -38,7 +38,7 @@ import torch.distributed
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import TIMED_OUT, NetworkDownError, Transport
 
 __all__ = ["RpcTransport", "accepts", "check_available", "is_available", "serve", "stop"]
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 dist: Any = torch.distributed  # a build without it lacks most names; check_available says so
 _lock = threading.RLock()
 _handler: Callable[[Any], Any] | None = None
-_once = Once()
+_once = ReplyCache()
 _owner: object | None = None  # whoever uses this process's agent now
 _addresses: Any = None  # store that this process's agent looks its peers' addresses up in
 _peers = 0  # number of them

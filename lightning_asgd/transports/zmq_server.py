@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.protocol import Failure, codec
-from lightning_asgd.transports.reliable_calls import Once
+from lightning_asgd.transports.reliable_calls import ReplyCache
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
 __all__ = ["Server"]
@@ -37,7 +37,7 @@ class Server(Loop):
     def __init__(self, handler: Callable[[Any], Any], address: str, secret: str) -> None:
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
-        self._once = Once()
+        self._once = ReplyCache()
         keys = keys_of(secret)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()

@@ -2,7 +2,7 @@
 
 To Lightning it is a Trainer with a single device, whose epochs get shorter the more workers there are. There is nothing
 that all workers do together: the data are leased, and every worker takes the servers' weights when it ends an epoch.
-What one of them has to tell the others, and those who come later, it notes with the coordinator (:class:`Note`).
+What one of them has to tell the others, and those who come later, it notes with the coordinator (:class:`RunMetadata`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.protocol import FOUNDED
+from lightning_asgd.protocol import BOOTSTRAPPED
 from lightning_asgd.worker.client import Client
 
 __all__ = ["Attachment"]
@@ -42,7 +42,7 @@ class Attachment:
         """Whether this worker logs and writes checkpoints; changes between two batches and at sync points only."""
         self._heard = 0  # who is chief, as of late
         self._notes: Mapping[str, Any] = {}
-        self.founder = False
+        self.bootstraps = False
         """Whether the run had no weights when this worker came."""
 
     def arrive(self, device: Any) -> int:
@@ -55,7 +55,7 @@ class Attachment:
             number of news that were there before.
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
-        self._notes, self.founder = attached.notes, attached.founder
+        self._notes, self.bootstraps = attached.notes, attached.bootstraps
         self.follow(attached.chief)
         self.update()
         return attached.heard
@@ -98,7 +98,7 @@ class Attachment:
             self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)
         self.client.note(_CONSTANTS, {name: tensor.detach().cpu() for name, tensor in constants.items()})
-        self.client.note(FOUNDED, True)
+        self.client.note(BOOTSTRAPPED, True)
 
     def adopt(self, constants: Mapping[str, Tensor]) -> None:
         """Take the founder's values.

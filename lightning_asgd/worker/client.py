@@ -27,33 +27,33 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import (
     Attach,
     Attached,
-    Beat,
-    Beaten,
-    Claim,
     Contribution,
+    DisconnectWatch,
     Epoch,
     Exchange,
     Failure,
-    Figures,
-    Grant,
-    Held,
-    Initialise,
+    Heartbeat,
+    HeartbeatReply,
+    InitShard,
     Join,
     Joined,
     LayerGradient,
+    LeaseGrant,
+    LeaseHoldings,
+    LeaseRequest,
     Leave,
-    Note,
-    Offer,
     OpenEpoch,
-    Part,
     Pickled,
     Policy,
+    ReplayDone,
+    ReplicaState,
     Reply,
+    RunMetadata,
     Samples,
-    Settled,
     ShardState,
     SharedRef,
-    Watch,
+    StateReport,
+    WorkerMetrics,
 )
 from lightning_asgd.transports.transport import TIMED_OUT, Transport
 
@@ -126,14 +126,14 @@ class Client:
         """Servers that are lost, and that no other one has been joined in the place of."""
         self._interrupt: Future[None] | None = None  # ends the present wait
         # In a run whose workers come and go, as far as is known:
-        self._heard = Beaten()  # who takes part
+        self._heard = HeartbeatReply()  # who takes part
         self._pushers: list[set[int]] = [set() for _ in self._term]  # whose pushes each server's weights hold
         self._notes: dict[str, Any] = {}
         self.restorer: Restorer | None = None
         """None where lost servers cannot be restored."""
         self.restored = [0] * transport.num_servers
         """How often each server was restored."""
-        self.resent = False
+        self.replayed = False
         """Whether a server had not taken part of a push that the coordinator took: then this worker must come back."""
 
     @property
@@ -156,7 +156,7 @@ class Client:
         about = (self.session, self.worker, self.world_size, self._policy, again, self._after)
         for s in self._servers() if server is None else [server]:
             joined: Joined = self._ask(s, Join(*about, s))
-            self._term[s] = joined.term
+            self._term[s] = joined.incarnation
 
     def attach(self, about: str) -> Attached:
         """Enter a run whose workers come and go. Waits while another worker brings its weights.
@@ -172,7 +172,7 @@ class Client:
         future = self._send(COORDINATOR, message, self._patience_s + _GRACE_S)
         attached: Attached = self.answer(COORDINATOR, future, self._patience_s)
         self.worker, self._notes = attached.worker, dict(attached.notes)
-        self.hear(self._ask(COORDINATOR, Beat(self.session, self.worker)))
+        self.hear(self._ask(COORDINATOR, Heartbeat(self.session, self.worker)))
         for server in self._servers():
             if server != COORDINATOR:
                 self.join(server=server)
@@ -189,7 +189,7 @@ class Client:
         Returns:
             what counts now.
         """
-        message = Note(self.session, self.worker, name, None if value is None else _closed(value), first)
+        message = RunMetadata(self.session, self.worker, name, None if value is None else _closed(value), first)
         noted = self._ask(COORDINATOR, message)
         if noted is not None:
             self._notes[name] = noted
@@ -198,7 +198,7 @@ class Client:
     def _read(self, value: Any) -> Any:
         return _opened("another worker", value)
 
-    def beat(self, heard: int, timeout_s: float, figures: Figures | None = None) -> Beaten | None:
+    def beat(self, heard: int, timeout_s: float, figures: WorkerMetrics | None = None) -> HeartbeatReply | None:
         """Give all servers a sign of life. One that does not answer is not this method's business.
 
         Args:
@@ -212,12 +212,12 @@ class Client:
         Raises:
             WorkerLostError: the session was ended for want of a worker.
         """
-        beaten: Beaten | None = None
+        beaten: HeartbeatReply | None = None
         for server in self._servers():
             try:
-                sign = Beat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
+                sign = Heartbeat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
                 if server in self.transport.prepared:  # this worker may be busy for long before it joins there
-                    self.transport.call_prepared(server, Beat(self.session, self.worker), self.timeout_s)
+                    self.transport.call_prepared(server, Heartbeat(self.session, self.worker), self.timeout_s)
                 if server in self.gone:
                     continue
                 future = self.transport.call(server, sign, self.timeout_s)
@@ -226,12 +226,12 @@ class Client:
                 continue
             if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
                 raise WorkerLostError(answer.message)
-            if isinstance(answer, Beaten):
+            if isinstance(answer, HeartbeatReply):
                 beaten = answer
                 self.hear(answer)
         return beaten
 
-    def hear(self, beaten: Beaten) -> None:
+    def hear(self, beaten: HeartbeatReply) -> None:
         """Take notice of who takes part, where workers come and go: a server in a lost one's place is told."""
         self._heard = beaten
 
@@ -260,7 +260,7 @@ class Client:
             per server, whether it can see the shared block.
         """
         messages = [
-            Initialise(
+            InitShard(
                 self.session,
                 self.worker,
                 layout.shard(s),
@@ -375,7 +375,7 @@ class Client:
             restored, future = self.restored[server], futures[server]
             try:
                 reply: Reply = self.answer(server, future)
-                self._terms[server] |= reply.terms
+                self._terms[server] |= reply.incarnations
                 self._left[server] |= reply.left
                 self._stopped = max(self._stopped, reply.stopped)
                 self._pushers[server] = set(reply.pushes) or self._pushers[server]
@@ -384,18 +384,18 @@ class Client:
                 if server == COORDINATOR:
                     raise
                 self.join(again=True, server=server)
-                self.resent = True
-                futures[server] = self.resend(server, self.latest(fragment)[server])
+                self.replayed = True
+                futures[server] = self.replay(server, self.latest(fragment)[server])
             except ServerLostError as error:
                 self.recover(server, restored, error)
                 if futures[server] is future:
-                    futures[server] = self.resend(server, self.latest(fragment)[server])
+                    futures[server] = self.replay(server, self.latest(fragment)[server])
 
     def latest(self, fragment: int = 0) -> list[Exchange]:
         """The messages of the latest exchange, per server."""
         return self._exchanges[fragment]
 
-    def resend(self, server: int, message: Exchange) -> Future[Any]:
+    def replay(self, server: int, message: Exchange) -> Future[Any]:
         """Send an exchange's message to a server again.
 
         Returns:
@@ -448,12 +448,12 @@ class Client:
         trained: int,
         applied: int,
         pace: float,
-        trip: float,
+        rtt_s: float,
         *,
         timeout_s: float | None = None,
         **about: Any,
     ) -> Future[Any]:
-        """Ask for units of an epoch; see :class:`Claim`.
+        """Ask for units of an epoch; see :class:`LeaseRequest`.
 
         Args:
             key: see there, as the next five.
@@ -461,17 +461,17 @@ class Client:
             trained: see there.
             applied: see there.
             pace: see there.
-            trip: see there.
+            rtt_s: see there.
             timeout_s: seconds to wait for an answer that depends on other workers; None for one that does not.
-            **about: the other fields of :class:`Claim`.
+            **about: the other fields of :class:`LeaseRequest`.
 
         Returns:
             a future for :meth:`granted`.
         """
-        message = Claim(self.session, self.worker, key, segment, trained, applied, pace, trip, **about)
+        message = LeaseRequest(self.session, self.worker, key, segment, trained, applied, pace, rtt_s, **about)
         return self._send(COORDINATOR, message, None if timeout_s is None else timeout_s + _GRACE_S)
 
-    def granted(self, future: Future[Any], timeout_s: float | None = None) -> Grant:
+    def granted(self, future: Future[Any], timeout_s: float | None = None) -> LeaseGrant:
         """Wait for the answer to a claim.
 
         Args:
@@ -482,9 +482,9 @@ class Client:
             what is granted. If the time is up: nothing, and the segment counts as over.
         """
         if timeout_s is not None and not self._done_within(future, timeout_s):
-            return Grant(over=True)
-        grant: Grant = self.answer(COORDINATOR, future)
-        self._terms[COORDINATOR] |= grant.terms
+            return LeaseGrant(over=True)
+        grant: LeaseGrant = self.answer(COORDINATOR, future)
+        self._terms[COORDINATOR] |= grant.incarnations
         self._left[COORDINATOR] |= grant.left
         return grant
 
@@ -575,7 +575,7 @@ class Client:
 
     def watch(self, server: int) -> Future[Any]:
         """Have a future that fails as soon as a server is lost, and is done when the session ends."""
-        return self._send(server, Watch(self.session, self.worker), _FOREVER_S)
+        return self._send(server, DisconnectWatch(self.session, self.worker), _FOREVER_S)
 
     def interrupt(self, server: int) -> None:
         """Have the training thread restore a server as soon as it waits for one, or :meth:`attend`. From any thread."""
@@ -646,7 +646,7 @@ class Client:
         """
         holding: set[int] = set()
         for server in set(self._servers()) - self._being_restored:
-            beaten: Beaten = self.answer(server, self._send(server, Beat(self.session, self.worker)))
+            beaten: HeartbeatReply = self.answer(server, self._send(server, Heartbeat(self.session, self.worker)))
             holding.update(beaten.holding)
             if server == COORDINATOR:
                 self.hear(beaten)
@@ -655,11 +655,11 @@ class Client:
         pushers = set().union(*self._pushers)
         return holding | {worker for worker in pushers if worker in heard.living or worker > heard.admitted}
 
-    def lay_out(self, server: int, message: Initialise) -> bool:
+    def allocate(self, server: int, message: InitShard) -> bool:
         """Lay out a shard on one server; see :meth:`initialise`."""
         return bool(self.answer(server, self._send(server, message)))
 
-    def offer(self, shards: Mapping[int, Sequence[Held]], part: Part | None) -> None:
+    def offer(self, shards: Mapping[int, Sequence[ReplicaState]], part: LeaseHoldings | None) -> None:
         """Tell servers what their predecessors knew, and wait until all workers have told.
 
         Args:
@@ -674,7 +674,7 @@ class Client:
         about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
         others = {s: (self._term[s], self._terms[s], self._left[s]) for s in shards}
         notes = {s: self._notes if s == COORDINATOR else {} for s in shards}
-        self._ask_together({s: Offer(self.session, self.worker, *about[s], *others[s], notes[s]) for s in shards})
+        self._ask_together({s: StateReport(self.session, self.worker, *about[s], *others[s], notes[s]) for s in shards})
 
     def check_trusted(self) -> None:
         """Ask the first server, whose word counts, whether it has gone on without this worker: others may not know.
@@ -682,8 +682,8 @@ class Client:
         Raises:
             WorkerAwayError: it has.
         """
-        beaten: Beaten = self.answer(COORDINATOR, self._send(COORDINATOR, Beat(self.session, self.worker)))
-        if beaten.lapsed:
+        beaten: HeartbeatReply = self.answer(COORDINATOR, self._send(COORDINATOR, Heartbeat(self.session, self.worker)))
+        if beaten.fenced:
             raise WorkerAwayError(f"Worker {self.worker} was away. Expected it to join again.")
 
     def repeat(self) -> None:
@@ -693,7 +693,7 @@ class Client:
 
     def settle(self, servers: Collection[int]) -> None:
         """Wait until all have sent again what restored servers had not got."""
-        self._ask_together({s: Settled(self.session, self.worker) for s in servers})
+        self._ask_together({s: ReplayDone(self.session, self.worker) for s in servers})
 
     # ------------------------------------------------------------------ helpers
 

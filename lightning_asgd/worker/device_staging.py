@@ -23,14 +23,14 @@ from torch import Tensor
 
 from lightning_asgd.transports.shared_memory import SharedBlock
 
-__all__ = ["DeviceLane", "Lane", "lane_for"]
+__all__ = ["DeviceLane", "DeviceStaging", "lane_for"]
 
 _TURNS = 16  # of which it is remembered how long they took
 
 log = logging.getLogger(__name__)
 
 
-class Lane:
+class DeviceStaging:
     """Where copies are done when the call returns: on a CPU, and on devices without streams."""
 
     @property
@@ -77,7 +77,7 @@ class Lane:
         return answers
 
 
-class DeviceLane(Lane):
+class DeviceLane(DeviceStaging):
     """See the module's docstring.
 
     Args:
@@ -98,16 +98,16 @@ class DeviceLane(Lane):
 
     @property
     def arrived(self) -> bool:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         return self._latest is None or bool(self._latest.query())
 
     def wait(self) -> None:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         if self._latest is not None:
             self._latest.synchronize()
 
     def took_s(self) -> float:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         took_s = 0.0
         while self._turns and self._turns[0][1].query():
             begin, end = self._turns.popleft()
@@ -115,11 +115,11 @@ class DeviceLane(Lane):
         return took_s
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         return torch.empty(length, dtype=dtype, pin_memory=self._is_device)
 
     def pin(self, block: SharedBlock) -> None:
-        """See :class:`Lane`. Where it cannot, the training thread waits for every copy."""
+        """See :class:`DeviceStaging`. Where it cannot, the training thread waits for every copy."""
         if not self._is_device:
             return
         address, nbytes = block.span
@@ -135,14 +135,14 @@ class DeviceLane(Lane):
             self._unpins[address].atexit = False
 
     def unpin(self, block: SharedBlock) -> None:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         give_back = self._unpins.pop(block.span[0], None)
         if give_back is not None:
             give_back()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """See :class:`Lane`."""
+        """See :class:`DeviceStaging`."""
         training = self._module.current_stream(self._device)
         begin, end = self._event(timed=True), self._event(timed=True)
         self._stream.wait_stream(training)
@@ -157,7 +157,7 @@ class DeviceLane(Lane):
             self._turns.append((begin, end))
 
     def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
-        """See :class:`Lane`. They are copied beside what the device computes."""
+        """See :class:`DeviceStaging`. They are copied beside what the device computes."""
         if self._landed is not None:
             self._landed.synchronize()  # through long since: an exchange lies between
         if not self._landing:
@@ -203,6 +203,6 @@ def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -
     return -1
 
 
-def lane_for(device: torch.device) -> Lane:
+def lane_for(device: torch.device) -> DeviceStaging:
     """The lane between a device and this machine's memory."""
-    return DeviceLane(device) if device.type == "cuda" else Lane()
+    return DeviceLane(device) if device.type == "cuda" else DeviceStaging()

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
-from lightning_asgd.codec_streams import Streams
+from lightning_asgd.codec_streams import CodecState
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import (
     Exchange,
-    Held,
-    Initialise,
+    InitShard,
+    ReplicaState,
     Reply,
     nbytes,
 )
@@ -39,7 +39,7 @@ from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange_period import Pace
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Exchanger", "Waits"]
 
@@ -70,7 +70,7 @@ class _Pending:
     answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # the weights in them
 
 
-class Exchanger(Sharing):
+class Exchanger(Synchronizer):
     """Drives the exchange of one worker.
 
     Args:
@@ -99,7 +99,7 @@ class Exchanger(Sharing):
         fragment: int = 0,
         whole: bool = True,
         lead: int = 0,
-        codes: Sequence[Streams | None] = (),
+        codes: Sequence[CodecState | None] = (),
         data: Data | None = None,
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -140,12 +140,12 @@ class Exchanger(Sharing):
 
     @property
     def final_once_pushed(self) -> bool:
-        """See :class:`Sharing`: not where servers do something when all stand at the sync point."""
+        """See :class:`Synchronizer`: not where servers do something when all stand at the sync point."""
         return not self._algorithm.waits and not any(t.gathers for t in self._algorithm.transforms)
 
     @property
     def unacknowledged(self) -> int:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return self._since_push + sum(each.local_steps for each in (self._leaving, self._pending) if each is not None)
 
     # ------------------------------------------------------------------ the asynchronous phase
@@ -267,7 +267,7 @@ class Exchanger(Sharing):
         self.moved = False
 
     def come_back(self) -> None:
-        """See :class:`Sharing`. What was not applied is lost: others train those data."""
+        """See :class:`Synchronizer`. What was not applied is lost: others train those data."""
         _go_through(self._coming_back())
 
     def _coming_back(self) -> Waits:
@@ -283,14 +283,14 @@ class Exchanger(Sharing):
             for future in pending.futures:  # another server may still read what is on the wire
                 done_within(future, self.client.timeout_s)
         owed = self._owed(pending)
-        self.client.resent, self._pending, self._pushed = False, None, []
+        self.client.replayed, self._pending, self._pushed = False, None, []
         self._data.lose()
         self.client.join(again=True)
         for messages, futures in owed:
             for server in self.client.may_lack:
                 if messages[server].push:
                     self.replica.pack_again(server)
-                futures[server] = self.client.resend(server, messages[server])
+                futures[server] = self.client.replay(server, messages[server])
                 self.client.answer(server, futures[server])
         self._since_push = 0
         self._forget_residuals()
@@ -307,27 +307,27 @@ class Exchanger(Sharing):
                 owed.append((self.client.latest(self._fragment), pending.futures))
         return owed
 
-    def lay_out(self, server: int) -> None:
-        """See :class:`Sharing`."""
+    def allocate(self, server: int) -> None:
+        """See :class:`Synchronizer`."""
         layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
         ref = None if block is None else block.ref
         about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
-        if not self.client.lay_out(server, Initialise(*about, self._fragment, config.compression)) and ref is not None:
+        if not self.client.allocate(server, InitShard(*about, self._fragment, config.compression)) and ref is not None:
             raise ProtocolError(
                 f"Server {server}, which took a lost one's place, cannot see the memory that worker "
                 f"{self.client.worker} shares with the servers. Expected one on the same machine."
             )
 
-    def held(self, server: int) -> list[Held]:
-        """See :class:`Sharing`."""
+    def held(self, server: int) -> list[ReplicaState]:
+        """See :class:`Synchronizer`."""
         fetched, pushes = self.replica.fetched(server), self._pushes[server]
-        return [Held(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
+        return [ReplicaState(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
 
-    def resend(self, server: int) -> None:
-        """See :class:`Sharing`. The server answers a push that its weights hold as it does any that is repeated."""
+    def replay(self, server: int) -> None:
+        """See :class:`Synchronizer`. The server treats a push that its weights hold as a duplicate."""
         if self._pushed:
             self.replica.pack_again(server)
-            self.client.answer(server, self.client.resend(server, self._pushed[server]))
+            self.client.answer(server, self.client.replay(server, self._pushed[server]))
         if self._pending is not None:
             if self._pending.push:
                 if server != COORDINATOR and not self._algorithm.waits:
@@ -336,11 +336,11 @@ class Exchanger(Sharing):
                 self.replica.pack_again(server)
             message = self.client.latest(self._fragment)[server]
             self._pending.answers = []
-            self._pending.futures[server] = self.client.resend(server, message)
+            self._pending.futures[server] = self.client.replay(server, message)
             self.client.answer(server, self._pending.futures[server])
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`.
+        """See :class:`Synchronizer`.
 
         Nothing is pushed, and no weights are merged: a program may have put others into the module for this checkpoint,
         and a push at another time than usual would upset the rounds of algorithms that have some. Only a force that has
@@ -374,7 +374,7 @@ class Exchanger(Sharing):
                 replies = self.client.replies(pending.futures, self._fragment)
             except WorkerAwayError:
                 return False
-            if self._pending is not pending or self.client.resent or _refused(replies):
+            if self._pending is not pending or self.client.replayed or _refused(replies):
                 return False
             pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
         return True
@@ -400,15 +400,15 @@ class Exchanger(Sharing):
         )
 
     def state(self) -> list[list[Any]]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return [self.client.state(self._fragment)]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         self.client.state(self._fragment, state[0])
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """See :class:`Sharing`. Neither the module nor the exchange is touched."""
+        """See :class:`Synchronizer`. Neither the module nor the exchange is touched."""
         return [self.replica.read(shards) for _, shards in self.client.samples()]
 
     def close(self) -> None:
@@ -510,7 +510,7 @@ class Exchanger(Sharing):
             return
         if self._pending is not pending:  # while it waited for a server to be restored it has come back
             return
-        if self.client.resent:  # before the next push reaches some servers and not others
+        if self.client.replayed:  # before the next push reaches some servers and not others
             yield from self._coming_back()
             return
         self._pending = None
@@ -608,7 +608,7 @@ def _refused(replies: Sequence[Reply]) -> bool:
     return any(r.verdict is Verdict.REFUSED for r in replies)
 
 
-def _decoded(parts: Any, code: Streams | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+def _decoded(parts: Any, code: CodecState | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
     if code is None:
         weights: tuple[Tensor, ...] = parts
     elif common:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import Part
+from lightning_asgd.protocol import LeaseHoldings
 from lightning_asgd.worker.client import COORDINATOR, AnotherLost, Client
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["Recovery"]
+__all__ = ["FailoverClient"]
 
 
 @dataclass
@@ -40,12 +40,12 @@ def _in_a_thread(run: Callable[[], None]) -> None:
     threading.Thread(target=run, name="lightning_asgd.recovery", daemon=True).start()
 
 
-class Recovery:
+class FailoverClient:
     """See the module's docstring.
 
     Args:
         client: connection to the servers, in a session that has begun. Restores servers by this object from now on.
-        sharing: what the worker shares through.
+        synchronizer: what the worker shares through.
         part: of the present epoch, if there is one.
         find: waits for the server in a lost one's place, and returns its address.
         background: runs that.
@@ -54,13 +54,13 @@ class Recovery:
     def __init__(
         self,
         client: Client,
-        sharing: Sharing,
-        part: Callable[[], Part | None],
+        synchronizer: Synchronizer,
+        part: Callable[[], LeaseHoldings | None],
         find: Callable[[int], str],
         background: Callable[[Callable[[], None]], None] = _in_a_thread,
     ) -> None:
         self._client = client
-        self._sharing = sharing
+        self._synchronizer = synchronizer
         self._part = part
         self._find = find
         self._background = background
@@ -139,7 +139,7 @@ class Recovery:
                 self._awaited.pop(server, None)
 
     def _take_part(self, servers: Collection[int]) -> None:
-        client, sharing = self._client, self._sharing
+        client, synchronizer = self._client, self._synchronizer
         try:
             for server in servers:
                 if not self._awaited[server].replaced:
@@ -148,16 +148,16 @@ class Recovery:
                     self._awaited[server].replaced = True
                     self._replaced[server] += 1
                 client.join_restored(server)
-                sharing.lay_out(server)
+                synchronizer.allocate(server)
             # All servers must be restored by the same workers, or one could hold a push that another lacks.
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
-                client.offer({s: sharing.held(s) for s in group}, self._part())
+                client.offer({s: synchronizer.held(s) for s in group}, self._part())
             if COORDINATOR not in servers:  # the new ones would take what that one refuses
                 client.check_trusted()
             for server in sorted(servers):
-                sharing.resend(server)
+                synchronizer.replay(server)
         except WorkerAwayError:
-            sharing.come_back()
+            synchronizer.come_back()
         if COORDINATOR in servers:
             client.repeat()
         client.settle(servers)

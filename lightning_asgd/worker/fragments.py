@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Held
+from lightning_asgd.protocol import ReplicaState
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Fragments"]
 
 
-class Fragments(Sharing):
+class Fragments(Synchronizer):
     """Does everything for one fragment after the other. :attr:`versions` are the first fragment's.
 
     Args:
@@ -41,74 +41,74 @@ class Fragments(Sharing):
 
     @property
     def unacknowledged(self) -> int:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return max(exchanger.unacknowledged for exchanger in self._exchangers)
 
     def begin(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
             exchanger.begin()
 
     def count_step(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         super().count_step()
         for exchanger in self._exchangers:
             exchanger.note_step()
 
     def advance(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
             exchanger.advance()
 
     def flush(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
             exchanger.flush()
 
     def fetch(self, *, park: bool = False) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         super().fetch()
         for exchanger in self._exchangers:
             exchanger.fetch(park=park)
         self.versions = self._exchangers[0].versions
 
     def come_back(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
             exchanger.come_back()
 
-    def lay_out(self, server: int) -> None:
-        """See :class:`Sharing`."""
+    def allocate(self, server: int) -> None:
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
-            exchanger.lay_out(server)
+            exchanger.allocate(server)
 
-    def held(self, server: int) -> list[Held]:
-        """See :class:`Sharing`."""
+    def held(self, server: int) -> list[ReplicaState]:
+        """See :class:`Synchronizer`."""
         return [held for exchanger in self._exchangers for held in exchanger.held(server)]
 
-    def resend(self, server: int) -> None:
-        """See :class:`Sharing`."""
+    def replay(self, server: int) -> None:
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
-            exchanger.resend(server)
+            exchanger.replay(server)
 
     def peek(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return {name: value for exchanger in self._exchangers for name, value in exchanger.peek().items()}
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return {name: value for exchanger in self._exchangers for name, value in exchanger.catch_up().items()}
 
     def state(self) -> list[list[Any]]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return [fragment for exchanger in self._exchangers for fragment in exchanger.state()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger, fragment in zip(self._exchangers, state, strict=True):
             exchanger.restore([fragment])
 
     def close(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         for exchanger in self._exchangers:
             exchanger.close()

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
-from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.worker.client import COORDINATOR, Client
 
-__all__ = ["Heartbeat"]
+__all__ = ["HeartbeatThread"]
 
 _PER_PATIENCE = 5  # signs within the time after which a worker counts as away
 
 
-class Heartbeat:
+class HeartbeatThread:
     """Sends signs of life of one worker until it is stopped.
 
     Args:
@@ -35,12 +35,12 @@ class Heartbeat:
         client: Client,
         silence_s: float,
         on_news: Callable[[str], None] | None = None,
-        board: Board | None = None,
+        board: MetricsBoard | None = None,
         on_chief: Callable[[int], None] = lambda _: None,
         told: int = 0,
     ) -> None:
         self._client = client
-        self._board = board or Board()
+        self._board = board or MetricsBoard()
         self._period_s = silence_s / _PER_PATIENCE
         self._on_news = on_news
         self._on_chief = on_chief

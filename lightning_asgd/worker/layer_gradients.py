@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 from lightning_asgd.layout import Layout
 from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
@@ -51,7 +51,7 @@ class _Late:
     settings: list[dict[str, Any]]
 
 
-class LayerGradients(Sharing):
+class LayerGradients(Synchronizer):
     """Puts the mean of all workers' gradients in place of this worker's, layer by layer.
 
     Args:
@@ -136,21 +136,21 @@ class LayerGradients(Sharing):
         self._step = 0
 
     def fetch(self, *, park: bool = False) -> None:
-        """See :class:`Sharing`. Weights differ only where a worker took fewer steps; buffers are averaged."""
+        """See :class:`Synchronizer`. Weights differ only where a worker took fewer steps; buffers are averaged."""
         super().fetch()
         self._agree()
 
     def peek(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`: nothing but the module holds the weights; this brings them up to date."""
+        """See :class:`Synchronizer`: nothing but the module holds the weights; this brings them up to date."""
         return self.catch_up()
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         self._take_all_late()
         return {}
 
     def close(self) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         self._under_way.clear()
         self._late.clear()
         for handle in self._handles:

@@ -23,7 +23,7 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, Part
+from lightning_asgd.protocol import Epoch, LeaseHoldings
 from lightning_asgd.worker.client import COORDINATOR, Client, done_within
 from lightning_asgd.worker.data import Data
 
@@ -181,9 +181,9 @@ class DataLeases(Data):
         """Seconds in which it trains so many batches."""
         return batches * (self.plan.batch or 1) * self.pace
 
-    def _ask_early(self, trip: float = 0.0) -> None:
+    def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self._asked is None and not self._final:
-            self._asked = self._ask(trip=trip)
+            self._asked = self._ask(rtt_s=rtt_s)
 
     # ------------------------------------------------------------------ the training's side
 
@@ -286,11 +286,11 @@ class DataLeases(Data):
         return own
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> LeaseHoldings | None:
         """This worker's part of the present epoch, for a coordinator that takes the place of one that was lost."""
         if self._plan is None:
             return None
-        return Part(self._plan.epoch, tuple(self._granted), self._trained, self._served)
+        return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served)
 
     def lose(self) -> None:
         """The others have gone on without this worker: what it held is theirs, and it begins to count anew.
@@ -407,7 +407,7 @@ class DataLeases(Data):
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
 
-    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, trip: float = 0.0) -> _Asked:
+    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> _Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
         restored = client.restored[COORDINATOR]
         future = client.claim(
@@ -416,7 +416,7 @@ class DataLeases(Data):
             self._trained,
             self._applied,
             self.pace,
-            max(trip, self._trip),
+            max(rtt_s, self._trip),
             flush=self._flush,
             wait=wait,
             stop=stop,

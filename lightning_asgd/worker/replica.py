@@ -36,7 +36,7 @@ from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
 from lightning_asgd.numerics import is_sane
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.device_staging import Lane, lane_for
+from lightning_asgd.worker.device_staging import DeviceStaging, lane_for
 
 __all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
 
@@ -118,7 +118,7 @@ class Replica:
         mix: float | None = None,
         *,
         remembers: bool = False,
-        lane: Lane | None = None,
+        lane: DeviceStaging | None = None,
     ) -> None:
         self.layout = layout
         self.mix = mix
@@ -468,7 +468,7 @@ class GradientReplica(Replica):
         gradients: Callable[[], Sequence[Tensor | None]],
         *,
         remembers: bool = False,
-        lane: Lane | None = None,
+        lane: DeviceStaging | None = None,
     ) -> None:
         super().__init__(layout, source, blocks, remembers=remembers, lane=lane)
         self._gradients = gradients
@@ -570,7 +570,7 @@ def replica_for(
     mix: float | None = None,
     *,
     remembers: bool = False,
-    lane: Lane | None = None,
+    lane: DeviceStaging | None = None,
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:

@@ -13,12 +13,12 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.layout import Layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["SharedWeights"]
 
 
-class SharedWeights(Sharing):
+class SharedWeights(Synchronizer):
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
     Args:
@@ -79,23 +79,23 @@ class SharedWeights(Sharing):
         self._collectives.barrier("train on")
 
     def count_step(self) -> None:
-        """See :class:`Sharing`; a copy's change is added to the shared weights, and these are taken."""
+        """See :class:`Synchronizer`; a copy's change is added to the shared weights, and these are taken."""
         super().count_step()
         if self._copies:
             self._add_change()
 
     def fetch(self, *, park: bool = False) -> None:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         super().fetch()
         if self._copies and not self._alone:
             self._take()
 
     def peek(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`."""
+        """See :class:`Synchronizer`."""
         return {s.name: shared.clone() for s, shared in zip(self.layout.tensors, self._shared, strict=True)}
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Sharing`: every step is in the shared weights, which the others go on changing."""
+        """See :class:`Synchronizer`: every step is in the shared weights, which the others go on changing."""
         return {} if self._alone and self._copies else self.peek()
 
     def close(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_asgd.protocol import Meeting, Place
+from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["all_together", "meet"]
 
@@ -27,13 +27,13 @@ def all_together(places: Iterable[Place]) -> Place:
 def meet(
     client: Client,
     collectives: Collectives,
-    sharing: Sharing,
+    synchronizer: Synchronizer,
     name: str,
-    mine: Meeting,
+    mine: SyncReport,
     *,
     all_have_pushed: bool,
     always: bool = False,
-) -> dict[int, Meeting]:
+) -> dict[int, SyncReport]:
     """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
 
     All workers call it together. Each has pushed what it trained.
@@ -41,7 +41,7 @@ def meet(
     Args:
         client: this worker's.
         collectives: this worker's.
-        sharing: what it shares through.
+        synchronizer: what it shares through.
         name: which sync point, for error texts.
         mine: what this worker says.
         all_have_pushed: whether this worker knows that the others have pushed what they trained, too.
@@ -54,21 +54,21 @@ def meet(
         CollectiveTimeoutError: a worker did not come; the message names it.
     """
     restored = list(client.restored)
-    if all_have_pushed and mine.moved and sharing.final_once_pushed:
+    if all_have_pushed and mine.moved and synchronizer.final_once_pushed:
         # Most probably what all get. Where others have fetched something else, all do it again.
-        sharing.fetch(park=True)
+        synchronizer.fetch(park=True)
         if client.restored == restored:
-            mine = replace(mine, versions=tuple(sharing.versions))
-    met: dict[int, Meeting] = collectives.gather("sync point", name, mine, stops=mine.halts)
+            mine = replace(mine, versions=tuple(synchronizer.versions))
+    met: dict[int, SyncReport] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
     if None not in fetched and len(fetched) == 1:
         if mine.versions not in fetched:  # the others have met without this worker, which was silent
-            sharing.fetch(park=True)
+            synchronizer.fetch(park=True)
         return met
     # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
     again = always or any(m.moved for m in met.values())
     while again:  # where a server was lost some may have fetched before others had pushed again
-        sharing.fetch(park=True)
+        synchronizer.fetch(park=True)
         changed, restored = client.restored != restored, list(client.restored)
         again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())
     return met

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Held
+from lightning_asgd.protocol import ReplicaState
 from lightning_asgd.stats import ExchangeStats
 
-__all__ = ["Sharing"]
+__all__ = ["Synchronizer"]
 
 
-class Sharing:
+class Synchronizer:
     """Everything between a worker's training steps and the other workers. Shares nothing by itself.
 
     Args:
@@ -70,14 +70,14 @@ class Sharing:
     def come_back(self) -> None:
         """The others have gone on without this worker: join again, and begin with the weights that they have."""
 
-    def lay_out(self, server: int) -> None:
+    def allocate(self, server: int) -> None:
         """Lay the shards out on a server that takes the place of one that was lost."""
 
-    def held(self, server: int) -> list[Held]:
+    def held(self, server: int) -> list[ReplicaState]:
         """What this worker has of a server's shards: the weights it fetched last, and what they hold."""
         return []
 
-    def resend(self, server: int) -> None:
+    def replay(self, server: int) -> None:
         """Send a restored server what was under way to the lost one, or was pushed to it after the latest fetch."""
 
     def peek(self) -> dict[str, Tensor]:

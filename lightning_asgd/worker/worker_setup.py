@@ -27,7 +27,7 @@ from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
 from lightning_asgd.worker.replica import replica_for
 from lightning_asgd.worker.shared_weights import SharedWeights
-from lightning_asgd.worker.synchronizer import Sharing
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["agree", "enter", "named_state", "newly_trainable"]
 
@@ -47,7 +47,7 @@ def enter(
     fill: bool | None = None,
     theirs: Any = None,
     measure: bool = False,
-) -> Sharing:
+) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
     Args:
@@ -144,10 +144,10 @@ def enter(
             )
         )
     collectives.barrier("servers have the weights")
-    sharing = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
-    sharing.fetch()
-    sharing.stats = ExchangeStats()
-    return sharing
+    synchronizer = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
+    synchronizer.fetch()
+    synchronizer.stats = ExchangeStats()
+    return synchronizer
 
 
 def _fragments(

@@ -12,11 +12,11 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
 from lightning_asgd.layout import build_layout
 from lightning_asgd.protocol import (
-    Beaten,
     Contribution,
     Exchange,
     Failure,
-    Initialise,
+    HeartbeatReply,
+    InitShard,
     Join,
     Joined,
     Leave,
@@ -117,7 +117,7 @@ def test_initialise_brings_each_server_its_part() -> None:
     )
     assert seen == [True, False]
     messages = [m for _, m, _ in transport.sent]
-    assert all(isinstance(m, Initialise) for m in messages)
+    assert all(isinstance(m, InitShard) for m in messages)
     assert [m.version for m in messages] == [8, 9]
     assert [m.groups for m in messages] == [LAYOUT.shard(0), LAYOUT.shard(1)]
     assert messages[1].weights[0].tolist() == [1.0, 1.0]
@@ -223,7 +223,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
     c = client(transport)
     c.restorer = Restores()
     for _ in range(5):
-        c.hear(Beaten(needed=needed))
+        c.hear(HeartbeatReply(needed=needed))
         c.collective("barrier", "x", timeout_s=1.0)
     transport.sent.clear()
     c.repeat()

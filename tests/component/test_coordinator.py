@@ -530,9 +530,9 @@ def test_ranks_of_another_session_cannot_leave() -> None:
 # ---------------------------------------------------------------- in a lost one's place
 
 
-def successor(workers: int, answered: int, *, terms: dict[int, int] | None = None) -> Coordinator:
+def successor(workers: int, answered: int, *, incarnations: dict[int, int] | None = None) -> Coordinator:
     c = coordinator(workers)
-    c.resume(answered, terms or {}, set())
+    c.resume(answered, incarnations or {}, set())
     return c
 
 
@@ -592,7 +592,7 @@ def test_whom_a_coordinator_declares_away_before_it_knows_of_earlier_times_the_n
         c.expire(now)
     assert c.away
     c.resume(0, {1: 3}, set())  # three times before, as the workers tell, and once now
-    assert c.terms == {1: 4}
+    assert c.incarnations == {1: 4}
 
 
 def test_what_a_worker_that_sleeps_has_missed_outlives_the_server_that_kept_it() -> None:
@@ -638,7 +638,7 @@ def test_whom_a_coordinator_has_let_in_again_was_not_away() -> None:
         c.expire(now)
     c.join(1, 12.0)  # with its offer: it tells all that it knows
     c.resume(0, {1: 3}, set())
-    assert c.terms == {1: 3}
+    assert c.incarnations == {1: 3}
 
 
 def test_workers_are_at_odds_where_some_wait_in_a_collective_and_all_others_for_data() -> None:

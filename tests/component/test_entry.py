@@ -53,13 +53,13 @@ def test_a_push_counts_units_only_where_it_is_of_the_whole_module(parts: int, to
     config = ExchangeConfig.create(nsync=1, algorithm=StreamingDiLoCo(parts=parts))
     client = cluster.client()
     client.join()
-    sharing = enter(client, Collectives(), torch.nn.Linear(2, 2), config, 1, data=Trained())
-    sharing.begin()
+    synchronizer = enter(client, Collectives(), torch.nn.Linear(2, 2), config, 1, data=Trained())
+    synchronizer.begin()
     for _ in range(2):
-        sharing.count_step()
-        sharing.advance()
-    sharing.flush()
-    sharing.close()
+        synchronizer.count_step()
+        synchronizer.advance()
+    synchronizer.flush()
+    synchronizer.close()
     cluster.close()
     pushes = [message for message in log.messages if isinstance(message, Exchange) and message.push]
     assert len(pushes) >= parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Claim, Epoch, Part
+from lightning_asgd.protocol import Epoch, LeaseHoldings, LeaseRequest
 from lightning_asgd.server.epoch_history import Epochs
 
 
@@ -24,7 +24,7 @@ def train(epochs: Epochs, key: str, units: int, worker: int = 0) -> None:
     leases = epochs.find(key, worker)
     leases.meet([worker], 0.0)
     for trained in range(units):
-        leases.claim(Claim("s", worker, key, 0, trained, trained, 0.0), 0.0)
+        leases.claim(LeaseRequest("s", worker, key, 0, trained, trained, 0.0), 0.0)
     leases.applied(worker, units)
 
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_s_units_are_done() -> None:
     assert leases.finished == ((0, 2),)
 
 
-def part(key: str, *granted: tuple[int, int]) -> Part:
-    return Part(epoch(key), granted, sum(last - first for first, last in granted), 0)
+def part(key: str, *granted: tuple[int, int]) -> LeaseHoldings:
+    return LeaseHoldings(epoch(key), granted, sum(last - first for first, last in granted), 0)
 
 
 def test_what_the_restored_weights_hold_is_done_and_the_rest_is_still_its_workers() -> None:

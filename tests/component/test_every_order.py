@@ -37,18 +37,18 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.layout import build_layout
 from lightning_asgd.protocol import (
-    Beat,
-    Meeting,
-    Offer,
+    DisconnectWatch,
+    Heartbeat,
     Policy,
-    Watch,
+    StateReport,
+    SyncReport,
 )
 from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
-from lightning_asgd.server.state_recovery import Restoration
+from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client as client_module
 from lightning_asgd.worker import exchanger as exchange_module
@@ -57,7 +57,7 @@ from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import Recovery
+from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.sync_point import meet
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
@@ -101,7 +101,7 @@ class Server:
 
     service: Service
     now: float = 0.0
-    once: Once = field(default_factory=lambda: Once(lambda: 0.0))
+    once: ReplyCache = field(default_factory=lambda: ReplyCache(lambda: 0.0))
 
 
 @dataclass(eq=False)
@@ -227,7 +227,7 @@ class World:
             assert plan.comes
             self.end(rank)
             return
-        Recovery(client, exchanger, lambda: None, end.successor, lambda run: run())
+        FailoverClient(client, exchanger, lambda: None, end.successor, lambda run: run())
         self.ready.add(rank)
         self.held = plan.comes or len(self.ready) == plan.workers
         self.actors.wait_until(lambda: self.held)
@@ -257,14 +257,14 @@ class World:
             client.join()
         weights = replica.weights() if rank == 0 else None
         client.initialise(self.layout, self.config.algorithm, [None] * self.plan.servers, weights)
-        if attachment.founder:
+        if attachment.bootstraps:
             attachment.found("layout", {}, None)
 
     def meet(self, rank: int, client: Client, exchanger: Exchanger) -> None:
         """What the strategy does at a sync point."""
         collectives = Collectives(client)
         exchanger.flush()
-        mine = Meeting(exchanger.moved, False, False, [])
+        mine = SyncReport(exchanger.moved, False, False, [])
         meet(client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
 
@@ -357,7 +357,7 @@ class World:
         self.late = [call for call in self.late if call.server != server]
         lost = [call for call in self.open if call.server == server]
         self.open = [call for call in self.open if call.server != server]
-        self.lost += [call for call in lost if self.plan.late and isinstance(call.message, Watch)]
+        self.lost += [call for call in lost if self.plan.late and isinstance(call.message, DisconnectWatch)]
         for call in lost:
             if call not in self.lost:
                 self.fail(call)
@@ -396,7 +396,7 @@ class World:
             at.now += 1.0
             for rank, client in self.clients.items():
                 if rank not in {worker, *self.dead}:
-                    at.service.handle(Beat("s", client.worker))
+                    at.service.handle(Heartbeat("s", client.worker))
             at.service.tick()
 
     def die(self, worker: int) -> None:
@@ -576,7 +576,7 @@ def applies_all(shard: Shard, message: Any, update: Any) -> Verdict:
     return Verdict.APPLIED
 
 
-def handles_all(self: Once, caller: str, number: int, arrived: Any, handle: Callable[[], Any]) -> Future[Any]:
+def handles_all(self: ReplyCache, caller: str, number: int, arrived: Any, handle: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
     answer = handle()
     if isinstance(answer, Future):
@@ -586,7 +586,7 @@ def handles_all(self: Once, caller: str, number: int, arrived: Any, handle: Call
     return future
 
 
-def takes_the_first(self: Restoration, offer: Offer) -> None:
+def takes_the_first(self: StateRecovery, offer: StateReport) -> None:
     for held in offer.shards:
         self.newest.setdefault(held.fragment, held)
     self.offers[offer.worker] = replace(offer, shards=())
@@ -598,10 +598,10 @@ def forgets_pushes(self: Shard, weights: Any, version: int, pushes: Any) -> None
 
 MUTATIONS: dict[str, tuple[Any, str, Any, Plan]] = {
     "pushes are not told apart by number": (Shard, "_judge", applies_all, FEW["a server is lost"]),
-    "calls are handled as often as they come": (Once, "answer", handles_all, MEETING),
-    "the first offer is taken, not the newest": (Restoration, "add", takes_the_first, FEW["a server is lost"]),
+    "calls are handled as often as they come": (ReplyCache, "answer", handles_all, MEETING),
+    "the first offer is taken, not the newest": (StateRecovery, "add", takes_the_first, FEW["a server is lost"]),
     "a restored shard forgets which pushes it holds": (Shard, "resume", forgets_pushes, FEW["a server is lost"]),
-    "nobody waits for the others' offers": (Restoration, "awaited", lambda *_: set(), FEW["a server is lost"]),
+    "nobody waits for the others' offers": (StateRecovery, "awaited", lambda *_: set(), FEW["a server is lost"]),
 }
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.monitoring.metrics_board import Board
-from lightning_asgd.protocol import Beaten, Figures
-from lightning_asgd.worker.heartbeat import Heartbeat
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
+from lightning_asgd.worker.heartbeat import HeartbeatThread
 
 DEADLINE_S = 10.0
 
@@ -21,15 +21,15 @@ class Scripted:
     def __init__(self) -> None:
         self.answers: queue.Queue[Any] = queue.Queue()
         self.beats: queue.Queue[int] = queue.Queue()
-        self.figures: list[Figures | None] = []
+        self.figures: list[WorkerMetrics | None] = []
 
-    def beat(self, heard: int, timeout_s: float, figures: Figures | None) -> Beaten | None:
+    def beat(self, heard: int, timeout_s: float, figures: WorkerMetrics | None) -> HeartbeatReply | None:
         self.figures.append(figures)
         self.beats.put(heard)
         answer = self.answers.get(timeout=DEADLINE_S)
         if isinstance(answer, Exception):
             raise answer
-        result: Beaten | None = answer
+        result: HeartbeatReply | None = answer
         return result
 
 
@@ -37,10 +37,10 @@ def test_news_are_told_once_and_the_end_of_the_session_is_kept() -> None:
     client = Scripted()
     told: list[str] = []
     chiefs: list[int] = []
-    heartbeat = Heartbeat(client, 0.05, told.append, None, chiefs.append)  # type: ignore[arg-type]
-    client.answers.put(Beaten(("worker 1 is away", "worker 2 is away"), chief=2))
+    heartbeat = HeartbeatThread(client, 0.05, told.append, None, chiefs.append)  # type: ignore[arg-type]
+    client.answers.put(HeartbeatReply(("worker 1 is away", "worker 2 is away"), chief=2))
     assert client.beats.get(timeout=DEADLINE_S) == 0
-    client.answers.put(Beaten(("worker 1 is back",)))
+    client.answers.put(HeartbeatReply(("worker 1 is back",)))
     assert client.beats.get(timeout=DEADLINE_S) == 2
     client.answers.put(None)  # the server did not answer in time
     assert client.beats.get(timeout=DEADLINE_S) == 3
@@ -55,12 +55,12 @@ def test_news_are_told_once_and_the_end_of_the_session_is_kept() -> None:
 
 
 def test_this_worker_s_figures_are_sent_and_the_others_are_put_on_the_board() -> None:
-    client, board = Scripted(), Board()
-    heartbeat = Heartbeat(client, 0.05, board=board)  # type: ignore[arg-type]
+    client, board = Scripted(), MetricsBoard()
+    heartbeat = HeartbeatThread(client, 0.05, board=board)  # type: ignore[arg-type]
     client.beats.get(timeout=DEADLINE_S)
-    mine, theirs = Figures(at_s=1.0, samples=8), Figures(at_s=2.0, samples=16)
+    mine, theirs = WorkerMetrics(at_s=1.0, samples=8), WorkerMetrics(at_s=2.0, samples=16)
     board.post(0, mine)
-    client.answers.put(Beaten((), (0, 2), {2: theirs}))
+    client.answers.put(HeartbeatReply((), (0, 2), {2: theirs}))
     client.beats.get(timeout=DEADLINE_S)
     assert client.figures == [None, mine]
     assert (board.figures, board.living) == ({0: mine, 2: theirs}, (0, 2))
@@ -74,9 +74,9 @@ def test_this_worker_s_figures_are_sent_and_the_others_are_put_on_the_board() ->
 @pytest.mark.parametrize("beats", [0, 2])
 def test_it_ends_when_it_is_stopped(beats: int) -> None:
     client = Scripted()
-    heartbeat = Heartbeat(client, 1000.0 if beats == 0 else 0.05)  # type: ignore[arg-type]
+    heartbeat = HeartbeatThread(client, 1000.0 if beats == 0 else 0.05)  # type: ignore[arg-type]
     for _ in range(beats):
-        client.answers.put(Beaten(("news that nobody wants",)))
+        client.answers.put(HeartbeatReply(("news that nobody wants",)))
         client.beats.get(timeout=DEADLINE_S)
     client.answers.put(None)  # for one that has begun
     heartbeat.stop()

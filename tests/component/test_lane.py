@@ -17,7 +17,7 @@ from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
-from lightning_asgd.worker.device_staging import DeviceLane, Lane, lane_for
+from lightning_asgd.worker.device_staging import DeviceLane, DeviceStaging, lane_for
 from lightning_asgd.worker.replica import replica_for
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
@@ -26,7 +26,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="this mach
 CPU = torch.device("cpu")
 
 
-class LateLane(Lane):
+class LateLane(DeviceStaging):
     """A turn is over at the so manieth look: until then there is NaN where an update is to be, and answers are read."""
 
     def __init__(self, looks: int) -> None:
@@ -243,7 +243,7 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
 ) -> None:
     """On CUDA without one call that waits for the device, but for the last."""
     wires, results = [], []
-    for lane in (Lane(), DeviceLane(device)):
+    for lane in (DeviceStaging(), DeviceLane(device)):
         place = device if isinstance(lane, DeviceLane) else CPU
         module = {"w": torch.arange(3000.0), "b": torch.arange(5.0)}
         module = {name: value.to(place, dtype) for name, value in module.items()}
@@ -285,7 +285,7 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def _keep_busy(lane: Lane) -> None:
+def _keep_busy(lane: DeviceStaging) -> None:
     """Have both streams of a device begin late with what comes next, so that a wrong order shows."""
     if isinstance(lane, DeviceLane) and lane._device.type == "cuda":
         torch.cuda._sleep(20_000_000)
@@ -394,5 +394,5 @@ def test_where_memory_cannot_be_pinned_there_is_a_warning(caplog: pytest.LogCapt
 
 
 def test_only_devices_with_streams_have_a_lane_of_their_own() -> None:
-    assert type(lane_for(CPU)) is Lane
-    assert type(lane_for(torch.device("mps"))) is Lane
+    assert type(lane_for(CPU)) is DeviceStaging
+    assert type(lane_for(torch.device("mps"))) is DeviceStaging

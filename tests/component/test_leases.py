@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Claim, Epoch, Grant
+from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.worker.lease_client import DataLeases, Plan, in_common_order
 
@@ -73,13 +73,13 @@ class Run:
         applied = len(worker.trained) if wait or stop else len(worker.trained) - worker.unapplied
         pace = worker.pace if worker.knows_pace else 0.0
         about = ("s", number, "0", worker.segment, len(worker.trained), applied, pace)
-        claim = Claim(*about, flush=worker.flush, wait=wait, stop=stop, size=worker.size)
+        claim = LeaseRequest(*about, flush=worker.flush, wait=wait, stop=stop, size=worker.size)
         worker.waits = wait
         worker.claims += not wait
         for answered, grant in self.leases.claim(claim, self.now):
             self.answered(answered.worker, grant)
 
-    def answered(self, number: int, grant: Grant) -> None:
+    def answered(self, number: int, grant: LeaseGrant) -> None:
         if number not in self.workers:
             return
         worker = self.workers[number]
@@ -274,17 +274,17 @@ def test_a_worker_that_halts_an_epoch_halts_it_for_those_who_train_and_those_who
     leases = Leases(Epoch("0", 100, (50, 100)))
     leases.meet([0, 1, 2], 0.0)
     for worker in (0, 1):
-        ((_, grant),) = leases.claim(Claim("s", worker, "0", 0, 0, 0, 0.0), 0.0)
+        ((_, grant),) = leases.claim(LeaseRequest("s", worker, "0", 0, 0, 0, 0.0), 0.0)
         assert grant.last - grant.first == 1
-    ((_, last),) = leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
+    ((_, last),) = leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
     assert last.over
-    assert leases.claim(Claim("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
+    assert leases.claim(LeaseRequest("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
     leases.applied(1, 1)
     ((_, last),) = leases.retry(0.2)
     assert (last.first, last.last, last.over, last.halted) == (0, 0, True, True)
-    ((_, void),) = leases.claim(Claim("s", 2, "0", 0, 0, 0, 0.0), 0.3)
+    ((_, void),) = leases.claim(LeaseRequest("s", 2, "0", 0, 0, 0, 0.0), 0.3)
     assert void.void  # or it would not notice
-    ((_, last),) = leases.claim(Claim("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
+    ((_, last),) = leases.claim(LeaseRequest("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
     assert last.halted
     assert leases.finished == ((1, 2),)
 
@@ -294,18 +294,18 @@ def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() ->
     leases = Leases(Epoch("0", 2, (2,)), all_train=False)
     leases.meet({0}, 0.0)
     for _ in range(2):
-        ((_, grant),) = leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
+        ((_, grant),) = leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
         assert grant is not None
         assert (grant.last - grant.first, grant.void) == (1, False)
     leases.meet({0, 1}, 0.0)
-    ((_, late),) = leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    ((_, late),) = leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert late is not None
     assert (late.first, late.last, late.void) == (1, 2, True)
-    ((_, after),) = leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    ((_, after),) = leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert after is not None
     assert (after.first, after.last, after.over) == (0, 0, False)
-    assert leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
-    answers = leases.claim(Claim("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
+    assert leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
+    answers = leases.claim(LeaseRequest("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
     assert sorted((claim.worker, grant is not None and grant.over) for claim, grant in answers) == [
         (0, True),
         (1, True),
@@ -398,19 +398,21 @@ def test_a_worker_asks_no_more_when_there_is_nothing_to_expect(paces: list[float
 def test_the_pace_of_the_epoch_before_counts_until_a_worker_has_claimed() -> None:
     before = Leases(Epoch("0", 8, (8,)))
     before.meet([0, 1], 0.0)
-    before.claim(Claim("s", 0, "0", 0, 0, 0, 0.01), 0.0)
-    before.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    before.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.01), 0.0)
+    before.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     leases = Leases(Epoch("1", 110, (110,)), before=before, now=1.0)
     leases.meet([0, 1], 1.0)
-    ((_, grant),) = leases.claim(Claim("s", 0, "1", 0, 0, 0, 0.01), 1.0)
+    ((_, grant),) = leases.claim(LeaseRequest("s", 0, "1", 0, 0, 0, 0.01), 1.0)
     assert grant.last - grant.first > 5
     # Who was there in that epoch, and no longer is, has no part.
     leases = Leases(Epoch("2", 110, (110,)), before=leases, now=2.0)
     leases.meet([0], 2.0)
-    ((_, grant),) = leases.claim(Claim("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
+    ((_, grant),) = leases.claim(LeaseRequest("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
     assert (grant.first, grant.last, grant.ratio) == (0, 110, 1.0)
     with pytest.raises(WorkerAwayError):
-        leases.claim(Claim("s", 1, "2", 0, 5, 0, 0.1), 2.0)  # it has claimed nothing in this epoch, as far as is known
+        leases.claim(
+            LeaseRequest("s", 1, "2", 0, 5, 0, 0.1), 2.0
+        )  # it has claimed nothing in this epoch, as far as is known
 
 
 def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for() -> None:
@@ -425,9 +427,9 @@ def test_a_worker_that_saves_next_to_nothing_has_to_be_through_sooner(needs_s: f
     """The other one needs 0.2 s for the rest, as far as is known; it may well be faster."""
     leases = Leases(Epoch("0", 101, (101,)))
     leases.meet({0, 1}, 0.0)
-    leases.claim(Claim("s", 1, "0", 0, 0, 0, needs_s), 0.0)
-    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.002), 0.0)
-    ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, 1, 1, needs_s), 0.0)
+    leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, needs_s), 0.0)
+    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.002), 0.0)
+    ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, 1, 1, needs_s), 0.0)
     assert grant is not None
     assert (grant.last > grant.first) is gets_it
 
@@ -448,15 +450,15 @@ def test_one_that_asks_ahead_does_not_wait() -> None:
     """The slow one is not to take what the other, who still trains, has not asked for yet."""
     leases = Leases(Epoch("0", 21, (21,)))
     leases.meet({0, 1}, 0.0)
-    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.1), 0.0)
+    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1), 0.0)
     trained, now = 0, 0.0
     while now < 0.1:  # until the slow one is through with its step
-        ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, trained, trained, 0.01), now)
+        ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, trained, trained, 0.01), now)
         assert grant is not None
         trained, now = grant.last - 1, now + 0.01 * (grant.last - grant.first)
     now -= 0.01
-    assert leases.claim(Claim("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
-    answers = leases.claim(Claim("s", 1, "0", 0, trained - 1, 0, 0.01), now)
+    assert leases.claim(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
+    answers = leases.claim(LeaseRequest("s", 1, "0", 0, trained - 1, 0, 0.01), now)
     assert [claim.worker for claim, _ in answers] == [1]
 
 
@@ -465,7 +467,9 @@ def test_nobody_waits_for_one_that_has_come_and_has_not_begun() -> None:
     leases = Leases(Epoch("0", 2, (2,)), all_train=False)
     leases.meet({1, 2}, 0.0)
     for trained in (0, 1):
-        ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, trained, trained, 0.01, flush=0.1, wait=trained > 0), 0.0)
+        ((_, grant),) = leases.claim(
+            LeaseRequest("s", 1, "0", 0, trained, trained, 0.01, flush=0.1, wait=trained > 0), 0.0
+        )
         assert grant is not None
         assert (grant.first, grant.last) == (trained, trained + 1)
 
@@ -480,10 +484,10 @@ def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
 def test_progress_counts_what_has_probably_been_trained() -> None:
     leases = Leases(Epoch("0", 100, (100,)))
     leases.meet([0, 1], 0.0)
-    leases.claim(Claim("s", 0, "0", 0, 0, 0, 0.0), 0.0)
-    leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.0), 0.0)
-    leases.claim(Claim("s", 0, "0", 0, 1, 0, 0.1), 0.1)  # granted two: 0.25 s of work
-    ((_, grant),) = leases.claim(Claim("s", 1, "0", 0, 1, 0, 0.3), 0.3)
+    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.0), 0.0)
+    leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0), 0.0)
+    leases.claim(LeaseRequest("s", 0, "0", 0, 1, 0, 0.1), 0.1)  # granted two: 0.25 s of work
+    ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, 1, 0, 0.3), 0.3)
     assert grant.progress == pytest.approx(1 + 2 + 1)
     assert grant.ratio == pytest.approx(1 + 3)  # while this one trains a unit the other trains three
 
@@ -509,27 +513,27 @@ class Far:
         self.leases, self.away_s = leases, away_s
         self.now = self.idle_s = 0.0
         self.claims = 0
-        self._under_way: list[tuple[float, Future[Any], Grant]] = []
+        self._under_way: list[tuple[float, Future[Any], LeaseGrant]] = []
 
     def open_epoch(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
         return self.leases.finished
 
     def claim(
-        self, key: str, segment: int, trained: int, applied: int, pace: float, trip: float, **about: Any
+        self, key: str, segment: int, trained: int, applied: int, pace: float, rtt_s: float, **about: Any
     ) -> Future[Any]:
         del about["timeout_s"], about["opens"]
         self.claims += 1
-        claim = Claim("s", 0, key, segment, trained, applied, pace, trip, **about)
+        claim = LeaseRequest("s", 0, key, segment, trained, applied, pace, rtt_s, **about)
         ((_, grant),) = self.leases.claim(claim, self.now)
         self._under_way.append((self.now + self.away_s, Future(), grant))
         return self._under_way[-1][1]
 
-    def granted(self, future: Future[Any], timeout_s: float | None) -> Grant:
+    def granted(self, future: Future[Any], timeout_s: float | None) -> LeaseGrant:
         before = self.now
         while not future.done():
             self.pass_time(self._under_way[0][0] - self.now)
         self.idle_s += self.now - before
-        grant: Grant = future.wait()
+        grant: LeaseGrant = future.wait()
         return grant
 
     def pass_time(self, seconds: float) -> None:
@@ -574,7 +578,7 @@ def test_a_worker_that_was_granted_its_last_asks_for_nothing_until_it_has_pushed
     epoch = Epoch("0", 2, (2,))
     leases, far = far_worker(epoch, [0, 1], 0.1)
     leases.open(Plan(epoch, range(2), 1))
-    far.leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     assert leases.take() == [1]
     assert leases.take() is None
     leases.begin_batch()
@@ -626,7 +630,7 @@ def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:
     epoch = Epoch("0", 100, (100,))
     leases, far = far_worker(epoch, [0, 1], 0.0)
     assert leases.left_s == math.inf  # nothing is known yet
-    far.leases.claim(Claim("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     leases.open(Plan(epoch, range(100), 1))
     for trained in (1, 2, 3):
         assert leases.more(trained - 1)

@@ -21,7 +21,7 @@ from lightning_asgd.algorithms import ASGD, Algorithm, Downpour
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import Beat, Beaten, Epoch, Leave, Meeting, Policy
+from lightning_asgd.protocol import Epoch, Heartbeat, HeartbeatReply, Leave, Policy, SyncReport
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.shared_memory import SharedBlock
@@ -32,7 +32,7 @@ from lightning_asgd.worker import lease_client as leases_module
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import Recovery
+from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.replica import Replica, replica_for
 from lightning_asgd.worker.sync_point import meet
@@ -182,8 +182,8 @@ class World:
     def beat(self, rank: int, service: Service) -> None:
         client = self.clients.get(rank)
         if client is not None:
-            answer = service.handle(Beat("s", client.worker))
-            if service is self.services[0] and isinstance(answer, Beaten):
+            answer = service.handle(Heartbeat("s", client.worker))
+            if service is self.services[0] and isinstance(answer, HeartbeatReply):
                 client.hear(answer)
 
     @property
@@ -282,14 +282,14 @@ class World:
         self.joined += 1
         collectives.barrier("servers have the weights")
         exchanger.fetch()
-        Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        FailoverClient(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         exchanger.begin()
         for epoch in range(self.epochs):
             leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), 1))
             for segment in ENDS:
                 self.train_segment(rank, leases, exchanger)
-                mine = Meeting(exchanger.moved, False, False, [])
+                mine = SyncReport(exchanger.moved, False, False, [])
                 meet(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
                 self.fetched.setdefault((epoch, segment), []).append(weight.clone())
                 exchanger.begin()

@@ -19,11 +19,11 @@ from lightning_asgd.protocol import (
     Attach,
     Epoch,
     Exchange,
-    Initialise,
+    InitShard,
     Join,
-    Note,
     OpenEpoch,
     Policy,
+    RunMetadata,
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots
@@ -49,12 +49,12 @@ def served(server: int) -> Service:
     service = Service(lambda: 0.0, run=RUN)
     if server == 0:
         service.handle(Attach(RUN, "here", Policy(10.0)))
-        service.handle(Note(RUN, 1, "layout", "x"))
+        service.handle(RunMetadata(RUN, 1, "layout", "x"))
     else:
         service.handle(Join(RUN, 1, 0, server=server))
-    service.handle(Initialise(RUN, 1, GROUPS, ALGORITHM, (torch.tensor([0.5, 0.0, -1.0]), torch.tensor([3]))))
+    service.handle(InitShard(RUN, 1, GROUPS, ALGORITHM, (torch.tensor([0.5, 0.0, -1.0]), torch.tensor([3]))))
     if server == 0:
-        service.handle(Note(RUN, 1, "founded", True))
+        service.handle(RunMetadata(RUN, 1, "founded", True))
         service.handle(OpenEpoch(RUN, 1, Epoch(f"{RUN}/0", 12, (12,))))
     for seq in (1, 2, 3):
         push(service, 1, seq)
@@ -68,7 +68,7 @@ def come(service: Service, server: int) -> int:
         worker = service.handle(Attach(RUN, "there", Policy(10.0))).worker
     else:
         service.handle(Join(RUN, worker, 0, server=server))
-    service.handle(Initialise(RUN, worker, GROUPS, ALGORITHM))
+    service.handle(InitShard(RUN, worker, GROUPS, ALGORITHM))
     return worker
 
 
@@ -80,7 +80,7 @@ def test_there_are_snapshots_of_this_protocol() -> None:
 def test_servers_go_on_from_them_as_if_they_had_never_stopped(server: int) -> None:
     never = served(server)
     after = Service(lambda: 0.0, run=RUN, remembered=Snapshots(CURRENT).read)
-    assert after.revive(server)
+    assert after.restore_from_snapshot(server)
     ends = [push(service, come(service, server), 4) for service in (never, after)]
     assert ends[0] == ends[1]
     assert ends[0][1] == [28]
@@ -89,7 +89,7 @@ def test_servers_go_on_from_them_as_if_they_had_never_stopped(server: int) -> No
 
 def test_notes_and_numbers_of_workers_are_remembered() -> None:
     after = Service(lambda: 0.0, run=RUN, remembered=Snapshots(CURRENT).read)
-    after.revive(0)
+    after.restore_from_snapshot(0)
     attached = after.handle(Attach(RUN, "there", Policy(10.0)))
     assert attached.notes == {"layout": "x", "founded": True}
     assert attached.worker > 1

@@ -17,28 +17,28 @@ from lightning_asgd.cli.status_command import tables
 from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ServerLostError, WorkerLostError
 from lightning_asgd.layout import Role
-from lightning_asgd.monitoring.metrics_board import Board
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import (
     Attach,
     Attached,
-    Beat,
-    Claim,
     Epoch,
     Exchange,
     Failure,
-    Figures,
-    Grant,
-    Held,
-    Initialise,
+    Heartbeat,
+    InitShard,
     Join,
+    LeaseGrant,
+    LeaseRequest,
     Leave,
-    Look,
-    Note,
-    Offer,
     OpenEpoch,
     Policy,
-    View,
-    WorkerView,
+    ReplicaState,
+    RunMetadata,
+    StateReport,
+    Status,
+    StatusRequest,
+    WorkerMetrics,
+    WorkerStatus,
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import shared_memory
@@ -46,7 +46,7 @@ from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import Recovery
+from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 
@@ -71,13 +71,13 @@ def founded(clock: Clock | None = None) -> Service:
     """A run with one worker, number 1."""
     service = Service(clock or Clock(), run="s")
     assert come(service) == Attached(1, True, {}, heard=1, chief=1)
-    service.handle(Initialise("s", 1, GROUPS, ASGD("mean"), (torch.zeros(3),)))
-    assert service.handle(Note("s", 1, "founded", True)) is True
+    service.handle(InitShard("s", 1, GROUPS, ASGD("mean"), (torch.zeros(3),)))
+    assert service.handle(RunMetadata("s", 1, "founded", True)) is True
     return service
 
 
 def chief(service: Service, worker: int) -> int:
-    return int(service.handle(Beat("s", worker)).chief)
+    return int(service.handle(Heartbeat("s", worker)).chief)
 
 
 def test_workers_wait_for_the_first_ones_weights() -> None:
@@ -85,9 +85,9 @@ def test_workers_wait_for_the_first_ones_weights() -> None:
     come(service)
     waiting = service.handle(Attach("s", "there", Policy(10.0)))
     assert isinstance(waiting, Future)
-    service.handle(Note("s", 1, "layout", "x"))
+    service.handle(RunMetadata("s", 1, "layout", "x"))
     assert not waiting.done()
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "founded", True))
     assert waiting.value() == Attached(2, False, {"layout": "x", "founded": True}, heard=2, chief=1)
 
 
@@ -96,7 +96,7 @@ def test_if_the_first_one_dies_the_next_brings_its_weights() -> None:
     come(service)
     waiting = service.handle(Attach("s", "there", Policy(10.0)))
     service.handle(Leave("s", 1, "it raised"))
-    assert waiting.value().founder
+    assert waiting.value().bootstraps
 
 
 def test_who_waits_for_long_does_not_count_as_away() -> None:
@@ -105,9 +105,9 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
     come(service, silence_s=3.0)
     waiting = service.handle(Attach("s", "there", Policy(3.0)))
     for clock.now in range(10):
-        service.handle(Beat("s", 1))
+        service.handle(Heartbeat("s", 1))
         service.tick()
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "founded", True))
     service.tick()
     assert waiting.value().worker in service.status()["living"]
 
@@ -118,7 +118,7 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport)
     silent = Timeouts(silence_s=1000.0)  # no heartbeat is sent during the test
     config = ExchangeConfig.create(nsync=1, timeouts=silent)
-    membership = RunMembership(job, config, Policy(1000.0), Board(), "cpu")
+    membership = RunMembership(job, config, Policy(1000.0), MetricsBoard(), "cpu")
     membership.join()
     try:
         assert membership.standing == (1, 2)
@@ -140,15 +140,15 @@ def test_one_that_gave_up_before_it_was_let_in_leaves_no_trace() -> None:
     service = Service(clock, run="s")
     come(service)
     service.handle(Attach("s", "there", Policy(10.0)))  # and its process ends
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "founded", True))
     service.handle(Leave("s", 1))
     assert come(service).worker == 3
     for clock.now in (9.0, 11.0):
         assert chief(service, 3) == 3
         service.tick()
-    assert [worker.worker for worker in service.handle(Look()).workers] == [3]
+    assert [worker.worker for worker in service.handle(StatusRequest()).workers] == [3]
     service.handle(Join("s", 2, 0, again=True))  # it was there, only slow
-    assert [worker.worker for worker in service.handle(Look()).workers] == [2, 3]
+    assert [worker.worker for worker in service.handle(StatusRequest()).workers] == [2, 3]
 
 
 def test_a_number_is_given_once() -> None:
@@ -175,7 +175,7 @@ def test_who_comes_when_all_have_left_is_chief_at_once() -> None:
     service = founded()
     service.handle(Leave("s", 1))
     attached = come(service)
-    assert (attached.worker, attached.founder, attached.chief) == (2, False, 2)
+    assert (attached.worker, attached.bootstraps, attached.chief) == (2, False, 2)
 
 
 def test_a_silent_chief_is_followed_by_another() -> None:
@@ -232,7 +232,7 @@ def test_who_does_not_belong_to_the_run_is_refused(run: str, message: Any, error
 
 def claim(service: Service, worker: int, key: str, trained: int, *, pace: float = 0.0, wait: bool = False) -> Any:
     service.handle(OpenEpoch("s", worker, Epoch(key, 4, (4,))))
-    answer = service.handle(Claim("s", worker, key, 0, trained, trained, pace, wait=wait))
+    answer = service.handle(LeaseRequest("s", worker, key, 0, trained, trained, pace, wait=wait))
     return answer.value() if isinstance(answer, Future) and answer.done() else answer
 
 
@@ -254,7 +254,7 @@ def test_who_is_behind_by_an_epoch_has_nothing_to_train_in_it() -> None:
     for key in ("s/0", "s/4"):  # one that the server has forgotten, and one that it knows
         grant = claim(service, 2, key, 0, wait=True)
         assert grant.void
-        assert claim(service, 2, key, 0, wait=True) == Grant(over=True, progress=4.0, ratio=grant.ratio)
+        assert claim(service, 2, key, 0, wait=True) == LeaseGrant(over=True, progress=4.0, ratio=grant.ratio)
 
 
 def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
@@ -264,7 +264,7 @@ def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
     waiting = service.handle(Attach("s", "here", Policy(10.0)))
     assert isinstance(waiting, Future)
     clock.now += 15.0
-    service.handle(Beat("s", 1))  # somebody will tell, at its next batch
+    service.handle(Heartbeat("s", 1))  # somebody will tell, at its next batch
     clock.now += 15.0
     service.tick()
     assert not waiting.done()
@@ -276,7 +276,7 @@ def test_a_server_in_a_lost_ones_place_lets_nobody_found_the_run_anew() -> None:
 def test_a_worker_with_another_algorithm_is_refused() -> None:
     service = founded()
     come(service)
-    answer = service.handle(Initialise("s", 2, GROUPS, ASGD("sum")))
+    answer = service.handle(InitShard("s", 2, GROUPS, ASGD("sum")))
     assert isinstance(answer, Failure)
     assert "Expected the same arguments of ASGDStrategy" in answer.message
 
@@ -286,7 +286,7 @@ def test_one_that_slept_for_many_epochs_is_told_so() -> None:
     come(service)
     for epoch in range(9):
         claim(service, 1, f"s/{epoch}", 0)
-    answer = service.handle(Claim("s", 2, "s/0", 0, 0, 0, 0.0))
+    answer = service.handle(LeaseRequest("s", 2, "s/0", 0, 0, 0, 0.0))
     assert isinstance(answer, Failure)
     assert answer.error == "WorkerAwayError"
 
@@ -294,38 +294,38 @@ def test_one_that_slept_for_many_epochs_is_told_so() -> None:
 def test_nothing_is_kept_of_those_who_have_left() -> None:
     service = founded()
     come(service)
-    service.handle(Beat("s", 2, figures=Figures(samples=8)))
+    service.handle(Heartbeat("s", 2, figures=WorkerMetrics(samples=8)))
     service.handle(Exchange("s", 2, 1, 0, True, True, (torch.ones(3),)))
     service.handle(Leave("s", 2))
     reply = service.handle(Exchange("s", 1, 1, 0, True, True, (torch.ones(3),)))
     assert reply.pushes == {1: 1}
-    assert service.handle(Beat("s", 1)).figures == {}
+    assert service.handle(Heartbeat("s", 1)).figures == {}
 
 
 def test_anybody_may_look() -> None:
     clock = Clock()
     service = founded(clock)
-    assert service.handle(Look()).workers[0].trained == 0
+    assert service.handle(StatusRequest()).workers[0].trained == 0
     come(service)
     claim(service, 1, "s/0", 0)
     claim(service, 1, "s/0", 1, pace=0.5)
-    assert [(w.pace_s, w.trained) for w in service.handle(Look()).workers] == [(0.5, 1), (0.0, 0)]
+    assert [(w.pace_s, w.trained) for w in service.handle(StatusRequest()).workers] == [(0.5, 1), (0.0, 0)]
     clock.now = 11.0
-    service.handle(Beat("s", 2, figures=Figures(samples=8)))
+    service.handle(Heartbeat("s", 2, figures=WorkerMetrics(samples=8)))
     service.tick()
-    view = service.handle(Look())
+    view = service.handle(StatusRequest())
     assert (view.session, view.chief, view.epoch, view.done, view.steps) == ("s", 2, 0, 1, 4)
     away, there = view.workers
     assert (away.worker, away.trained, away.silent_s) == (1, 0, 11.0)  # others train what it had
     assert "gave no sign of life" in away.away
-    assert (there.worker, there.about, there.away, there.figures) == (2, "here", "", Figures(samples=8))
+    assert (there.worker, there.about, there.away, there.figures) == (2, "here", "", WorkerMetrics(samples=8))
     assert view.news[-1].startswith("Worker 1 gave no sign of life")
 
 
 def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> None:
-    def view(at_s: float, samples: int) -> View:
-        figures = Figures(began=1.0, at_s=at_s, samples=samples)
-        return View("s", 7, 1, 1, 3, 45, 90, (WorkerView(1, "here", "", 0.4, 0.02, 5, figures),), ("x has come.",))
+    def view(at_s: float, samples: int) -> Status:
+        figures = WorkerMetrics(began=1.0, at_s=at_s, samples=samples)
+        return Status("s", 7, 1, 1, 3, 45, 90, (WorkerStatus(1, "here", "", 0.4, 0.02, 5, figures),), ("x has come.",))
 
     shown = io.StringIO()
     Console(file=shown, width=120).print(tables("r", view(10.0, 1500), view(8.0, 500)))
@@ -345,8 +345,8 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
 def restored(service: Service, worker: int, holding: tuple[int, ...]) -> Any:
     """A worker tells a server what the lost one in whose place it is knew; what it is answered."""
     service.handle(Join("s", worker, 0, server=1, restore=True, holding=holding))
-    service.handle(Initialise("s", worker, GROUPS, ASGD("mean")))
-    return service.handle(Offer("s", worker, (Held(0, worker, (torch.zeros(3),), {}),)))
+    service.handle(InitShard("s", worker, GROUPS, ASGD("mean")))
+    return service.handle(StateReport("s", worker, (ReplicaState(0, worker, (torch.zeros(3),), {}),)))
 
 
 def test_a_restored_server_waits_for_all_that_any_worker_knows_of() -> None:
@@ -375,7 +375,7 @@ def test_who_has_left_is_granted_nothing() -> None:
     come(service)
     assert claim(service, 2, "s/0", 0).last == 1
     service.handle(Leave("s", 2))
-    answer = service.handle(Claim("s", 2, "s/0", 0, 0, 0, 0.0))  # it was on its way
+    answer = service.handle(LeaseRequest("s", 2, "s/0", 0, 0, 0, 0.0))  # it was on its way
     assert isinstance(answer, Failure)
     assert "it had left" in answer.message
 
@@ -383,7 +383,7 @@ def test_who_has_left_is_granted_nothing() -> None:
 def test_a_worker_of_a_run_s_earlier_life_does_not_take_part_in_the_new_one() -> None:
     """Nobody has its number yet; its epochs would make those of the new life seem over."""
     service = founded()
-    service.handle(Beat("s", 2))
+    service.handle(Heartbeat("s", 2))
     answer = service.handle(Join("s", 2, 0, restore=True, holding=(2,), admitted=2))
     assert isinstance(answer, Failure)
     assert "others came first and began run 's' anew" in answer.message
@@ -396,7 +396,7 @@ def test_a_founder_that_was_silent_meanwhile_founds_the_run_all_the_same() -> No
     for clock.now in range(12):
         service.tick()
     assert service.status()["living"] == []
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "founded", True))
     assert come(service).notes == {"founded": True}
 
 
@@ -449,11 +449,13 @@ class RunWorld(World):
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         exchanger = Exchanger(client, replica, self.config, data=leases, clock=self.clock)
         refs = [None if block is None else block.ref for block in blocks]
-        client.initialise(self.layout, self.config.algorithm, refs, replica.weights() if attachment.founder else None)
-        if attachment.founder:
+        client.initialise(
+            self.layout, self.config.algorithm, refs, replica.weights() if attachment.bootstraps else None
+        )
+        if attachment.bootstraps:
             attachment.found("layout", {}, None)
         exchanger.fetch()
-        Recovery(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        FailoverClient(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         self.joined += 1
         exchanger.begin()

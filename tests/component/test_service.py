@@ -14,24 +14,24 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     PROTOCOL,
-    Beat,
-    Claim,
     Contribution,
     Epoch,
     Exchange,
     Failure,
-    Figures,
-    Held,
-    Initialise,
+    Heartbeat,
+    InitShard,
     Join,
     Joined,
+    LeaseHoldings,
+    LeaseRequest,
     Leave,
-    Offer,
     OpenEpoch,
-    Part,
     Policy,
+    ReplayDone,
+    ReplicaState,
     Reply,
-    Settled,
+    StateReport,
+    WorkerMetrics,
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import Verdict
@@ -54,7 +54,7 @@ def service(
     result = Service(clock)
     for rank in range(workers):
         assert isinstance(result.handle(Join(session, rank, workers)), Joined)
-    assert result.handle(Initialise(session, 0, GROUPS, ASGD(scale), (torch.zeros(3),))) is False
+    assert result.handle(InitShard(session, 0, GROUPS, ASGD(scale), (torch.zeros(3),))) is False
     return result
 
 
@@ -114,14 +114,14 @@ def test_a_push_of_one_that_is_away_is_refused_and_changes_nothing() -> None:
     s = Service(clock)
     for rank in range(2):
         s.handle(Join("s", rank, 2, Policy(silence_s=10.0)))
-    s.handle(Initialise("s", 0, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    s.handle(InitShard("s", 0, GROUPS, ASGD("sum"), (torch.zeros(3),)))
     for _ in range(11):
         clock.now += 1
-        s.handle(Beat("s", 0))
+        s.handle(Heartbeat("s", 0))
         s.tick()
-    (news,) = s.handle(Beat("s", 0)).news
+    (news,) = s.handle(Heartbeat("s", 0)).news
     assert "Worker 1 gave no sign of life for 11 s" in news
-    assert s.handle(Beat("s", 0, heard=1)).news == ()
+    assert s.handle(Heartbeat("s", 0, heard=1)).news == ()
     assert failure(s.handle(push(1, 1.0, worker=1)))[0] == "WorkerAwayError"
     s.handle(Join("s", 1, 2, Policy(silence_s=10.0), again=True))
     assert s.handle(push(1, 2.0, worker=1)).verdict is Verdict.APPLIED
@@ -135,19 +135,19 @@ def test_when_the_session_is_ended_all_that_wait_are_told() -> None:
     waiting = s.handle(Contribution("s", 0, 1, "barrier", "end"))
     s.handle(Leave("s", 1, "killed"))
     assert "Worker 1 is gone (killed), and on_worker_failure='abort'" in failure(waiting)[1]
-    assert failure(s.handle(Beat("s", 0)))[0] == "WorkerLostError"
+    assert failure(s.handle(Heartbeat("s", 0)))[0] == "WorkerLostError"
 
 
 def test_worker_0_is_told_the_latest_figures_of_all_and_who_is_alive() -> None:
     s = Service()
     for rank in range(3):
         s.handle(Join("s", rank, 3))
-    first, later = Figures(at_s=1.0, samples=8), Figures(at_s=2.0, samples=16)
+    first, later = WorkerMetrics(at_s=1.0, samples=8), WorkerMetrics(at_s=2.0, samples=16)
     for figures in (first, later, None):
-        answer = s.handle(Beat("s", 2, figures=figures))
+        answer = s.handle(Heartbeat("s", 2, figures=figures))
         assert (answer.living, answer.figures) == ((0, 1, 2), {})
     s.handle(Leave("s", 2, "killed"))
-    answer = s.handle(Beat("s", 0, figures=first))
+    answer = s.handle(Heartbeat("s", 0, figures=first))
     assert (answer.living, answer.figures) == ((0, 1), {0: first, 2: later})
     assert s._coordinator is not None
     assert s._coordinator.figures == answer.figures
@@ -158,7 +158,7 @@ def passes(s: Service, clock: Clock, seconds: int, *heard: int, session: str = "
     for _ in range(seconds):
         clock.now += 1
         for worker in heard:
-            s.handle(Beat(session, worker))
+            s.handle(Heartbeat(session, worker))
         s.tick()
 
 
@@ -178,10 +178,10 @@ def test_what_a_worker_behind_holds_is_granted_to_others_when_it_is_silent_again
     epoch = Epoch("e/0", 2, (2,))
     for rank in range(2):
         s.handle(OpenEpoch("s", rank, epoch))
-    held = s.handle(Claim("s", 1, "e/0", 0, 0, 0, 0.0))
-    mine = s.handle(Claim("s", 0, "e/0", 0, 0, 0, 0.1))
+    held = s.handle(LeaseRequest("s", 1, "e/0", 0, 0, 0, 0.0))
+    mine = s.handle(LeaseRequest("s", 0, "e/0", 0, 0, 0, 0.1))
     assert {held.first, mine.first} == {0, 1}
-    waiting = s.handle(Claim("s", 0, "e/0", 0, 1, 1, 0.1, wait=True))
+    waiting = s.handle(LeaseRequest("s", 0, "e/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 11, 0)
     assert waiting.done()
     assert (waiting.value().first, waiting.value().last) == (held.first, held.last)
@@ -193,8 +193,8 @@ def test_a_claim_that_waits_is_answered_when_its_worker_is_away() -> None:
     s.handle(OpenEpoch("s", 0, Epoch("e/0", 2, (2,))))
     s.handle(OpenEpoch("s", 1, Epoch("e/0", 2, (2,))))
     for rank in range(2):
-        s.handle(Claim("s", rank, "e/0", 0, 0, 0, 0.0))
-    waiting = s.handle(Claim("s", 1, "e/0", 0, 1, 1, 0.1, wait=True))
+        s.handle(LeaseRequest("s", rank, "e/0", 0, 0, 0, 0.0))
+    waiting = s.handle(LeaseRequest("s", 1, "e/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 11, 0)
     assert failure(waiting)[0] == "WorkerAwayError"
 
@@ -270,7 +270,7 @@ def test_another_session_ends_the_one_before() -> None:
     "message",
     [
         push(1, 1.0),
-        Initialise("s", 0, GROUPS, ASGD(), (torch.zeros(3),)),
+        InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),)),
         Contribution("s", 0, 1, "barrier", "x"),
     ],
 )
@@ -290,14 +290,14 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
     s = Service()
     s.handle(Join("s", 1, 2))
-    s.handle(Initialise("s", 1, GROUPS, ASGD()))
+    s.handle(InitShard("s", 1, GROUPS, ASGD()))
     error, text = failure(s.handle(push(1, 1.0, worker=1)))
     assert error == "ProtocolError"
     assert "before the shard had weights" in text
 
 
 def test_workers_must_expect_the_same_shard() -> None:
-    error, text = failure(service().handle(Initialise("s", 1, ((Role.PARAMETER, "float32", 4),), ASGD())))
+    error, text = failure(service().handle(InitShard("s", 1, ((Role.PARAMETER, "float32", 4),), ASGD())))
     assert error == "ProtocolError"
     assert "Worker 1 expects a shard of" in text
 
@@ -322,7 +322,7 @@ def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFix
 def test_weights_are_filled_once_and_versions_count_on() -> None:
     s = Service()
     s.handle(Join("s", 0, 1))
-    s.handle(Initialise("s", 0, GROUPS, ASGD("sum"), (torch.ones(3),), version=7))
+    s.handle(InitShard("s", 0, GROUPS, ASGD("sum"), (torch.ones(3),), version=7))
     reply = s.handle(push(1, 2.0))
     assert (reply.version, reply.staleness, reply.verdict) == (8, 7, Verdict.APPLIED)
     assert reply.weights[0].tolist() == [3.0] * 3
@@ -354,8 +354,8 @@ def test_a_mismatch_is_answered_to_everybody() -> None:
 def test_one_that_trains_no_more_and_one_that_waits_for_it_are_told_so() -> None:
     s = service()
     s.handle(OpenEpoch("s", 0, Epoch("fit/3", 2, (2,))))
-    s.handle(Claim("s", 0, "fit/3", 0, 0, 0, 0.0))
-    claim = s.handle(Claim("s", 0, "fit/3", 0, 1, 1, 0.1, wait=True))
+    s.handle(LeaseRequest("s", 0, "fit/3", 0, 0, 0, 0.0))
+    claim = s.handle(LeaseRequest("s", 0, "fit/3", 0, 1, 1, 0.1, wait=True))
     s.tick()
     assert not claim.done()  # worker 1 may still come for its unit
     end = s.handle(Contribution("s", 1, 1, "gather", "train end"))
@@ -370,10 +370,10 @@ def test_a_claim_that_is_refused_does_not_count_as_waiting() -> None:
     """It was sent before its worker had joined again, and comes after."""
     s = service()
     epoch = Epoch("fit/0", 9, (9,))
-    s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1, opens=epoch))
+    s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1, opens=epoch))
     s.handle(Join("s", 1, 2, again=True))
-    assert failure(s.handle(Claim("s", 1, "fit/0", 0, 1, 1, 0.1)))[0] == "WorkerAwayError"
-    assert s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1)).last > 0
+    assert failure(s.handle(LeaseRequest("s", 1, "fit/0", 0, 1, 1, 0.1)))[0] == "WorkerAwayError"
+    assert s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1)).last > 0
     end = s.handle(Contribution("s", 0, 1, "sync point", "end"))
     s.tick()
     assert not end.done()  # worker 1 trains
@@ -388,15 +388,15 @@ def test_who_waits_for_data_of_one_that_is_behind_is_not_at_odds_with_those_who_
     s.handle(Join("s", 2, 3, Policy(silence_s=10.0), again=True))
     assert s.handle(Contribution("s", 2, 1, "sync point", "missed")).done()  # it catches up, and trains
     epoch = Epoch("fit/0", 2, (2,))
-    assert s.handle(Claim("s", 2, "fit/0", 0, 0, 0, 0.1, opens=epoch)).last == 1
-    s.handle(Claim("s", 1, "fit/0", 0, 0, 0, 0.1, stop=True))
+    assert s.handle(LeaseRequest("s", 2, "fit/0", 0, 0, 0, 0.1, opens=epoch)).last == 1
+    s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1, stop=True))
     end = s.handle(Contribution("s", 1, 2, "sync point", "end"))
-    assert s.handle(Claim("s", 0, "fit/0", 0, 0, 0, 0.1)).last == 2
-    claim = s.handle(Claim("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
+    assert s.handle(LeaseRequest("s", 0, "fit/0", 0, 0, 0, 0.1)).last == 2
+    claim = s.handle(LeaseRequest("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 1, 0, 1, 2)
     assert not claim.done()
     assert not end.done()
-    s.handle(Claim("s", 2, "fit/0", 0, 1, 1, 0.1))
+    s.handle(LeaseRequest("s", 2, "fit/0", 0, 1, 1, 0.1))
     assert claim.wait().over
 
 
@@ -404,11 +404,11 @@ def test_who_was_away_before_its_offer_and_was_let_in_with_it_is_none_that_the_n
     clock = Clock()
     s = to_be_restored(clock)
     passes(s, clock, 90, 0)  # worker 1 is away meanwhile
-    offers = [s.handle(Offer("s", rank, (Held(0, 5, (torch.ones(3),), {}),))) for rank in (1, 0)]
+    offers = [s.handle(StateReport("s", rank, (ReplicaState(0, 5, (torch.ones(3),), {}),))) for rank in (1, 0)]
     assert [offer if offer is None else offer.wait() for offer in offers] == [None, None]
     for rank in range(2):
-        s.handle(Settled("s", rank))
-    assert s.handle(fetch(worker=0)).terms == {}
+        s.handle(ReplayDone("s", rank))
+    assert s.handle(fetch(worker=0)).incarnations == {}
 
 
 def to_be_restored(clock: Clock) -> Service:
@@ -416,7 +416,7 @@ def to_be_restored(clock: Clock) -> Service:
     s = Service(clock)
     for rank in range(2):
         s.handle(Join("s", rank, 2, Policy(silence_s=10.0), restore=True))
-        s.handle(Initialise("s", rank, GROUPS, ASGD("sum")))
+        s.handle(InitShard("s", rank, GROUPS, ASGD("sum")))
     return s
 
 
@@ -425,8 +425,8 @@ def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer()
     s = to_be_restored(clock)
     early = s.handle(push(1, 1.0, worker=1))
     passes(s, clock, 90, 0)  # worker 1 is away meanwhile
-    held = Held(0, 5, (torch.ones(3),), {})
-    assert s.handle(Offer("s", 0, (held,))) is None
+    held = ReplicaState(0, 5, (torch.ones(3),), {})
+    assert s.handle(StateReport("s", 0, (held,))) is None
     assert failure(early)[0] == "WorkerAwayError"
     assert s.status()["version"] == 5
 
@@ -435,26 +435,28 @@ def test_what_was_lost_with_a_server_is_trained_by_those_who_are_not_past_the_se
     """The lost server had told worker 1 that all of it was trained: it waits for worker 0, which trained it last."""
     s = to_be_restored(Clock())
     epoch = Epoch("fit/0", 2, (2,))
-    s.handle(Offer("s", 0, (Held(0, 4, (torch.zeros(3),), {}),), part=Part(epoch, ((0, 1),), 1, 0)))
-    s.handle(Offer("s", 1, (Held(0, 5, (torch.ones(3),), {}),)))
-    claim = s.handle(Claim("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
+    s.handle(
+        StateReport("s", 0, (ReplicaState(0, 4, (torch.zeros(3),), {}),), part=LeaseHoldings(epoch, ((0, 1),), 1, 0))
+    )
+    s.handle(StateReport("s", 1, (ReplicaState(0, 5, (torch.ones(3),), {}),)))
+    claim = s.handle(LeaseRequest("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
     s.tick()
     assert not claim.done()  # a unit is kept for worker 1
     s.handle(Contribution("s", 1, 1, "sync point", "end"))
     s.tick()
     grant = claim.wait()
     assert (grant.first, grant.last) == (1, 2)
-    assert s.handle(Claim("s", 0, "fit/0", 0, 2, 2, 0.1, wait=True)).over
+    assert s.handle(LeaseRequest("s", 0, "fit/0", 0, 2, 2, 0.1, wait=True)).over
 
 
 def test_who_has_offered_what_it_holds_is_not_given_up_while_the_others_are_awaited() -> None:
     """Another server may have taken the push that it is about to send again."""
     clock = Clock()
     s = to_be_restored(clock)
-    offered = s.handle(Offer("s", 1, (Held(0, 5, (torch.ones(3),), {}),)))
+    offered = s.handle(StateReport("s", 1, (ReplicaState(0, 5, (torch.ones(3),), {}),)))
     passes(s, clock, 15, 0)
     assert not offered.done()
-    assert s.handle(Offer("s", 0, (Held(0, 4, (torch.zeros(3),), {}),))) is None
+    assert s.handle(StateReport("s", 0, (ReplicaState(0, 4, (torch.zeros(3),), {}),))) is None
     assert offered.wait() is None
     assert s.handle(push(1, 1.0, worker=1)).verdict is Verdict.APPLIED
     passes(s, clock, 15, 0)
@@ -541,7 +543,7 @@ def test_an_exchange_through_a_block() -> None:
     s = service(scale="sum")
     block = shared_memory.create(GROUPS)
     assert block is not None
-    assert s.handle(Initialise("s", 1, GROUPS, ASGD("sum"), shared=block.ref)) is True
+    assert s.handle(InitShard("s", 1, GROUPS, ASGD("sum"), shared=block.ref)) is True
     block.tensors[0].fill_(5.0)
     reply = s.handle(Exchange("s", 1, 1, 0, True, True, shared=True))
     assert (reply.version, reply.verdict, reply.weights) == (1, Verdict.APPLIED, None)
@@ -560,7 +562,7 @@ def test_a_worker_takes_its_block_along(end: Any) -> None:
     block = shared_memory.create(GROUPS)
     assert block is not None
     before = mappings()
-    s.handle(Initialise("s", 1, GROUPS, ASGD(), shared=block.ref))
+    s.handle(InitShard("s", 1, GROUPS, ASGD(), shared=block.ref))
     assert mappings() > before
     if end is None:
         s.close()
@@ -577,7 +579,7 @@ def test_a_worker_that_comes_with_another_block_leaves_none_behind() -> None:
     before = mappings()
     for block in blocks:
         assert block is not None
-        s.handle(Initialise("s", 1, GROUPS, ASGD(), shared=block.ref))
+        s.handle(InitShard("s", 1, GROUPS, ASGD(), shared=block.ref))
     s.close()
     assert mappings() == before
     for block in blocks:
@@ -591,7 +593,7 @@ def test_only_the_block_in_use_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     blocks = [shared_memory.create(GROUPS) for _ in range(2)]
     for worker, block in enumerate(blocks):
         assert block is not None
-        s.handle(Initialise("s", worker, GROUPS, ASGD(), shared=block.ref))
+        s.handle(InitShard("s", worker, GROUPS, ASGD(), shared=block.ref))
     unmapped: list[int] = []
     monkeypatch.setattr(shared_memory.SharedBlock, "unmap", lambda self: unmapped.append(self.ref.fd))
     descriptors = [block.ref.fd for block in blocks if block is not None]
@@ -619,13 +621,13 @@ def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_bac
     s = Service(clock)
     for rank in (0, 1):
         s.handle(Join("s", rank, 2, Policy(silence_s=2.0)))
-    s.handle(Initialise("s", 0, GROUPS, ASGD(), (torch.zeros(3),)))
+    s.handle(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),)))
     for rank in (0, 1):
         s.handle(push(1, 1.0, rank))
     assert s.replaceable
     for clock.now in range(1, 5):
         s.tick()
-    assert s.handle(Beat("s", 0)).living == ()
+    assert s.handle(Heartbeat("s", 0)).living == ()
     assert s.replaceable
     for rank in (0, 1):
         s.handle(Leave("s", rank))

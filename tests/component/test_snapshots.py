@@ -34,20 +34,20 @@ from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     Attach,
     Attached,
-    Beat,
-    Claim,
     Epoch,
     Exchange,
     Failure,
-    Held,
-    Initialise,
+    Heartbeat,
+    InitShard,
     Join,
+    LeaseRequest,
     Leave,
-    Look,
-    Note,
-    Offer,
     OpenEpoch,
     Policy,
+    ReplicaState,
+    RunMetadata,
+    StateReport,
+    StatusRequest,
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshot, Snapshots, keep
@@ -76,9 +76,9 @@ def founded(algorithm: Algorithm | None = None) -> Service:
     """A run with one worker, number 1."""
     service = Service(Clock(), run="s")
     come(service)
-    service.handle(Note("s", 1, "layout", "x"))
-    service.handle(Initialise("s", 1, GROUPS, algorithm or ASGD("sum"), (torch.zeros(3),)))
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "layout", "x"))
+    service.handle(InitShard("s", 1, GROUPS, algorithm or ASGD("sum"), (torch.zeros(3),)))
+    service.handle(RunMetadata("s", 1, "founded", True))
     return service
 
 
@@ -104,7 +104,7 @@ def written(service: Service, folder: Path) -> Snapshots:
 
 def revived(snapshots: Snapshots, server: int = 0, clock: Callable[[], float] | None = None) -> Service:
     service = Service(clock or Clock(), run="s", remembered=snapshots.read)
-    assert service.revive(server)
+    assert service.restore_from_snapshot(server)
     return service
 
 
@@ -117,12 +117,12 @@ def test_a_run_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -> None:
     after = revived(snapshots)
     attached = come(after)
     assert attached.worker > 2  # those who had numbers might think that they are still in
-    assert not attached.founder
+    assert not attached.bootstraps
     assert attached.chief == attached.worker
     assert attached.notes == {"layout": "x", "founded": True}
-    after.handle(Initialise("s", attached.worker, GROUPS, ASGD("sum")))
+    after.handle(InitShard("s", attached.worker, GROUPS, ASGD("sum")))
     assert fetch(after, attached.worker).tolist() == [2.0, -2.0, 1.0]
-    view = after.handle(Look())
+    view = after.handle(StatusRequest())
     assert (view.session, view.version) == ("s", 1)
     assert "Server 0 goes on from its snapshot, version 1." in view.news
     push(after, attached.worker, 1, 1.0)
@@ -151,7 +151,7 @@ def test_what_an_algorithm_keeps_on_the_servers_is_in_it(tmp_path: Path, algorit
     ends = []
     for service in (before, after):
         worker = come(service).worker
-        service.handle(Initialise("s", worker, GROUPS, algorithm))
+        service.handle(InitShard("s", worker, GROUPS, algorithm))
         torch.manual_seed(0)
         for seq in range(1, 6):
             push(service, worker, seq, 1.0 / (5 + seq))
@@ -167,7 +167,7 @@ def train(service: Service, worker: int, units: int) -> int:
     service.handle(OpenEpoch("s", worker, Epoch("s/0", UNITS, (UNITS,))))
     done = 0
     while done < units:
-        answer = service.handle(Claim("s", worker, "s/0", 0, done, done, 0.1, wait=False))
+        answer = service.handle(LeaseRequest("s", worker, "s/0", 0, done, done, 0.1, wait=False))
         while isinstance(answer, Future):
             answer = answer.value()
         if answer.over or answer.first == answer.last:
@@ -186,16 +186,16 @@ def test_the_units_of_an_epoch_are_done_if_their_updates_are_in_the_weights(firs
     groups = ((Role.PARAMETER, "float32", UNITS),)
     service = Service(Clock(), run="s")
     come(service)
-    service.handle(Initialise("s", 1, groups, ASGD("sum"), (torch.zeros(UNITS),)))
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(InitShard("s", 1, groups, ASGD("sum"), (torch.zeros(UNITS),)))
+    service.handle(RunMetadata("s", 1, "founded", True))
     assert train(service, 1, first) == first
     snapshot = service.snapshot()
     worker = come(service).worker
     train(service, worker, lost)
     after = Service(Clock(), run="s", remembered=lambda server: snapshot)
-    after.revive(0)
+    after.restore_from_snapshot(0)
     worker = come(after).worker
-    after.handle(Initialise("s", worker, groups, ASGD("sum")))
+    after.handle(InitShard("s", worker, groups, ASGD("sum")))
     train(after, worker, UNITS)
     assert fetch(after, worker).tolist() == [1.0] * UNITS
 
@@ -203,7 +203,7 @@ def test_the_units_of_an_epoch_are_done_if_their_updates_are_in_the_weights(firs
 def test_a_job_that_is_no_run_is_written_down_too() -> None:
     service = Service(Clock())
     service.handle(Join("1.1", 0, 1))
-    service.handle(Initialise("1.1", 0, GROUPS, Downpour("adam"), (torch.zeros(3),)))
+    service.handle(InitShard("1.1", 0, GROUPS, Downpour("adam"), (torch.zeros(3),)))
     snapshot = service.snapshot()
     assert snapshot is not None
     assert snapshot.run == "1.1"
@@ -213,11 +213,11 @@ def test_nothing_is_written_before_the_run_has_weights_or_if_nothing_has_happene
     service = Service(Clock(), run="s")
     assert service.snapshot() is None
     come(service)
-    service.handle(Initialise("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    service.handle(InitShard("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
     assert service.snapshot() is None
-    service.handle(Note("s", 1, "founded", True))
+    service.handle(RunMetadata("s", 1, "founded", True))
     assert service.snapshot() is not None
-    service.handle(Look())
+    service.handle(StatusRequest())
     assert service.snapshot() is None
     push(service, 1, 1, 1.0)
     assert service.snapshot() is not None
@@ -238,7 +238,7 @@ def test_a_server_in_a_lost_ones_place_takes_the_snapshot_if_nobody_tells_it_mor
     clock.now = 121.0
     after.tick()
     worker = waiting.value().worker
-    after.handle(Initialise("s", worker, GROUPS, ASGD("sum")))
+    after.handle(InitShard("s", worker, GROUPS, ASGD("sum")))
     assert fetch(after, worker).tolist() == [2.0, -2.0, 1.0]
 
 
@@ -252,9 +252,9 @@ def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_opti
     seen = push(before, 1, 2, 3.0)
     after = Service(Clock(), run="s", succeeds=True, remembered=snapshots.read)
     after.handle(Join("s", 1, 0, restore=True))
-    after.handle(Initialise("s", 1, GROUPS, algorithm))
-    held = Held(0, seen.version, seen.weights, seen.pushes)
-    assert after.handle(Offer("s", 1, (held,), notes={"founded": True})) is None
+    after.handle(InitShard("s", 1, GROUPS, algorithm))
+    held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
     assert torch.equal(fetch(after, 1), seen.weights[0])
     assert after.status()["version"] == 2
     shard = after._shards[0]
@@ -269,11 +269,11 @@ def test_a_server_in_a_lost_ones_place_serves_the_next_session_too() -> None:
     seen = push(founded(), 1, 1, 2.0)
     after = Service(Clock(), succeeds=True)
     after.handle(Join("1.1", 0, 1, restore=True))
-    after.handle(Initialise("1.1", 0, GROUPS, ASGD("sum")))
-    after.handle(Offer("1.1", 0, (Held(0, seen.version, seen.weights, {0: 1}),)))
+    after.handle(InitShard("1.1", 0, GROUPS, ASGD("sum")))
+    after.handle(StateReport("1.1", 0, (ReplicaState(0, seen.version, seen.weights, {0: 1}),)))
     for session in ("1.2", "1.3"):
         after.handle(Join(session, 0, 1))
-        after.handle(Initialise(session, 0, GROUPS, ASGD("sum"), (torch.ones(3),)))
+        after.handle(InitShard(session, 0, GROUPS, ASGD("sum"), (torch.ones(3),)))
         answer = after.handle(Exchange(session, 0, 0, 0, False, True))
         assert not isinstance(answer, Future)
         assert answer.weights[0].tolist() == [1.0, 1.0, 1.0]
@@ -284,9 +284,11 @@ def test_without_a_snapshot_people_are_told_that_an_optimizer_begins_anew() -> N
     for algorithm, told in ((Downpour("adam"), True), (ASGD("sum"), False)):
         after = Service(Clock(), run="s", succeeds=True)
         after.handle(Join("s", 1, 0, restore=True))
-        after.handle(Initialise("s", 1, GROUPS, algorithm))
-        after.handle(Offer("s", 1, (Held(0, seen.version, seen.weights, seen.pushes),), notes={"founded": True}))
-        assert any("had no snapshot" in news for news in after.handle(Look()).news) is told
+        after.handle(InitShard("s", 1, GROUPS, algorithm))
+        after.handle(
+            StateReport("s", 1, (ReplicaState(0, seen.version, seen.weights, seen.pushes),), notes={"founded": True})
+        )
+        assert any("had no snapshot" in news for news in after.handle(StatusRequest()).news) is told
 
 
 def test_servers_that_are_started_again_take_the_newer_weights_of_workers_that_have_waited(tmp_path: Path) -> None:
@@ -296,33 +298,33 @@ def test_servers_that_are_started_again_take_the_newer_weights_of_workers_that_h
     seen = push(before, 1, 2, 3.0)
     after = revived(snapshots)
     after.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
-    after.handle(Initialise("s", 1, GROUPS, ASGD("sum")))
-    held = Held(0, seen.version, seen.weights, seen.pushes)
-    assert after.handle(Offer("s", 1, (held,), notes={"founded": True})) is None
+    after.handle(InitShard("s", 1, GROUPS, ASGD("sum")))
+    held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
     assert fetch(after, 1).tolist() == [5.0, -5.0, 2.0]
     late = revived(snapshots)
     come(late)  # who comes first takes what is there
     late.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
-    assert late.handle(Offer("s", 1, (held,))).error == "WorkerAwayError"
+    assert late.handle(StateReport("s", 1, (held,))).error == "WorkerAwayError"
 
 
 def test_the_second_server_too(tmp_path: Path) -> None:
     written(founded(), tmp_path)
     second = Service(Clock(), run="s")
     second.handle(Join("s", 1, 0, server=1))
-    second.handle(Initialise("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    second.handle(InitShard("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
     push(second, 1, 1, 4.0)
     snapshots = written(second, tmp_path)
     clock = Clock()
     after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
     after.handle(Join("s", 2, 0, server=1))
-    after.handle(Initialise("s", 2, GROUPS, ASGD("sum")))
+    after.handle(InitShard("s", 2, GROUPS, ASGD("sum")))
     waiting = after.handle(Exchange("s", 2, 0, 0, False, True))
     after.tick()
     assert isinstance(waiting, Future)
     assert not waiting.done()
     for clock.now in (10.0, 20.0, 31.0):
-        after.handle(Beat("s", 2))  # but has nothing to tell
+        after.handle(Heartbeat("s", 2))  # but has nothing to tell
         after.tick()
     assert waiting.value().weights[0].tolist() == [4.0, -4.0, 1.0]
 
@@ -331,7 +333,7 @@ def test_a_server_that_nobody_has_asked_anything_takes_no_snapshot_of_another_on
     snapshots = written(founded(), tmp_path)
     clock = Clock()
     after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
-    after.handle(Beat("s", 1))  # of a worker that ends before it joins
+    after.handle(Heartbeat("s", 1))  # of a worker that ends before it joins
     clock.now = 100.0
     after.tick()
     assert after.status()["session"] is None
@@ -343,32 +345,32 @@ def test_a_revived_shard_knows_that_workers_come_and_go(tmp_path: Path) -> None:
     after = revived(written(before, tmp_path))
     worker = come(after).worker
     come(after)  # still sets up
-    after.handle(Initialise("s", worker, GROUPS, ASGD("mean")))
+    after.handle(InitShard("s", worker, GROUPS, ASGD("mean")))
     push(after, worker, 1, 2.0)
     assert fetch(after, worker).tolist() == [4.0, -4.0, 2.0]
 
 
 def test_who_waits_for_servers_that_are_started_again_is_heard_before_newcomers(tmp_path: Path) -> None:
     after = Service(Clock(), run="s")  # without snapshots
-    after.handle(Beat("s", 1))
+    after.handle(Heartbeat("s", 1))
     waiting = after.handle(Attach("s", "there", Policy(10.0)))
     assert isinstance(waiting, Future)
     seen = push(founded(), 1, 1, 2.0)
     after.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
-    after.handle(Initialise("s", 1, GROUPS, ASGD("sum")))
-    held = Held(0, seen.version, seen.weights, seen.pushes)
-    assert after.handle(Offer("s", 1, (held,), notes={"founded": True})) is None
-    assert not waiting.value().founder
+    after.handle(InitShard("s", 1, GROUPS, ASGD("sum")))
+    held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
+    assert not waiting.value().bootstraps
 
 
 def test_if_they_never_come_newcomers_begin(tmp_path: Path) -> None:
     clock = Clock()
     after = Service(clock, run="s")
-    after.handle(Beat("s", 1))
+    after.handle(Heartbeat("s", 1))
     waiting = after.handle(Attach("s", "there", Policy(10.0)))
     clock.now = 31.0
     after.tick()
-    assert waiting.value().founder
+    assert waiting.value().bootstraps
 
 
 def test_who_comes_after_newcomers_have_begun_anew_is_told(tmp_path: Path) -> None:
@@ -387,10 +389,10 @@ def test_a_founder_that_was_silent_does_not_wipe_what_another_one_has_founded() 
     clock.now = 11.0
     service.tick()
     worker = waiting.value().worker
-    service.handle(Initialise("s", worker, GROUPS, ASGD("sum"), (torch.zeros(3),)))
-    service.handle(Note("s", worker, "founded", True))
+    service.handle(InitShard("s", worker, GROUPS, ASGD("sum"), (torch.zeros(3),)))
+    service.handle(RunMetadata("s", worker, "founded", True))
     push(service, worker, 1, 5.0)
-    failure = service.handle(Initialise("s", 1, GROUPS, ASGD("sum"), (torch.full((3,), 7.0),)))
+    failure = service.handle(InitShard("s", 1, GROUPS, ASGD("sum"), (torch.full((3,), 7.0),)))
     assert failure.error == "WorkerLostError"
     assert fetch(service, worker).tolist() == [5.0, -5.0, 1.0]
 
@@ -398,14 +400,14 @@ def test_a_founder_that_was_silent_does_not_wipe_what_another_one_has_founded() 
 def test_units_of_an_epoch_that_only_the_lost_had_begun_are_not_trained_again() -> None:
     before = founded()
     before.handle(OpenEpoch("s", 1, Epoch("s/1", 4, (4,))))
-    before.handle(Claim("s", 1, "s/1", 0, 0, 0, 0.1, wait=False))
+    before.handle(LeaseRequest("s", 1, "s/1", 0, 0, 0, 0.1, wait=False))
     seen = push(before, 1, 1, 2.0, epoch="s/1", units=1)
     assert (seen.epoch, seen.done) == ("s/1", ((0, 1),))
     after = Service(Clock(), run="s", succeeds=True)
     after.handle(Join("s", 2, 0, restore=True))
-    after.handle(Initialise("s", 2, GROUPS, ASGD("sum")))
-    held = Held(0, seen.version, seen.weights, seen.pushes, seen.epoch, seen.done)
-    after.handle(Offer("s", 2, (held,), notes={"founded": True}))
+    after.handle(InitShard("s", 2, GROUPS, ASGD("sum")))
+    held = ReplicaState(0, seen.version, seen.weights, seen.pushes, seen.epoch, seen.done)
+    after.handle(StateReport("s", 2, (held,), notes={"founded": True}))
     assert after.handle(OpenEpoch("s", 2, Epoch("s/1", 4, (4,)))) == ((0, 1),)
 
 
@@ -439,7 +441,7 @@ class Blackouts(RunWorld):
     def serve(self, *, succeeds: bool = False) -> Service:
         service = Service(lambda: self.now, run="s", remembered=lambda server: copy.deepcopy(self.snapshot))
         if succeeds:
-            service.revive(0)
+            service.restore_from_snapshot(0)
         return service
 
     def beat(self, rank: int, service: Service) -> None:

@@ -13,7 +13,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
-from lightning_asgd.protocol import Initialise, Join
+from lightning_asgd.protocol import InitShard, Join
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
@@ -114,7 +114,7 @@ def prepare(
         for s in range(transport.num_servers):
             transport.call(s, Join(session, rank, workers), 10.0).wait()
             first = (weights[s],) if rank == 0 else None
-            transport.call(s, Initialise(session, rank, layout.shard(s), ASGD(scale), first), 10.0).wait()
+            transport.call(s, InitShard(session, rank, layout.shard(s), ASGD(scale), first), 10.0).wait()
 
 
 def run_workers(count: int, function: Callable[[int], T], deadline_s: float = 20.0) -> list[T]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_asgd.layout import Role
-from lightning_asgd.protocol import Exchange, Initialise, Join
+from lightning_asgd.protocol import Exchange, InitShard, Join
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.worker.client import done_within
 from tests.helpers.algorithms import ON_SERVERS
@@ -49,7 +49,7 @@ def test_a_scripted_order_has_the_bits_of_a_bare_shard(name: str, link: Link) ->
     for worker in range(WORKERS):
         link.transport.call(0, Join(link.session, worker, WORKERS), WAIT_S).wait()
         weights = (first,) if worker == 0 else None
-        link.transport.call(0, Initialise(link.session, worker, GROUPS, algorithm, weights), WAIT_S).wait()
+        link.transport.call(0, InitShard(link.session, worker, GROUPS, algorithm, weights), WAIT_S).wait()
     for turn, (worker, age) in enumerate(script(seed=len(name))):
         seq, base = turn // WORKERS + 1, max(0, bare.version - age)
         message = push("bare", worker, seq, base, turn)

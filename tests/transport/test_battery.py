@@ -19,7 +19,7 @@ from lightning_asgd.protocol import (
     Contribution,
     Exchange,
     Failure,
-    Initialise,
+    InitShard,
     Join,
     Joined,
     Leave,
@@ -100,7 +100,7 @@ def test_an_exchange_through_shared_memory(link: Link) -> None:
     groups = layout_of_floats(6, 2).shard(1)
     block = shared_memory.create(groups)
     assert block is not None
-    assert ask(link, 1, Initialise(link.session, 0, groups, ASGD("sum"), shared=block.ref)) is True
+    assert ask(link, 1, InitShard(link.session, 0, groups, ASGD("sum"), shared=block.ref)) is True
     for seq in (1, 2):
         block.tensors[0].fill_(5.0)
         reply = ask(link, 1, Exchange(link.session, 0, seq, 0, True, True, shared=True))
@@ -116,7 +116,7 @@ def test_a_reference_to_nowhere_is_answered_with_no(link: Link) -> None:
     block = shared_memory.create(groups)
     if block is not None:
         block.close()
-        assert ask(link, 0, Initialise(link.session, 0, groups, ASGD("sum"), shared=block.ref)) is False
+        assert ask(link, 0, InitShard(link.session, 0, groups, ASGD("sum"), shared=block.ref)) is False
 
 
 def test_an_error_comes_as_a_failure_and_is_raised_by_the_client(link: Link) -> None:
@@ -145,7 +145,7 @@ def test_every_dtype_arrives(link: Link) -> None:
     groups = tuple((role, name, 3) for name in dtypes)
     weights = tuple(torch.tensor([0, 1, 1]).to(getattr(torch, name)) for name in dtypes)
     ask(link, 0, Join(link.session, 0, 1))
-    ask(link, 0, Initialise(link.session, 0, groups, ASGD("sum"), weights))
+    ask(link, 0, InitShard(link.session, 0, groups, ASGD("sum"), weights))
     got = ask(link, 0, fetch(link)).weights
     assert [(t.dtype, t.tolist()) for t in got] == [(t.dtype, t.tolist()) for t in weights]
 

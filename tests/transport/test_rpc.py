@@ -18,7 +18,7 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.protocol import Beat, Claim, Contribution, Epoch, Exchange, Joined
+from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest
 from lightning_asgd.transports import rpc_transport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client, done_within
@@ -112,7 +112,7 @@ def test_everybody_listens_on_loopback_only(processes: Processes) -> None:
 def test_what_is_urgent_overtakes_weights(processes: Processes) -> None:
     transport = processes.connect()
     client_of(transport, "urgent").join()
-    claim = Claim("urgent", 0, "no such epoch", 0, 0, 0, 0.0)
+    claim = LeaseRequest("urgent", 0, "no such epoch", 0, 0, 0, 0.0)
     order: list[str] = []
     done = threading.Event()
 
@@ -250,7 +250,7 @@ def test_nothing_is_lost_or_done_twice_when_connections_break(processes: Process
     chance, granted = random.Random(0), 0
     for number in range(1, 101):
         step = Step(client, number, granted)
-        sign = transport.call(1, Beat("storm", 0), 20.0)
+        sign = transport.call(1, Heartbeat("storm", 0), 20.0)
         if number % 3 == 0:  # not while one is made: TensorPipe would accept none any more
             time.sleep(chance.uniform(0.0, 0.004))
             assert break_connections(processes.servers) >= 4

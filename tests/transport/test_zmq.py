@@ -19,7 +19,7 @@ import zmq
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.protocol import Beat, Contribution, codec
+from lightning_asgd.protocol import Contribution, Heartbeat, codec
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
@@ -208,7 +208,7 @@ def test_a_call_that_is_not_answered_in_time_fails(transport: ZmqTransport) -> N
     future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
     with pytest.raises(RuntimeError, match="than set timeout"):
         future.wait()
-    sign = transport.call(0, Beat("time-out", 0), 5.0)  # the connection is as good as before
+    sign = transport.call(0, Heartbeat("time-out", 0), 5.0)  # the connection is as good as before
     assert done_within(sign, 5.0)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
-from lightning_asgd.codec_streams import Common, Updates, Weights
+from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
 from lightning_asgd.compression import Cast, Compression, Int8, TopK, find
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Role
@@ -117,7 +117,7 @@ def test_both_ends_know_the_same_weights(code: Compression) -> None:
 @given(events=st.lists(st.tuples(st.sampled_from(["train", "fetch"]), st.integers(0, 2)), max_size=12))
 def test_all_take_the_same_bits_at_sync_points(events: list[tuple[str, int]]) -> None:
     """Workers may miss some; whatever they hold, they end with what the others do, near the servers' weights."""
-    server, workers = Common(GROUPS), [Common(GROUPS) for _ in range(3)]
+    server, workers = SyncPointCodec(GROUPS), [SyncPointCodec(GROUPS) for _ in range(3)]
     weights = [vector().clamp(-100, 100), torch.ones(3), torch.tensor([3, 4])]
     for seed, (event, who) in enumerate([*events, ("train", 0), ("fetch", 0), ("fetch", 1), ("fetch", 2)]):
         if event == "train":
@@ -134,7 +134,7 @@ def test_all_take_the_same_bits_at_sync_points(events: list[tuple[str, int]]) ->
 
 def test_only_what_has_changed_since_the_last_sync_point_is_sent() -> None:
     group = [(Role.PARAMETER, "float32", 100_000)]
-    server, same, other = (Common(group) for _ in range(3))
+    server, same, other = (SyncPointCodec(group) for _ in range(3))
     weights, out = torch.randn(100_000), [torch.empty(100_000)]
     server.hold([weights])
     same.hold([weights])

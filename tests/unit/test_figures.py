@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from lightning_asgd.monitoring.meter import binned
 from lightning_asgd.monitoring.metric_definitions import METRICS, Window, Windows, bars, measures, staleness
-from lightning_asgd.monitoring.metrics_board import Board
-from lightning_asgd.protocol import Beaten, Figures
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
 from lightning_asgd.protocol.codec import decode, encode
 
-EARLIER = Figures(
+EARLIER = WorkerMetrics(
     **{
         "began": 5.0,
         "at_s": 10.0,
@@ -27,7 +27,7 @@ EARLIER = Figures(
     **{"train_s": 7.0, "exchange_wait_s": 1.0, "sync_wait_s": 1.0, "data_wait_s": 1.0, "exchanges": 6, "pushes": 5},
     **{"round_trip_s": 0.6, "bytes_pushed": 100, "bytes_fetched": 200, "staleness_sum": 5.0, "staleness_max": 4},
 )
-LATER = Figures(
+LATER = WorkerMetrics(
     **{
         "began": 5.0,
         "at_s": 12.0,
@@ -70,8 +70,10 @@ def test_metrics_of_one_worker() -> None:
 
 
 def test_of_all_workers_rates_are_added_and_means_are_over_what_happened() -> None:
-    slow = Window(Figures(at_s=10.0, samples=10, pushes=1, staleness_sum=9.0, staleness_max=9, exchange_wait_s=5.0))
-    fast = Window(Figures(at_s=1.0, samples=50, pushes=9, staleness_sum=1.0, staleness_max=1))
+    slow = Window(
+        WorkerMetrics(at_s=10.0, samples=10, pushes=1, staleness_sum=9.0, staleness_max=9, exchange_wait_s=5.0)
+    )
+    fast = Window(WorkerMetrics(at_s=1.0, samples=50, pushes=9, staleness_sum=1.0, staleness_max=1))
     together = measures([slow, fast])
     assert together["samples_per_s"] == pytest.approx(51.0)
     assert together["staleness/mean"] == pytest.approx(1.0)
@@ -81,7 +83,7 @@ def test_of_all_workers_rates_are_added_and_means_are_over_what_happened() -> No
 
 def test_what_did_not_happen_has_no_value() -> None:
     assert measures([]) == {}
-    nothing = measures([Window(Figures())])
+    nothing = measures([Window(WorkerMetrics())])
     assert nothing["samples_per_s"] == 0.0
     assert not {"train_loss", "staleness/mean", "exchange/bytes", "wait/share", "nsync", "distance"} & set(nothing)
 
@@ -89,7 +91,7 @@ def test_what_did_not_happen_has_no_value() -> None:
 def test_a_window_is_as_long_as_wanted_or_begins_with_the_fit() -> None:
     windows = Windows(2.0)
     for at in (0.5, 1.0, 2.25, 2.5, 4.75):
-        windows.update({3: Figures(at_s=at, samples=round(100 * at))})
+        windows.update({3: WorkerMetrics(at_s=at, samples=round(100 * at))})
         (window,) = windows.of([3]).values()
         assert window.per_s("samples") == pytest.approx(100.0)
         assert window.seconds >= min(at, 2.0)
@@ -99,11 +101,11 @@ def test_a_window_is_as_long_as_wanted_or_begins_with_the_fit() -> None:
 def test_old_figures_change_nothing_and_a_worker_that_begins_anew_begins_at_zero() -> None:
     windows = Windows(1.0)
     windows.update({0: EARLIER, 1: EARLIER})
-    windows.update({0: LATER, 1: Figures(began=6.0, at_s=1.0, samples=8)})
+    windows.update({0: LATER, 1: WorkerMetrics(began=6.0, at_s=1.0, samples=8)})
     windows.update({0: EARLIER})
     found = windows.of([0, 1, 2])
     assert found[0] == Window(LATER, EARLIER)
-    assert found[1] == Window(Figures(began=6.0, at_s=1.0, samples=8), Figures(began=6.0))
+    assert found[1] == Window(WorkerMetrics(began=6.0, at_s=1.0, samples=8), WorkerMetrics(began=6.0))
     assert list(found) == [0, 1]
 
 
@@ -121,11 +123,15 @@ def test_a_histogram_in_bins_keeps_all_counts_and_stays_small(histogram: dict[in
 
 
 def test_staleness_of_all_is_added_up() -> None:
-    assert staleness([Figures(staleness={0: 1, 2: 3}), Figures(staleness={2: 1, 16: 5})]) == {0: 1, 2: 4, 16: 5}
+    assert staleness([WorkerMetrics(staleness={0: 1, 2: 3}), WorkerMetrics(staleness={2: 1, 16: 5})]) == {
+        0: 1,
+        2: 4,
+        16: 5,
+    }
 
 
 def test_figures_cross_the_wire_without_pickle_in_a_few_hundred_bytes() -> None:
-    answer = Beaten(("news",), (0, 1), {1: LATER})
+    answer = HeartbeatReply(("news",), (0, 1), {1: LATER})
     header, buffers = encode(answer)
     assert decode(header, buffers) == answer
     assert len(header) < 1000
@@ -133,12 +139,12 @@ def test_figures_cross_the_wire_without_pickle_in_a_few_hundred_bytes() -> None:
 
 
 def test_the_later_figures_of_a_worker_stay_on_the_board() -> None:
-    board = Board(living=(0, 1))
+    board = MetricsBoard(living=(0, 1))
     board.post(0, LATER)
     board.hear({0: EARLIER, 1: EARLIER, 2: None}, [1, 0])
     assert board.figures == {0: LATER, 1: EARLIER}
     assert board.mine == LATER
-    anew = Figures(began=6.0)
+    anew = WorkerMetrics(began=6.0)
     board.hear({1: anew}, [0])
     assert (board.figures[1], board.living) == (anew, (0,))
 

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lightning_asgd.protocol import Reply
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Arrivals, Once
+from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 
 def test_a_repeated_call_is_not_handled_again() -> None:
-    once, handled = Once(), itertools.count(1)
+    once, handled = ReplyCache(), itertools.count(1)
     answers = [once.answer("a", 1, [], lambda: next(handled)).wait() for _ in range(3)]
     assert answers == [1, 1, 1]
     assert once.answer("b", 1, [], lambda: next(handled)).wait() == 2  # somebody else's
@@ -42,7 +42,7 @@ def test_only_a_large_answer_is_worth_a_message_that_it_has_arrived(kind: str) -
 
 
 def test_a_call_that_waits_is_answered_to_all_that_ask() -> None:
-    once, later = Once(), Future()
+    once, later = ReplyCache(), Future()
     both = [once.answer("a", 1, [], lambda: later) for _ in range(2)]
     assert not any(f.done() for f in both)
     later.set_result("answer")
@@ -50,7 +50,7 @@ def test_a_call_that_waits_is_answered_to_all_that_ask() -> None:
 
 
 def test_an_error_is_an_answer_too() -> None:
-    once = Once()
+    once = ReplyCache()
 
     def fail() -> None:
         raise RuntimeError("no")
@@ -67,7 +67,7 @@ def test_an_error_is_an_answer_too() -> None:
 
 def test_what_has_arrived_is_kept_no_longer_nor_what_nobody_asks_for() -> None:
     clock, handled = Clock(), itertools.count(1)
-    once = Once(clock)
+    once = ReplyCache(clock)
     first = once.answer("a", 1, [], lambda: next(handled))
     once.answer("a", 2, [], lambda: next(handled))
     once.answer("a", 3, [1], lambda: next(handled))
@@ -89,7 +89,7 @@ def test_what_has_arrived_is_kept_no_longer_nor_what_nobody_asks_for() -> None:
 
 
 def test_answers_that_nobody_takes_do_not_pile_up() -> None:
-    once, waiting = Once(), Future()
+    once, waiting = ReplyCache(), Future()
     first = once.answer("a", 0, [], lambda: waiting)
     for number in range(1, 20_000):
         once.answer("a", number, [], lambda: None)
@@ -107,7 +107,7 @@ def test_arrivals_are_told_once() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=40))
 def test_in_any_order(calls: list[tuple[str, int]]) -> None:
-    once, handled = Once(), []
+    once, handled = ReplyCache(), []
     for caller, number in calls:
         answer = once.answer(caller, number, [], lambda c=caller, n=number: handled.append((c, n)) or (c, n))  # type: ignore[misc,func-returns-value]
         assert answer.wait() == (caller, number)

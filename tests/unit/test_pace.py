@@ -11,22 +11,22 @@ SECONDS = st.floats(1e-4, 10.0)
 
 
 @given(SECONDS, SECONDS, st.floats(0.0, 1.0))
-def test_the_smallest_period_that_hides_the_exchange_and_costs_little(step: float, trip: float, cost: float) -> None:
+def test_the_smallest_period_that_hides_the_exchange_and_costs_little(step: float, rtt_s: float, cost: float) -> None:
     pace = Pace(10)
     for _ in range(9):
-        pace.note(step_s=step, trip_s=trip, cost_s=cost)
+        pace.note(step_s=step, trip_s=rtt_s, cost_s=cost)
     period = pace.period
-    hidden, cheap = trip <= period * step * 1.0001, cost <= 0.02501 * period * step
+    hidden, cheap = rtt_s <= period * step * 1.0001, cost <= 0.02501 * period * step
     assert period == 10_000 or (hidden and cheap)
     if period > 1:
-        assert (period - 1) * step < trip * 1.0001 or 0.025 * (period - 1) * step < cost * 1.0001
+        assert (period - 1) * step < rtt_s * 1.0001 or 0.025 * (period - 1) * step < cost * 1.0001
 
 
 def test_it_follows_a_network_that_becomes_slow_and_fast_again_and_ignores_a_single_delay() -> None:
     pace = Pace(10)
-    for trip, expected in ((0.02, 2), (1.0, 100), (0.05, 5)):
+    for rtt_s, expected in ((0.02, 2), (1.0, 100), (0.05, 5)):
         for _ in range(9):
-            pace.note(step_s=0.01, trip_s=trip, cost_s=0.0)
+            pace.note(step_s=0.01, trip_s=rtt_s, cost_s=0.0)
         assert pace.period == expected
     pace.note(step_s=0.01, trip_s=60.0, cost_s=5.0)
     assert pace.period == 5

@@ -13,18 +13,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, Journal, find, read
-from lightning_asgd.protocol import Figures
+from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, find, read
+from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.report.curves import Curves
 from lightning_asgd.report.page import write
 
 SETTINGS = {"nsync": 10, "algorithm": "ASGD(scale='mean') <&>"}
 
 
-def figures(at_s: float, speed: float = 100.0, began: float = 7.0, **changes: object) -> Figures:
+def figures(at_s: float, speed: float = 100.0, began: float = 7.0, **changes: object) -> WorkerMetrics:
     """Of a worker that trains evenly: a tenth of its time it waits for servers, two tenths at sync points."""
     batches = round(at_s * speed / 10)
-    values = Figures(
+    values = WorkerMetrics(
         began=began, at_s=at_s, samples=10 * batches, batches=batches, losses=batches, loss_sum=2.0 * batches
     )
     times = {"train_s": 0.6 * at_s, "exchange_wait_s": 0.1 * at_s, "sync_wait_s": 0.2 * at_s}
@@ -43,7 +43,7 @@ def fit() -> Fit:
 
 def test_what_is_written_is_read(tmp_path: Path, fit: Fit) -> None:
     for end in ("ValueError: x", "done"):
-        journal = Journal(tmp_path / "run", 2, SETTINGS)
+        journal = MetricLog(tmp_path / "run", 2, SETTINGS)
         for entry in fit.entries:
             journal.add(entry)
         journal.end(end)
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path: Path, fit: Fit) -> None:
 
 
 def test_a_job_that_was_killed_leaves_half_a_line_and_a_newer_version_more_words(tmp_path: Path, fit: Fit) -> None:
-    journal = Journal(tmp_path, 2, SETTINGS)
+    journal = MetricLog(tmp_path, 2, SETTINGS)
     journal.add(fit.entries[0])
     text = journal.path.read_text().replace('"samples":', '"new":1,"samples":') + '{"kind":"new"}\n{"kind":"figures","a'
     journal.path.write_text(text)
@@ -69,7 +69,7 @@ def test_folders_without_logs_are_told_from_those_with_several(tmp_path: Path) -
     with pytest.raises(ConfigurationError, match=r"holds no asgd.jsonl\. Expected the folder of a run's logs"):
         find(tmp_path)
     for name in ("a", "b"):
-        Journal(tmp_path / name, 1, {})
+        MetricLog(tmp_path / name, 1, {})
     with pytest.raises(ConfigurationError, match=r"holds the logs of 2 runs\. Expected one of .*a, .*b\."):
         find(tmp_path)
     with pytest.raises(ConfigurationError, match=r"holds no figures\. Expected a fit of at least one batch"):
@@ -111,7 +111,7 @@ def test_a_worker_that_dies_trains_nothing_more_and_one_that_begins_anew_is_adde
 def test_the_smoothed_loss_is_the_mean_of_a_window_around() -> None:
     sums = np.cumsum([float(t % 2) * 10 for t in range(120)])
     entries = [
-        Entry(t + 1.0, t, (0,), {0: Figures(at_s=t + 1.0, samples=8 * (t + 1), losses=t + 1, loss_sum=sums[t])})
+        Entry(t + 1.0, t, (0,), {0: WorkerMetrics(at_s=t + 1.0, samples=8 * (t + 1), losses=t + 1, loss_sum=sums[t])})
         for t in range(120)
     ]
     curves = Curves(fit_of(entries))
@@ -124,7 +124,7 @@ def test_the_smoothed_loss_is_the_mean_of_a_window_around() -> None:
 def test_the_command_writes_a_page_that_needs_nothing_else(
     tmp_path: Path, fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = Journal(tmp_path / "run", 2, SETTINGS)
+    journal = MetricLog(tmp_path / "run", 2, SETTINGS)
     for entry in fit.entries:
         journal.add(entry)
     assert main(["report", str(tmp_path)]) == 0
@@ -172,7 +172,7 @@ def test_at_a_url_what_is_written_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for end in ("ValueError: x", "done"):  # the second follows in the same file
-        journal = Journal("memory://logs/run", 2, SETTINGS)
+        journal = MetricLog("memory://logs/run", 2, SETTINGS)
         for entry in fit.entries:
             journal.add(entry)
         journal.end(end)
@@ -180,7 +180,7 @@ def test_at_a_url_what_is_written_is_read(
         first, last = read(find(place))
         assert (first.end, last.end) == ("ValueError: x", "done")
         assert last.entries == fit.entries
-    Journal("memory://logs/other", 1, {})
+    MetricLog("memory://logs/other", 1, {})
     with pytest.raises(ConfigurationError, match=r"2 runs\. Expected one of memory://.*/other, memory://.*/run\."):
         find("memory://logs")
     with pytest.raises(ConfigurationError, match=r"'memory://nothing' does not exist: no asgd.jsonl"):
@@ -205,7 +205,7 @@ def test_at_a_url_the_file_is_written_now_and_then_as_a_whole(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", count)
     clock = Clock()
     monkeypatch.setattr("lightning_asgd.monitoring.metric_log.time", clock)
-    journal = Journal("memory://logs/run", 2, SETTINGS)
+    journal = MetricLog("memory://logs/run", 2, SETTINGS)
     for entry in fit.entries[:10]:
         clock.now += 25.0
         journal.add(entry)
@@ -238,7 +238,7 @@ def test_training_goes_on_without_a_place_for_the_file_and_one_warning_says_so(
     fit: Fit, url: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fsspec.register_implementation("denied", Denied, clobber=True)
-    journal = Journal(url, 2, SETTINGS)
+    journal = MetricLog(url, 2, SETTINGS)
     for entry in fit.entries:
         journal.add(entry)
     journal.end("done")
