@@ -18,8 +18,8 @@ LINES_OF_A_FILE = 450
 LONG_FILES = {
     "adapter.class_trees": 694,
     "adapter.leased_loop": 496,
-    "server.coordinator": 533,
-    "server.service": 750,
+    "server.coordinator": 535,
+    "server.service": 756,
     "server.shard": 484,
     "adapter.strategy": 632,
     "transports.rpc_transport": 462,
@@ -61,7 +61,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_814, "tools": 4_905}
+LINES = {"core": 18_826, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

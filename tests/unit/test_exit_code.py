@@ -51,7 +51,7 @@ atexit.register(lambda: print(exit_code.is_failing()))
 1 / 0
 """)
     assert (done.returncode, done.stdout) == (1, "True\n")
-    assert script("from lightning_asgd import exit_code; print(exit_code.is_failing())").stdout == "False\n"
+    assert script("from lightning_asgd.processes import exit_code; print(exit_code.is_failing())").stdout == "False\n"
 
 
 @contextmanager
