@@ -2,6 +2,7 @@
 
     python -m benchmarks.programs                      # all; over an hour on two cores the first time
     python -m benchmarks.programs --only scvi-tools    # one of them
+    python -m benchmarks.programs --only scvi-tools --seeds 5    # is it as good as under DDP, or was that seed lucky?
     python -m benchmarks.programs --page               # and write the tables into docs/compatibility.md
 
 * Libraries that train: each as its documentation shows, with two workers. What counts is the error of what was trained,
@@ -17,9 +18,12 @@ in results/programs/<name>.json; what is there is not run again until the progra
 from __future__ import annotations
 
 import argparse
+import math
 import signal
+import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -69,6 +73,21 @@ def write_page(found: list[tuple[Row, Result]]) -> None:
     subprocess.run([sys.executable, "-m", "tests.conformance.page"], cwd=ROOT, check=True)
 
 
+def run_seeds(row: Row, seeds: int) -> None:
+    """Train with other seeds too, and print what A-SGD's errors are beside DDP's."""
+    ways = ("ddp 2x0", "asgd 2x0")
+    lines, differences = [], []
+    for seed in range(1, seeds + 1):
+        cells = run_row(replace(row, seed=seed), RESULTS, CONSOLE.print).cells
+        errors = [cells[way]["error"] for way in ways if "error" in cells.get(way, {})]
+        lines.append([str(seed), *(f"{error:.4g}" for error in errors)])
+        differences += [errors[1] - errors[0]] if len(errors) == len(ways) else []
+    if len(differences) > 1:
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        lines.append(["A-SGD - DDP", "", f"{statistics.fmean(differences):+.4f} ± {error:.4f}"])
+    show(f"{row.name}: errors by seed", ["seed", "DDP", "A-SGD"], lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="part of a program's name")
@@ -76,6 +95,7 @@ def main() -> int:
         "--cells", default="", metavar="TEXT", help='only trainings whose name holds this, as "asgd 2x0"'
     )
     parser.add_argument("--again", action="store_true", help="run what has been run before, too")
+    parser.add_argument("--seeds", type=int, default=1, help="of libraries that train: compare the errors of so many")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/compatibility.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no training is left behind
@@ -88,6 +108,8 @@ def main() -> int:
         if name in ROWS:
             row = ROWS[name]
             found.append((row, run_row(row, RESULTS, CONSOLE.print, again=args.again, only=args.cells)))
+            if args.seeds > 1 and not row.samples and not row.refused:
+                run_seeds(row, args.seeds)
     show("Libraries", *library_table(found))
     show("Data sets that divide themselves: 0 / 2 loader processes", *data_table(found))
     wrong = {row.name: problems(row, result) for row, result in found}

@@ -53,23 +53,14 @@ class Updates:
         self._residual: dict[int, Tensor] = {}
 
     def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
-        """Code an update.
-
-        Args:
-            buffers: one tensor per group; those that are coded are overwritten.
-        """
+        """Code an update, one tensor per group; those that are coded are overwritten."""
         if not all(is_finite(buffer) for buffer in buffers):
             self.forget()  # the servers will refuse it
             return tuple(buffers)
         return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
 
     def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What was coded, at the other end.
-
-        Args:
-            parts: per group.
-            out: per group, memory for the result.
-        """
+        """Decode what :meth:`encode` returned, into the tensors of ``out``."""
         return tuple(_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True))
 
     def forget(self) -> None:
@@ -101,21 +92,11 @@ class Weights:
         self._known: dict[int, Tensor] = {}  # what both ends have, where differences are sent
 
     def encode(self, weights: Sequence[Tensor], *, full: bool = False) -> tuple[Coded, ...]:
-        """Code weights.
-
-        Args:
-            weights: one tensor per group; not changed.
-            full: send them as they are.
-        """
+        """Code weights, one tensor per group; with ``full`` as they are. They are not changed."""
         return tuple(self._encode(i, w, full) if self._coded[i] else w for i, w in enumerate(weights))
 
     def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What was coded, at the other end; not to be changed.
-
-        Args:
-            parts: per group.
-            out: per group, memory to work in.
-        """
+        """Decode what :meth:`encode` returned; ``out`` is scratch memory. The result must not be changed."""
         values = [_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True)]
         return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
 
@@ -176,11 +157,9 @@ class SyncPointCodec:
         self.digest = self._name(weights)
 
     def encode(self, weights: Sequence[Tensor], held: str) -> tuple[Coded, ...]:
-        """Code the servers' weights for one who holds those of a name; per group nothing, a difference, or all.
+        """Code the servers' weights for a worker that holds those named ``held``: nothing, a difference, or all.
 
-        Args:
-            weights: one tensor per group; not changed. As long as they stay the same, so does what they become.
-            held: the name.
+        As long as the weights stay the same, so does what they become.
         """
         values = self.take(weights)
         rest = self._difference if held == self._before else values
@@ -199,12 +178,7 @@ class SyncPointCodec:
         return self.values
 
     def decode(self, parts: Sequence[Coded], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The weights to take, at the other end; not to be changed.
-
-        Args:
-            parts: what :meth:`encode` returned.
-            out: per group, memory to work in.
-        """
+        """Decode what :meth:`encode` returned; ``out`` is scratch memory. The result must not be changed."""
         held = self.values or tuple(out)
         values = tuple(self._plain(*each) for each in zip(parts, held, out, strict=True))
         self.values = tuple(v.clone() if isinstance(p, Tensor) else v for v, p in zip(values, parts, strict=True))
@@ -255,13 +229,7 @@ class CodecState(NamedTuple):
 def streams(
     compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]
 ) -> list[CodecState | None]:
-    """Per server, a worker's ends of the streams; None where nothing is compressed.
-
-    Args:
-        compression: the code, if any.
-        shards: per server, its groups.
-        shared: per server, whether what is exchanged with it lies in memory that both see.
-    """
+    """A worker's codec state per server; None where nothing is compressed, or memory is shared."""
     return [
         None if compression is None or here else CodecState.of(compression, groups)
         for groups, here in zip(shards, shared, strict=True)

@@ -138,16 +138,7 @@ class Layout:
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
     def check_same(self, other: tuple[tuple[str, tuple[int, ...], str, str], ...], mine: str, theirs: str) -> None:
-        """Compare with another worker's :meth:`describe`.
-
-        Args:
-            other: the other worker's description.
-            mine: how to call this worker in the error.
-            theirs: how to call the other worker in the error.
-
-        Raises:
-            LayoutMismatchError: the two differ; the message names the first tensor that does.
-        """
+        """Compare with another worker's :meth:`describe`."""
         ours = self.describe()
         if ours == other:
             return
@@ -173,17 +164,7 @@ def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
 def build_layout(
     parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], num_servers: int
 ) -> Layout:
-    """Lay out trainable parameters and buffers over servers.
-
-    Args:
-        parameters: ``(name, tensor)`` of every trainable parameter, each tensor once.
-        buffers: ``(name, tensor)`` of every buffer to share.
-        num_servers: number of servers.
-
-    Raises:
-        ConfigurationError: there is no trainable parameter, a tensor is not dense, or there are fewer scalars than
-            servers.
-    """
+    """Lay out trainable parameters and buffers over servers."""
     named = [(name, t, Role.PARAMETER) for name, t in parameters if t.numel()]
     if not named:
         raise ConfigurationError(
@@ -223,11 +204,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``.
-
-    Raises:
-        ConfigurationError: torch has no such dtype.
-    """
+    """``"float32"`` -> ``torch.float32``."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"Unknown dtype {name!r}. Expected a torch dtype such as 'float32'.")

@@ -38,9 +38,6 @@ def is_sane(tensor: Tensor) -> bool:
     """Whether every element is finite and below :data:`ABSURD`; False also where only a closer look would tell.
 
     From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
-
-    Args:
-        tensor: shape ``(n,)``.
     """
     if tensor.dtype.is_complex:
         return False
@@ -48,11 +45,7 @@ def is_sane(tensor: Tensor) -> bool:
 
 
 def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:
-    """Set the tensors of an optimizer's state to zero that hold a NaN or an infinity.
-
-    Args:
-        state: ``optimizer.state``: by parameter, a dictionary each.
-    """
+    """Set the tensors of an optimizer's state to zero that hold a NaN or an infinity."""
     for values in state.values():
         for value in values.values() if isinstance(values, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):

@@ -18,33 +18,21 @@ class Configurable:
 
 
 def at_least(name: str, value: Any, least: float, *, above: bool = False) -> None:
-    """Check that a setting is a number of at least ``least``.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Check that a setting is a number of at least ``least``."""
     if not _is_number(value) or value < least or (above and value == least):
         relation = "above" if above else "of at least"
         raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least}.")
 
 
 def between(name: str, value: Any, least: float, most: float, *, above: bool = False) -> None:
-    """Check that a setting lies in ``[least, most]``, or in ``(least, most]`` if ``above``.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
+    """Check that a setting lies in ``[least, most]``, or in ``(least, most]`` if ``above``."""
     if not _is_number(value) or not least <= value <= most or (above and value == least):
         relation = "above" if above else "from"
         raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least} to {most}.")
 
 
 def whole(name: str, value: Any, least: int) -> None:
-    """Check that a setting is a whole number of at least ``least``.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Check that a setting is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}.")
 

@@ -67,6 +67,7 @@ class Row:
         cells: the trainings.
         samples: of an epoch, for a data set that divides itself; 0 for a library that trains.
         refused: the error that A-SGD is to raise, since the program needs all workers in every step; empty for none.
+        seed: of its random numbers.
     """
 
     name: str
@@ -75,6 +76,12 @@ class Row:
     cells: tuple[Cell, ...] = (Cell("one"), Cell("ddp", 2), Cell("asgd", 2))
     samples: int = 0
     refused: str = ""
+    seed: int = 1
+
+    @property
+    def file(self) -> str:
+        """Name of the file with its results."""
+        return f"{self.name}.json" if self.seed == 1 else f"{self.name}-seed{self.seed}.json"
 
     @property
     def package(self) -> str:
@@ -104,7 +111,7 @@ class Result:
     @classmethod
     def of(cls, row: Row, results: Path) -> Result:
         """What earlier calls found out, where that still holds."""
-        found = cls(results / f"{row.name}.json")
+        found = cls(results / row.file)
         if found.file.exists():
             text = json.loads(found.file.read_text())
             found.versions, found.refused = text["versions"], text["refused"]
@@ -204,7 +211,7 @@ def _run(row: Row, cell: Cell, python: Path | str, folder: Path, data: Path) -> 
         "--processes",
         cell.processes,
     ]
-    command += ["--folder", folder, "--data", data, "--samples", row.samples]
+    command += ["--folder", folder, "--data", data, "--samples", row.samples, "--seed", row.seed]
     began = time.monotonic()
     output = folder / "output.txt"
     code, pid = _script([str(part) for part in command], folder, output)

@@ -24,15 +24,7 @@ _POLL_S = 0.05
 
 
 def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WAIT_S) -> dict[int, int]:
-    """Wait for workers to end, for a limited time.
-
-    Args:
-        workers: their processes, by rank.
-        wait_s: how long to wait.
-
-    Returns:
-        exit codes of those that have failed, by rank. A worker that still runs counts as killed.
-    """
+    """Wait for workers to end, and return the exit codes of those that failed; one still running counts as killed."""
     begun = time.monotonic()
     told = False
     while running := [f"{rank} (process {p.pid})" for rank, p in workers.items() if p.poll() is None]:
@@ -54,11 +46,7 @@ def is_failing() -> bool:
 
 
 def exit_with(failed: Mapping[int, int]) -> None:
-    """Let this process, which is ending, have the exit code of the first worker that has failed.
-
-    Args:
-        failed: exit codes by rank; not empty.
-    """
+    """Let this process, which is ending, have the exit code of the first worker that has failed."""
     code = next(iter(failed.values()))
     code = code if code > 0 else 128 - code  # as a shell shows a signal
     global _last

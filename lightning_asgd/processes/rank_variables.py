@@ -69,11 +69,7 @@ def launching() -> Iterator[None]:
 
 
 def settle() -> bool:
-    """Find out which worker this process is. Called once, when the package is imported.
-
-    Returns:
-        whether the process was taken for another worker until now, and is none.
-    """
+    """Find out, when the package is imported, which worker this process is; True if it was taken for another one."""
     global _address
     launched = os.environ.pop(RENDEZVOUS_ENV, None)
     if launched is not None:

@@ -30,14 +30,7 @@ _KILLED_S = 1.0
 
 
 def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start the reaper of this process.
-
-    Args:
-        env: its environment; None for this process's own.
-
-    Returns:
-        the reaper, with a pipe to its standard input.
-    """
+    """Start the reaper of this process; its standard input is a pipe from here."""
     # A child inherits blocked signals: one that comes before main() ignores it would end the reaper otherwise.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -49,11 +42,7 @@ def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
 
 
 def main() -> int:
-    """Watch until the parent is gone, then clean up.
-
-    Returns:
-        the process's exit code.
-    """
+    """Watch until the parent is gone, then clean up."""
     parent = int(sys.argv[1])
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

@@ -149,11 +149,7 @@ class Supervisor:
         self.register(process.pid)
 
     def excuse(self, *ranks: int) -> None:
-        """Let the exit codes of workers mean nothing: others go on without them, or this process has ended them.
-
-        Args:
-            *ranks: the workers; all if none is given.
-        """
+        """Let the exit codes of workers mean nothing: others go on without them, or this process has ended them."""
         self._excused.update(ranks or self._workers)
 
     def failures(self) -> dict[int, int]:
