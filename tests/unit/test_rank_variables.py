@@ -78,7 +78,7 @@ def test_a_launched_worker_keeps_its_variables_and_its_own_programs_have_none() 
         children = dict(os.environ)
     assert RENDEZVOUS_ENV not in os.environ
     show = "import sys, lightning_asgd, subprocess; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
-    address = "from lightning_asgd import __name__; from lightning_asgd.processes import rank_variables; print(repr(rank_variables.address()))"
+    address = "from lightning_asgd.processes import rank_variables; print(repr(rank_variables.address()))"
     os.environ.update(children)
     worker = program(LOCAL_RANK="1")
     note = json.loads(worker.pop(OWNER_ENV))
