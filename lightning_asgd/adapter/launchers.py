@@ -51,7 +51,7 @@ class Job:
     Attributes:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
-        spare: whether a server is to be kept ready for the place of one that dies.
+        hot_standby: whether a server is kept ready to replace one that dies.
         snapshot_every_s: seconds between two snapshots for that one; 0 for none.
         transport: how messages are sent.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
@@ -64,7 +64,7 @@ class Job:
 
     num_servers: int
     start_timeout_s: float
-    spare: bool = False
+    hot_standby: bool = False
     transport: str = "rpc"
     snapshot_every_s: float = 0.0
     number: int = field(default_factory=lambda: next(_jobs))
@@ -112,7 +112,7 @@ class Job:
             every_s = self.snapshot_every_s if several else 0.0
             settings = ServerSettings(self.interface, self.transport, snapshot_every_s=every_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, settings)
-            overseer.spare = self.spare and several
+            overseer.hot_standby = self.hot_standby and several
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
@@ -315,7 +315,7 @@ class _Worker:
             self._reported = True
             overseer = supervisor.current()
             if overseer is not None:
-                overseer.bury(self._session, self._rank, f"its process ended with exit code {code}")
+                overseer.report_exit(self._session, self._rank, f"its process ended with exit code {code}")
             if code < 0:  # else it has said why
                 log.warning("Worker %d ended with exit code %d; the others go on without it.", self._rank, code)
         return 0 if code else code

@@ -68,7 +68,7 @@ def serve(
     )
     try:
         overseer = supervisor.ensure(num_servers, rendezvous, settings)
-        overseer.spare = True
+        overseer.hot_standby = True
         keys = overseer.keys(num_servers)
         for index, key in enumerate(keys):
             rendezvous.server(index, key, _START_S)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.processes import exit_code, reaper
-from lightning_asgd.server.server_process import ServerArguments, ServerSettings
+from lightning_asgd.processes.server_handle import ServerHandle, child_environment
+from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_words"]
@@ -35,52 +32,9 @@ _POLL_S = 0.2
 _STOP_S = 5.0
 _WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
 _LOG_LINES = 20
-_SPARE_AFTER_S = 15.0  # without a server's end
-_UNBORN = 3  # servers in a row that end before they serve: no more are started
+_STANDBY_AFTER_S = 15.0  # without a server's end
+_FAILED_STARTS = 3  # servers in a row that end before they serve: no more are started
 _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is their machine's fault
-
-
-class _Server:
-    def __init__(self, index: int, rendezvous: Rendezvous, settings: ServerSettings, *, succeeds: bool) -> None:
-        self.index = index
-        self.rendezvous = rendezvous
-        self.key = f"server/{uuid.uuid4().hex}"
-        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
-        host, port = rendezvous.address
-        arguments = ServerArguments(
-            settings, f"server{index}", self.key, host, port, os.getpid(), succeeds=succeeds, server=index
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            env=_server_environment(),
-        )
-
-    def bury(self, **obituary: Any) -> None:
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # the server is gone too
-                self.process.stdin.write(json.dumps(obituary).encode() + b"\n")
-                self.process.stdin.flush()
-
-    def close(self) -> None:
-        self.output.close()
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-
-    def last_lines(self) -> str:
-        size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - 16384))
-        lines = self.output.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_LOG_LINES:]) or "(no output)"
-
-    def obituary(self) -> str:
-        return (
-            f"Server {self.index} (process {self.process.pid}) ended with exit code {self.process.returncode}. "
-            f"Its last output was:\n{self.last_lines()}"
-        )
 
 
 class Supervisor:
@@ -96,16 +50,16 @@ class Supervisor:
         self.rendezvous = rendezvous
         self.settings = settings or ServerSettings()
         self._private: str | None = None  # folder for snapshots that are for a lost server's place only
-        self._servers: list[_Server] = []
-        self._buried: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
+        self._servers: list[ServerHandle] = []
+        self._exits: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the list of servers
         self._restarts = 0
-        self._unborn = 0  # servers in a row that ended before they served
-        self.spare = False
+        self._failed_starts = 0  # servers in a row that ended before they served
+        self.hot_standby = False
         """Whether one server more is to be kept ready."""
-        self._spare: _Server | None = None
+        self._standby: ServerHandle | None = None
         self._quiet_since = time.monotonic()
-        self._obituary: str | None = None  # of the latest server that another one was started for
+        self._exit_report: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -115,11 +69,11 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
-        self._reaper = reaper.start(_child_environment())
+        self._reaper = reaper.start(child_environment())
         if self.settings.snapshot_every_s and not self.settings.snapshots:
             self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
             self._tell_reaper(f"remove {self._private}")
-        self._thread = threading.Thread(target=self._watch, name="lightning_asgd.processes.supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
         self._thread.start()
 
     def add_servers(self, total: int) -> None:
@@ -167,30 +121,30 @@ class Supervisor:
         """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
         self._on_worker_exit = callback
 
-    def bury(self, session: str, worker: int, reason: str) -> None:
+    def report_exit(self, session: str, worker: int, reason: str) -> None:
         """Tell the servers that a worker is gone, from a process that is not a worker itself."""
         with self._lock:
-            self._buried.append({"session": session, "worker": worker, "reason": reason})
+            self._exits.append({"session": session, "worker": worker, "reason": reason})
             for server in self._servers:
-                server.bury(**self._buried[-1])
+                server.report_exit(**self._exits[-1])
 
-    def obituary(self) -> str | None:
+    def exit_report(self) -> str | None:
         """What is known of the server that died last; None if none did."""
         for server in self._servers:
             if server.process.poll() is not None:
-                return server.obituary()
-        return self._obituary
+                return server.exit_report()
+        return self._exit_report
 
     def rest(self) -> None:
         """A fit is over: keep no server ready, and speak no more of one that another has replaced."""
-        self.spare, self._obituary = False, None
+        self.hot_standby, self._exit_report = False, None
 
     def close(self) -> None:
         """Stop the servers and wait for them. May be called more than once."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)  # it may be starting a server
-        servers = [*self._servers, *([self._spare] if self._spare is not None else [])]
+        servers = [*self._servers, *([self._standby] if self._standby is not None else [])]
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()
@@ -221,70 +175,70 @@ class Supervisor:
                 self._reaper.stdin.write(f"{line}\n".encode())
                 self._reaper.stdin.flush()
 
-    def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> _Server:
+    def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> ServerHandle:
         settings = self.settings if self._private is None else replace(self.settings, snapshots=self._private)
-        return _Server(index, rendezvous, settings, succeeds=succeeds)
+        return ServerHandle(index, rendezvous, settings, succeeds=succeeds)
 
-    def _succeed(self, server: _Server) -> None:
+    def _replace(self, server: ServerHandle) -> None:
         """Start another server in the place of one that has ended."""
         if self._closing.is_set():
             return
         with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
-            unborn = server.rendezvous.peek(server.key) is None
-            self._unborn = self._unborn + 1 if unborn else 0
-            hopeless = unborn and (server.process.returncode >= 0 or self._unborn >= _UNBORN)
-            if hopeless or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
-                server.rendezvous.put(server.key, {"error": server.obituary()})
+            failed_start = server.rendezvous.peek(server.key) is None
+            self._failed_starts = self._failed_starts + 1 if failed_start else 0
+            not_restartable = failed_start and (server.process.returncode >= 0 or self._failed_starts >= _FAILED_STARTS)
+            if not_restartable or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
+                server.rendezvous.put(server.key, {"error": server.exit_report()})
                 return
             self._restarts += 1
-            self._obituary = server.obituary()
-            log.warning("%s\nAnother one takes its place.", self._obituary)
+            self._exit_report = server.exit_report()
+            log.warning("%s\nAnother one takes its place.", self._exit_report)
             try:
-                successor = self._spare or self._new_server(server.index, server.rendezvous)
+                replacement = self._standby or self._new_server(server.index, server.rendezvous)
             except OSError as error:
                 server.rendezvous.put(
-                    server.key, {"error": f"{self._obituary}\nAnother one cannot be started: {error}"}
+                    server.key, {"error": f"{self._exit_report}\nAnother one cannot be started: {error}"}
                 )
                 return
-            successor.index = server.index
-            self._spare, self._quiet_since = None, -math.inf  # where one has died another one may
-            self.register(successor.process.pid)
+            replacement.index = server.index
+            self._standby, self._quiet_since = None, -math.inf  # where one has died another one may
+            self.register(replacement.process.pid)
             with self._lock:
-                for buried in self._buried:
-                    successor.bury(**buried)
-                self._servers[server.index] = successor
+                for exited in self._exits:
+                    replacement.report_exit(**exited)
+                self._servers[server.index] = replacement
             server.close()
-            server.rendezvous.put(successor_of(server.key), successor.key)
+            server.rendezvous.put(successor_of(server.key), replacement.key)
 
-    def _look_after_spare(self) -> None:
+    def _keep_standby(self) -> None:
         """Have a server that has started already, since that takes seconds. Not at once: most jobs never need one."""
-        if self._spare is not None and not self.spare:
-            self._spare.process.terminate()
-        if self._spare is not None and self._spare.process.poll() is not None:
-            self._spare.close()
-            self._spare, self._quiet_since = None, time.monotonic()
-            self._restarts += self.spare
-        if self.rendezvous is None or not self._servers or not self.spare or self._spare is not None:
+        if self._standby is not None and not self.hot_standby:
+            self._standby.process.terminate()
+        if self._standby is not None and self._standby.process.poll() is not None:
+            self._standby.close()
+            self._standby, self._quiet_since = None, time.monotonic()
+            self._restarts += self.hot_standby
+        if self.rendezvous is None or not self._servers or not self.hot_standby or self._standby is not None:
             return
-        if time.monotonic() > self._quiet_since + _SPARE_AFTER_S and self._restarts < _RESTARTS:
+        if time.monotonic() > self._quiet_since + _STANDBY_AFTER_S and self._restarts < _RESTARTS:
             with contextlib.suppress(OSError):  # then there is none
-                self._spare = self._new_server(len(self._servers), self.rendezvous)
-                self.register(self._spare.process.pid)
+                self._standby = self._new_server(len(self._servers), self.rendezvous)
+                self.register(self._standby.process.pid)
 
     def _watch(self) -> None:
         ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
-            self._look_after_spare()
+            self._keep_standby()
             for server in list(self._servers):
                 if server.key not in ended and server.process.poll() is not None:
                     ended.add(server.key)
-                    self._succeed(server)
+                    self._replace(server)
             for rank, process in list(self._workers.items()):
                 code = process.poll()
                 callback = self._on_worker_exit
                 if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
                     ended.add(rank)
-                    self.bury("", rank, f"its process ended with exit code {code}")
+                    self.report_exit("", rank, f"its process ended with exit code {code}")
                     callback(rank, code)
 
 
@@ -326,14 +280,14 @@ def ensure_watch() -> Supervisor:
 
 @contextlib.contextmanager
 def with_last_words() -> Iterator[None]:
-    """Add a dead server's last words to the error, where this process knows them."""
+    """Add a dead server's last output to the error, where this process knows them."""
     try:
         yield
     except ServerLostError as error:
-        words = _current.obituary() if _current is not None else None
-        if words is None or words in str(error):
+        output = _current.exit_report() if _current is not None else None
+        if output is None or output in str(error):
             raise
-        raise ServerLostError(f"{error}\n{words}") from error
+        raise ServerLostError(f"{error}\n{output}") from error
 
 
 @atexit.register
@@ -367,25 +321,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _child_environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": root if not path else os.pathsep.join([root, path]),
-        "PYTHONSAFEPATH": "1",
-    }
-
-
-def _server_environment() -> dict[str, Any]:
-    # A server needs one core and no accelerator. Every message by value brings fresh memory: huge pages make that cheap
-    # (100 MB there and back by RPC: 7.2 times two copies by one thread; 5.2 so, 3.0 with those of the worker too).
-    return {
-        "THP_MEM_ALLOC_ENABLE": "1",
-        **_child_environment(),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+import lightning_asgd
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.processes import supervisor
+from lightning_asgd.processes.server_handle import child_environment
 from lightning_asgd.processes.supervisor import Supervisor, with_last_words
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -16,15 +20,17 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 class Overseer:
     """A supervisor, as far as errors are concerned."""
 
-    def __init__(self, obituary: str | None) -> None:
-        self._obituary = obituary
+    def __init__(self, exit_report: str | None) -> None:
+        self._exit_report = exit_report
 
-    def obituary(self) -> str | None:
-        return self._obituary
+    def exit_report(self) -> str | None:
+        return self._exit_report
 
 
 @pytest.mark.parametrize(("words", "text"), [("Server 0 ended.", "No answer.\nServer 0 ended."), (None, "No answer.")])
-def test_a_dead_servers_words_are_added_once(monkeypatch: pytest.MonkeyPatch, words: str | None, text: str) -> None:
+def test_a_dead_servers_output_is_added_once(
+    monkeypatch: pytest.MonkeyPatch, words: str | None, text: str
+) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer(words))
     with pytest.raises(ServerLostError) as caught, with_last_words(), with_last_words():
         raise ServerLostError("No answer.")
@@ -40,11 +46,11 @@ def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     """With one server, and another one kept ready at once."""
-    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor, "_STANDBY_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor, "_POLL_S", 0.02)
     made = Supervisor(Rendezvous.host())
     made.start()
-    made.spare = True
+    made.hot_standby = True
     made.add_servers(1)
     yield made
     made.close()
@@ -58,20 +64,25 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_no_server_is_kept_ready_between_fits(overseer: Supervisor) -> None:
-    wait_until(lambda: overseer._spare is not None)
-    spare = overseer._spare
-    assert spare is not None
+    wait_until(lambda: overseer._standby is not None)
+    standby = overseer._standby
+    assert standby is not None
     overseer.rest()
-    wait_until(lambda: spare.process.poll() is not None)
-    wait_until(lambda: overseer._spare is None)
+    wait_until(lambda: standby.process.poll() is not None)
+    wait_until(lambda: overseer._standby is None)
     assert overseer.healthy
 
 
 def test_of_a_server_that_was_replaced_the_next_fit_hears_nothing(overseer: Supervisor) -> None:
-    wait_until(lambda: overseer._spare is not None)
+    wait_until(lambda: overseer._standby is not None)
     (killed,) = overseer._servers
-    overseer.rendezvous.put(killed.key, "an address")  # type: ignore[union-attr]  # else it counts as unborn
+    overseer.rendezvous.put(killed.key, "an address")  # type: ignore[union-attr]  # else it counts as failed at start-up
     killed.process.kill()
-    wait_until(lambda: overseer.obituary() is not None and overseer.healthy)
+    wait_until(lambda: overseer.exit_report() is not None and overseer.healthy)
     overseer.rest()
-    assert overseer.obituary() is None
+    assert overseer.exit_report() is None
+
+
+def test_servers_find_this_package_wherever_they_start() -> None:
+    first = child_environment()["PYTHONPATH"].split(os.pathsep)[0]
+    assert Path(lightning_asgd.__file__).parent.parent == Path(first)
