@@ -1,7 +1,7 @@
 """What passes, coded, between a worker and a server: each end remembers what the other one has of it.
 
 What a worker pushes is ``code(update + residual)``, and ``residual`` becomes what the code has lost of that (error
-feedback). So all that is learnt arrives in the end, only later. Weights come back rounded, while the servers and
+feedback). So everything that is learnt arrives in the end, only later. Weights come back rounded, while the servers and
 optimizers keep theirs in full, or as coded differences to what the worker has been sent so far, for which servers keep
 one vector per worker. At sync points all workers take the same bits: the servers' weights but for what 16 bits lose of
 the change since the last one (:class:`SyncPointCodec`).

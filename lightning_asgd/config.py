@@ -24,8 +24,8 @@ class Timeouts:
     """How long to wait, in seconds. A process that dies is noticed at once; these are for those that hang."""
 
     silence_s: float = 10.0
-    """For a sign of life of a worker. One that gives none counts as away: the others go on without it until it comes
-    back. Raise it if your network may be interrupted for longer and you would rather wait."""
+    """For a worker's heartbeat. A worker that sends none counts as away: the others continue without it until it
+    rejoins. Raise it if your network may be interrupted for longer and you would rather wait."""
 
     start_s: float = 120.0
     """For servers and workers to start. Raise it if importing your script takes minutes."""

@@ -8,7 +8,7 @@
     ├── LaunchError                            a server or a worker did not start
     ├── ServerLostError                        a server died or does not answer
     ├── WorkerLostError                        a worker died, or this worker was declared dead
-    │   └── WorkerAwayError                    this worker was silent for long; it joins again by itself
+    │   └── WorkerAwayError                    this worker missed its heartbeats; it rejoins by itself
     ├── LayoutMismatchError                    workers hold modules of different shape
     ├── ProtocolError                          a message that does not fit the session
     ├── CollectiveMismatchError                workers called different collectives
@@ -66,7 +66,7 @@ class WorkerLostError(ASGDError):
 
 
 class WorkerAwayError(WorkerLostError):
-    """This worker gave no sign of life for so long that the others go on without it. It joins again by itself."""
+    """This worker missed its heartbeats, and the others continue without it. It rejoins by itself."""
 
 
 class LayoutMismatchError(ASGDError):

@@ -1,4 +1,4 @@
-"""Whether a tensor holds a NaN, an infinity or something absurdly large, and what to do then."""
+"""Whether a tensor is finite and within bounds, and what to do if it is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["ABSURD", "is_finite", "is_sane", "largest", "zero_what_is_not_finite"]
 
 ABSURD = 1e10
-"""No step changes a weight by so much, or by so many times the largest weight if that is above 1."""
+"""No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -74,7 +74,7 @@ class PosteriorSampler(Optimizer):
         if generator is not None and (seed is not None or stream is not None):
             raise ConfigurationError(
                 f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one of them: a "
-                "generator is seeded by whoever makes it, differently on every worker."
+                "generator is seeded where it is made, differently on every worker."
             )
         for what, number in (("seed", seed), ("stream", stream)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -254,7 +254,7 @@ class PSGLD(PosteriorSampler):
         right as long as *G* does not follow *x*: *V* must be governed by the noise of the batches, or averaged over
         more steps (1 / (1 - alpha)) than the chain takes to move across the posterior. Else the samples shun the mode.
         *V* starts at the mean square of the tensor's first gradient instead of 0: where that gradient happens to be
-        small, a coordinate would be thrown far out, and come back slowly.
+        small, a coordinate would be thrown far out, and return slowly.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -327,7 +327,7 @@ class SGHMC(PosteriorSampler):
 
     Departures:
         The noise of the batches' gradients is not estimated (:math:`\hat\beta = 0`), as in the paper's own
-        experiments, and momenta are not drawn anew now and then.
+        experiments, and momenta are not redrawn now and then.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3))

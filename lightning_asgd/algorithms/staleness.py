@@ -202,7 +202,7 @@ class Rennala(Transform):
     """Apply the mean of every ``batch`` pushes that were computed at the present weights; drop others [Tyurin 2023].
 
     Args:
-        batch: number of pushes to one update, whoever they come from.
+        batch: number of pushes to one update, from any workers.
     """
 
     batch: int = 4

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its words; None for those of the process.
 
     Returns:
-        the exit code: 1 for an error that the user can mend, which is printed without a traceback.
+        the exit code: 1 for an error that the user can fix, which is printed without a traceback.
     """
     try:
         from jsonargparse import auto_cli

@@ -59,7 +59,7 @@ def _connect(server: str) -> tuple[Transport, str]:
     if SECRET_ENV in os.environ and run["transport"] != "zmq":
         raise LaunchError(
             f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
-            "'zmq', or no secret: whoever answers there may be a stranger."
+            "'zmq', or no secret: a foreign process may be answering there."
         )
     registry.check_available(run["transport"])
     address = rendezvous.server(0, keys[0], _START_S)
@@ -80,7 +80,7 @@ def _look(transport: Transport) -> Status:
 
 
 def tables(run: str, view: Status, before: Status | None = None) -> RenderableType:
-    """A run as people want to see it.
+    """A run as users want to see it.
 
     Args:
         run: its name.

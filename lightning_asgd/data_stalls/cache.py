@@ -124,7 +124,7 @@ class CachedDataset(Dataset[Any]):
         source: what reads: ``source[i]`` is a sample as it lies in storage, such as a file's bytes. Samples are kept
             pickled.
         limit_bytes: memory for all samples together, shared by all processes of a loader.
-        prepare: what makes of it what is trained with, anew every time: decoding, random augmentation. None for
+        prepare: makes of it what is trained with, every time again: decoding, random augmentation. None for
             nothing.
 
     Raises:

@@ -25,7 +25,7 @@ class Stalls:
         batch_size: samples per step.
         processes: of the data loader; 0 where the training process loads.
         synthetic_s: a step on a batch that lies on the device.
-        cached_s: a step on samples that lie in memory and are prepared anew.
+        cached_s: a step on samples that lie in memory and are prepared again.
         cold_s: a step on samples that come from storage.
         prep_s: what the loader takes for a batch that lies in memory, if nobody trains.
         load_s: what it takes for a batch that comes from storage.

@@ -144,7 +144,7 @@ class Windows:
         """Take notice of figures, by worker; where they are not new the worker's window stays."""
         for worker, new in figures.items():
             known = self._figures.get(worker)
-            if known is None or known[-1].began != new.began:  # it has begun, perhaps anew
+            if known is None or known[-1].began != new.began:  # it has begun, perhaps again
                 known = self._figures[worker] = deque([WorkerMetrics(began=new.began)])
             if new.at_s > known[-1].at_s:
                 known.append(new)

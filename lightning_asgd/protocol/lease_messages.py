@@ -82,7 +82,7 @@ class LeaseRequest:
         worker: global rank of the sender.
         key: which epoch.
         segment: number of times that all have met in it.
-        trained: units that the worker has trained in it since it began, or came back.
+        trained: units that the worker has trained in it since it began or rejoined.
         applied: those of them whose updates the servers have.
         pace: seconds that a unit takes it; 0 if it does not know yet.
         rtt_s: seconds in which it is answered.

@@ -1,4 +1,4 @@
-"""What people see of a run: what its workers have done, and what a server knows of them."""
+"""What users see of a run: what its workers have done, and what a server knows of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class WorkerStatus:
         worker: its number.
         about: its machine, process and device, where it came by itself.
         away: why nobody waits for it; empty if it takes part.
-        silent_s: seconds since its last sign of life.
+        silent_s: seconds since its last heartbeat.
         pace_s: seconds that it needs for an optimizer step; 0 if that is not known.
         trained: steps of the present epoch that it has trained.
         figures: its latest, if it is monitored.
@@ -107,13 +107,13 @@ class Status:
     Attributes:
         session: its name; empty if there is none.
         version: updates that the shard has applied.
-        refused: updates that held NaN, infinity or absurdly large values.
+        refused: updates that held NaN, infinity or values out of bounds.
         chief: the worker that logs and writes checkpoints; None if there is none.
         epoch: number of the latest epoch; None before the first.
-        done: its optimizer steps whose updates have been applied, in batches of the common size.
+        done: its optimizer steps whose updates have been applied, in batches of the reference size.
         steps: its steps, likewise.
-        workers: those that take part or may come back.
-        news: what became of workers lately, for people.
+        workers: those that take part or may rejoin.
+        news: recent events of workers, as texts for users.
     """
 
     session: str = ""

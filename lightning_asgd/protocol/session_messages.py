@@ -35,7 +35,7 @@ class Policy:
     """What a session does about workers that are silent or gone.
 
     Attributes:
-        silence_s: seconds without a sign of life after which a worker counts as away; 0: never.
+        silence_s: seconds without a heartbeat after which a worker counts as away; 0: never.
         min_workers: with fewer of them the session is ended.
         abort: whether the session is ended as soon as one is away or gone.
     """
@@ -54,10 +54,10 @@ class Join:
         worker: global rank.
         world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
         policy: the same from all workers; the first one's counts.
-        again: whether the worker was told that it counts as away, and begins anew with the servers' weights.
+        again: whether the worker was told that it counts as away, and starts over with the servers' weights.
         after: the session that this one goes on from, with the same workers; who is gone there is gone here.
         server: number of the server that this is sent to.
-        restore: whether this server takes the place of one that was lost in the midst of the session.
+        restore: whether this server replaces one that was lost during the session.
         holding: where workers come and go, those that hold the weights, as far as this one knows.
         admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
@@ -97,7 +97,7 @@ class Attach:
 
     Attributes:
         session: name of the run.
-        about: what the worker is, for people: its machine, process and device.
+        about: the worker's machine, process and device, as a text for users.
         policy: what the run does about workers that are silent; the first worker's counts.
         protocol: version of the messages the worker speaks.
     """
@@ -129,14 +129,14 @@ class Attached:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """What the workers of a run tell each other, and those who come later. The latest word counts.
+    """What the workers of a run tell each other, and workers that join later. The last write wins.
 
     Attributes:
         session: name of the run.
         worker: number of the sender.
-        name: what it is about; :data:`BOOTSTRAPPED` is the one that servers heed.
+        name: what it is about; :data:`BOOTSTRAPPED` is the one that servers read.
         value: a plain value, or an object as :class:`Pickled`; None to ask only.
-        first: whether what was said before counts, if anything was.
+        first: whether an earlier value stays, if there is one (put-if-absent).
     """
 
     session: str
@@ -148,12 +148,12 @@ class RunMetadata:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life, sent a few times within :attr:`Policy.silence_s`.
+    """Sent a few times within :attr:`Policy.silence_s`.
 
     Attributes:
         session: session of the worker.
         worker: global rank of the sender.
-        heard: number of news that the worker has been told.
+        heard: number of events that the worker has heard of.
         figures: the worker's latest, for the coordinator; None if it takes none.
     """
 
@@ -170,15 +170,15 @@ class HeartbeatReply:
     """Answer to :class:`Heartbeat`.
 
     Attributes:
-        news: what became of workers since the last time, for people.
+        news: events of workers since the last heartbeat, as texts for users.
         living: workers that take part.
         figures: the latest ones of every worker, for the chief, which logs them; empty for the others.
         chief: the worker that logs and writes checkpoints.
         holding: where workers come and go, those that hold the weights.
         admitted: the highest number that one of them was given.
         fenced: whether the sender must join again before it trains.
-        needed: number of the first collective that somebody who is away may still ask for: what it came to is to be
-            told again if this server is lost.
+        needed: number of the first collective whose result a worker that is away may still ask for; workers repeat
+            these results if this server is lost.
     """
 
     news: tuple[str, ...] = ()

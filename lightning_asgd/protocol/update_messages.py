@@ -98,7 +98,7 @@ class Exchange:
         common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
             those are wanted that all take; None elsewhere. See ``streams.Common``.
         epoch: the epoch that the worker claims units of; empty if it does not.
-        units: units of it that the worker has trained since it began or came back, those of this push included.
+        units: units of it that the worker has trained since it began or rejoined, those of this push included.
         batch: samples of one of the worker's batches; 0 if it does not know.
     """
 

@@ -29,7 +29,7 @@ class VirtualClock:
         heapq.heappush(self._coming, (max(time_s, self.now), self._count, action))
 
     def after(self, delay_s: float, action: Callable[[], object]) -> None:
-        """Let something happen after so many seconds; 0 means after all that is to happen now already."""
+        """Call something after a number of seconds; 0 means after everything that is due now."""
         self.at(self.now + delay_s, action)
 
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:

@@ -28,7 +28,7 @@ from lightning_asgd.worker.replica import replica_for
 __all__ = ["Life", "SimulatedWorker"]
 
 Life = Iterator["float | list[Future[Any]]"]
-"""What a worker does: it stops for so many seconds, or until these futures are done."""
+"""What a worker does: it stops for a number of seconds, or until these futures are done."""
 
 
 class SimulatedWorker:

@@ -42,7 +42,7 @@ class WorkerReport:
         meeting_s: time at sync points in which it stood still for the other workers.
         staleness_mean: of its pushes, in versions.
         staleness_max: of its pushes, in versions.
-        staleness_histogram: how many of its pushes were so many versions stale.
+        staleness_histogram: number of its pushes by staleness, in versions.
         bytes_sent: bytes of tensors that it sent, to all servers together.
         bytes_received: bytes of tensors that came to it.
     """
@@ -103,7 +103,7 @@ class Report:
 
     @property
     def staleness_histogram(self) -> Counter[int]:
-        """How many pushes of all workers were so many versions stale."""
+        """Number of pushes of all workers by staleness, in versions."""
         return sum((w.staleness_histogram for w in self.workers), Counter())
 
     @property
