@@ -1,12 +1,12 @@
-"""Draw networks from a posterior instead of training one: a prediction that knows how sure it is.
+"""Sample networks from a posterior instead of training one: a prediction with its uncertainty.
 
     python examples/bayesian.py                 # two workers, about a minute; results/bayesian.png
     python examples/bayesian.py --workers 1     # the chain of one process
     python examples/bayesian.py --fast          # a few seconds
 
-It shows SG-MCMC: the optimizer adds noise to every step, the servers add up what the workers' steps changed and keep a
-copy of the weights now and then, and these are `strategy.samples`. The data lack a piece in the middle: expect a band
-that holds 95 of 100 points or some more where there are data, and widens where there are none.
+It shows SG-MCMC: the optimizer adds noise to every step. The servers add up the changes of the workers' steps, and keep
+a copy of the weights now and then; these copies are `strategy.samples`. The data have a gap in the middle. Expect a
+band that contains 95 of 100 points or slightly more where there are data, and that widens in the gap.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Train a small transformer to write a text character by character, and let it write.
+"""Train a small transformer on a text character by character, and generate text with it.
 
     python examples/char_lm.py                     # the language reference that Python's help() shows; some minutes
-    python examples/char_lm.py --text FILE         # a text of yours
+    python examples/char_lm.py --text FILE         # your own text
     python examples/char_lm.py --strategy auto     # the same with one process; or --strategy ddp
     python examples/char_lm.py --fast              # a few seconds
 
 It shows A-SGD with a transformer and AdamW: every worker keeps its own optimizer state, and only weights are shared. It
-ends with the loss of a held-out tenth of the text, and a page that the model writes: words of the reference, in its own
-order. Expect a loss a little above DDP's, and DDP's above that of one process, which takes twice as many steps.
+ends with the loss on a held-out tenth of the text, and a generated page: words of the reference, in a new order. Expect
+a loss slightly above DDP's. DDP's is above that of one process, which takes twice as many steps.
 """
 
 from __future__ import annotations

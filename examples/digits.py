@@ -1,6 +1,6 @@
 """The task of the examples and benchmarks: handwritten digits, 8x8 pixels, which come with scikit-learn.
 
-Nothing here knows of A-SGD: it is what you have already.
+Nothing here is specific to A-SGD: you have code like this already.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Train a GAN, two networks with an optimizer each that work against each other, on points in the plane.
+"""Train a GAN (two networks, each with its own optimizer, that work against each other) on points in the plane.
 
     python examples/gan.py                      # A-SGD with two workers, about a minute; results/gan.png
     python examples/gan.py --strategy auto      # the same with one process
     python examples/gan.py --fast               # 20 seconds
 
-It shows manual optimization: the training step takes the optimizers' steps itself. The data are eight clouds on a ring,
-so that one sees what a GAN is worth: a bad one makes points of some of the clouds only. Expect all eight, and more than
-four of five points inside one, with either strategy.
+It shows manual optimization: the training step takes the optimizers' steps itself. The data are eight clouds on a ring.
+A bad GAN generates points of only some of the clouds. Expect all eight clouds, and more than four of five points inside
+one, with either strategy.
 """
 
 from __future__ import annotations

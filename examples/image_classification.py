@@ -1,13 +1,13 @@
-"""Train a small ResNet on images: CIFAR-10, folders of your own, or drawn shapes where there is nothing else.
+"""Train a small ResNet on images: CIFAR-10, your own folders, or drawn shapes if there is no data.
 
     python examples/image_classification.py                    # shapes; A-SGD with two workers, some minutes
-    python examples/image_classification.py --data DIR         # its train/CLASS/*.jpg and val/CLASS/*.jpg, or CIFAR-10
+    python examples/image_classification.py --data DIR         # DIR/{train,val}/CLASS/*.jpg, or CIFAR-10
     python examples/image_classification.py --strategy auto    # the same with one process; or --strategy ddp
     python examples/image_classification.py --fast             # a few seconds
 
 It shows what most programs have: augmentations, batch normalization, a schedule, a torchmetric over all workers, and
-the best checkpoint, which is tested at the end. Expect more than 0.9; one process takes twice as many steps
-as two workers, and ends higher.
+the best checkpoint, which is tested at the end. Expect an accuracy above 0.9. One process takes twice as many steps as
+two workers, and ends with a higher accuracy.
 """
 
 from __future__ import annotations

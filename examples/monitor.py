@@ -1,10 +1,10 @@
-"""Train digits with a worker that is slowed down on the way, and write a report that shows it.
+"""Train digits with a worker that is slowed down during training, and write a report that shows the effect.
 
     python examples/monitor.py            # about half a minute; results/monitor/report/report.html
     python examples/monitor.py --split    # every worker trains a fixed part of the data, as under DDP: watch it wait
     python examples/monitor.py --fast     # a few seconds
 
-The pictures of docs/monitoring.md are those of the first two commands.
+The first two commands make the pictures of docs/monitoring.md.
 """
 
 from __future__ import annotations

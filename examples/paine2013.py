@@ -1,17 +1,17 @@
 """The three experiments of the founding paper, at the size of a laptop.
 
     python examples/paine2013.py            # digits, about nine minutes on two cores
-    python examples/paine2013.py --quick    # the same in small; too short for its answers to mean anything
-    python examples/paine2013.py --data cifar10 --root PATH     # where the data is there: nothing is downloaded
+    python examples/paine2013.py --quick    # a small version; too short for meaningful results
+    python examples/paine2013.py --data cifar10 --root PATH     # if the data are at PATH: nothing is downloaded
 
 T. Paine, H. Jin, J. Yang, Z. Lin, T. Huang, "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural Network
-Training", 2013 (arXiv 1312.6186). What we call workers it calls clients. Its rule adds every push whole, ASGD("sum").
+Training", 2013 (arXiv 1312.6186). The paper calls workers clients. Its rule adds every push in full, ASGD("sum").
 
 1. Several workers, with the settings of one, reach the accuracy of one.
-2. From a cold start several workers learn more slowly at first and faster later; a warm start repairs that.
+2. From a cold start several workers learn more slowly at first and faster later; a warm start fixes that.
 3. After a warm start, a small nsync processes fewer mini-batches in the same time and still has the lower error.
 
-It ends with a table, a picture in results/paine2013.png, and whether each claim was seen in the figures measured.
+It ends with a table, a picture in results/paine2013.png, and says for each claim whether the measured figures show it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""A worker that comes when its machine is there and goes when the machine is taken away.
+"""A worker that joins when its machine becomes available and leaves when the machine is taken away.
 
     lightning-asgd serve --port 29400 --run-id digits     # once, on a machine that stays
-    python examples/spot_worker.py                        # on every machine that comes; with --server HOST:29400
+    python examples/spot_worker.py                        # on every other machine; with --server HOST:29400
 
-Start the second command several times, and stop any of them with Ctrl-C or with `kill`, whose SIGTERM is what spot
-machines, Kubernetes and SLURM send: then it ends with exit code 0. The others take its data and go on. If all are gone
-the next one goes on where they were. `lightning-asgd status 127.0.0.1:29400` shows who takes part.
+Start the second command several times, and stop any of the workers with Ctrl-C or with `kill`. `kill` sends SIGTERM, as
+spot machines, Kubernetes and SLURM do; the worker then ends with exit code 0. The others take its data and continue. If
+all have left, the next worker continues where they stopped. `lightning-asgd status 127.0.0.1:29400` shows who takes
+part.
 
     python examples/spot_worker.py --fast                 # 2 epochs
 
-Expect the accuracy of one process, however many came and went.
+Expect the accuracy of one process, however many workers joined and left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A worker of a run whose workers come and go.")
+    parser = argparse.ArgumentParser(description="A worker of an elastic run.")
     parser.add_argument("--server", default="127.0.0.1:29400", help="where lightning-asgd serve serves the run")
     parser.add_argument("--run-id", default="digits", help="the run's name")
     parser.add_argument("--fast", action="store_true", help="2 epochs instead of 20")

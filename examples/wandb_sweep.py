@@ -5,9 +5,8 @@
     python examples/wandb_sweep.py --nsync 5          # one run, as an agent starts it
     python examples/wandb_sweep.py --grid --fast      # a few seconds
 
-A smaller nsync follows the other worker more closely, a larger one costs less. Expect accuracies that hardly differ on
-this task, and fewer exchanges the larger nsync is. What was logged offline lies in results/wandb; `wandb sync` uploads
-it.
+A smaller nsync keeps the workers closer together, a larger one costs less. Expect accuracies that hardly differ on this
+task, and fewer exchanges with a larger nsync. Offline logs are in results/wandb; `wandb sync` uploads them.
 """
 
 from __future__ import annotations

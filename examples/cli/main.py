@@ -1,9 +1,9 @@
-"""A LightningCLI program: everything that is to be chosen stands in a YAML file, the strategy too.
+"""A LightningCLI program: a YAML file makes all choices, including the strategy.
 
     python examples/cli/main.py fit --config examples/cli/configs/asgd.yaml
     python examples/cli/main.py fit --config examples/cli/configs/asgd.yaml --trainer.strategy.init_args.nsync 5
 
-The program knows nothing of A-SGD. See README.md beside it.
+Nothing in the program is specific to A-SGD. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -3,5 +3,5 @@
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=2
 
-# The name must stand for an address that the other nodes reach: give that instead where it stands for the loopback.
+# The host name must resolve to an address that the other nodes can reach. If it resolves to loopback, give the address.
 exec lightning-asgd serve --host "$(hostname)" --port 29400 --run-id digits
