@@ -93,27 +93,26 @@ def _rpc() -> Any:
 
 
 class RpcTransport(Transport):
-    """A worker's connections to the servers. One per process at a time: a new one takes over from the old.
-
-    Args:
-        addresses: TensorPipe address of every server, as :func:`serve` returned it.
-        interface: network interface to use, ``"lo"`` on one machine.
-    """
+    """A worker's connections to the servers. One per process at a time: a new one takes over from the old."""
 
     def __init__(self, addresses: Sequence[str], interface: str = "lo") -> None:
-        self.addresses = tuple(addresses)
         self.interface = interface
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count(1)  # of calls
         self._prepared: dict[int, _Link] = {}
         with _lock:
             _start_agent("worker", interface, self)
-            self._links = [_Link(self, i, address) for i, address in enumerate(self.addresses)]
+            self._links = [_Link(self, i, address) for i, address in enumerate(addresses)]
 
     @property
     def num_servers(self) -> int:
         """Number of servers connected to."""
-        return len(self.addresses)
+        return len(self._links)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """See :class:`Transport`."""
+        return tuple(link.address for link in self._links)
 
     @property
     def alive(self) -> bool:
@@ -121,7 +120,7 @@ class RpcTransport(Transport):
         return _owner is self
 
     @property
-    def prepared(self) -> Collection[int]:  # type: ignore[override]
+    def prepared(self) -> Collection[int]:
         """See :class:`Transport`."""
         return tuple(self._prepared)
 
@@ -140,8 +139,7 @@ class RpcTransport(Transport):
     def replace(self, server: int) -> None:
         """See :meth:`Transport.replace`. Connections to the others stay."""
         with _lock:
-            link = self._links[server] = self._prepared.pop(server)
-            self.addresses = (*self.addresses[:server], link.address, *self.addresses[server + 1 :])
+            self._links[server] = self._prepared.pop(server)
 
     def close(self) -> None:
         """Stop this process's agent if it still belongs to this transport."""
@@ -200,10 +198,8 @@ class _Link:
     def free(self, name: str, urgent: bool) -> None:
         """Tell the server what has arrived, so that it need not keep that until the next call.
 
-        Args:
-            name: of the connection that it came through. To make another one would be dangerous: if this process ended
-                meanwhile, TensorPipe would let nobody connect to the server any more.
-            urgent: which of the two that is.
+        That goes over the connection that the answer came through. To make another one would be dangerous: if this
+        process ended meanwhile, TensorPipe would let nobody connect to the server any more.
         """
         arrived = self.arrivals.take()
 
