@@ -22,7 +22,6 @@ LONG_FILES = {
     "server.service": 750,
     "server.shard": 484,
     "adapter.strategy": 632,
-    "transports.rpc_transport": 458,
     "worker.client": 800,
     "worker.exchanger": 625,
     "worker.lease_client": 544,

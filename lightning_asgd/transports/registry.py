@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import rpc_transport, tensorpipe
 from lightning_asgd.transports.rendezvous import address_of
 from lightning_asgd.transports.transport import Transport
 
@@ -28,7 +28,7 @@ def check_available(transport: str) -> None:
     if transport == "zmq":
         _check_zmq()
     else:
-        rpc_transport.check_available()
+        tensorpipe.check_available()
 
 
 def provide_secret(*, one_machine: bool) -> None:
@@ -64,8 +64,7 @@ def connect(transport: str, addresses: Sequence[str], interface: str) -> Transpo
 
 def release() -> None:
     """End what this process cannot share with the children that it is about to fork."""
-    if rpc_transport.is_available():
-        rpc_transport.stop()
+    rpc_transport.stop()
 
 
 def serve(transport: str, handler: Callable[[Any], Any], name: str, interface: str) -> tuple[str, Callable[[], None]]:

@@ -40,7 +40,7 @@ transport.close()
 PULLED = """
 import os
 from lightning_asgd.server import server_process
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import tensorpipe
 class Told:
     connect = classmethod(lambda cls, *about: cls())
     def put(self, key, about):
@@ -48,7 +48,7 @@ class Told:
 server_process.Rendezvous = Told
 if "BEGUN" not in os.environ:
     os.environ["BEGUN"] = "1"
-    rpc_transport._await_network = lambda interface: None  # it was up when it was looked at
+    tensorpipe._await_network = lambda interface: None  # it was up when it was looked at
     print("ready", flush=True)
     input()
 settings = server_process.ServerSettings("veth-a")

@@ -19,7 +19,7 @@ import torch
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import rpc_transport, tensorpipe
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
@@ -43,7 +43,7 @@ def exchange_once(client: Client) -> list[list[float]]:
 
 
 def test_rpc_is_there() -> None:
-    rpc_transport.check_available()
+    tensorpipe.check_available()
 
 
 def test_a_worker_may_connect_again_and_again(processes: Processes) -> None:
