@@ -34,7 +34,7 @@ LONG_FUNCTIONS = {
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
     "adapter.process_group.group_class": 196,
-    "adapter.strategy.ASGDStrategy.__init__": 101,
+    "adapter.strategy.ASGDStrategy.__init__": 100,
     "worker.worker_setup.enter": 116,
 }
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 from lightning_asgd.transports import tensorpipe
 from lightning_asgd.transports.reliable_calls import Call, Link, LinkedTransport, ReplyCache
 
-__all__ = ["RpcTransport", "accepts", "serve", "stop"]
+__all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may as well be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
@@ -177,44 +177,45 @@ def _unless_done(future: Future[Any], failed: Callable[[Exception], None]) -> No
 # ---------------------------------------------------------------------- a server's end
 
 
-_handler: Callable[[Any], Any] | None = None
-_replies = ReplyCache()
-_doors = 0  # sockets that this process listened on at first
+class RpcServer:
+    """Answers messages in this process until it is closed. The handler is called from several threads."""
+
+    def __init__(self, handler: Callable[[Any], Any], name: str, interface: str = "lo") -> None:
+        global _server
+        self.handler = handler
+        self.replies = ReplyCache()
+        _server = self  # before anybody can connect
+        self._agent = tensorpipe.Agent(name, interface, listens=True)
+        self._sockets = tensorpipe.listening_sockets()
+        self.address = self._agent.address
+
+    def accepts(self) -> bool:
+        """Whether others can connect."""
+        return tensorpipe.listening_sockets() >= self._sockets
+
+    def close(self) -> None:
+        """Answer nothing any more. May be called more than once."""
+        global _server
+        _server = None
+        self._agent.stop()
 
 
-def serve(handler: Callable[[Any], Any], name: str, interface: str = "lo") -> str:
-    """Answer messages in this process from now on, at the address that is returned.
-
-    The handler returns the answer or a future of it, and is called from several threads.
-    """
-    global _handler, _doors
-    _handler = handler
-    agent = tensorpipe.Agent(name, interface, listens=True)
-    _doors = tensorpipe.listening_sockets()
-    return agent.address
+_server: RpcServer | None = None  # that of this process: what others call are functions
 
 
-def accepts() -> bool:
-    """Whether others can connect to this process, which serves."""
-    return tensorpipe.listening_sockets() >= _doors
-
-
-def stop() -> None:
-    """Stop this process's agent, if there is one."""
-    global _handler
-    _handler = None
-    tensorpipe.stop()
+def _serving() -> RpcServer:
+    if _server is None:
+        raise RuntimeError("this process serves nothing any more")
+    return _server
 
 
 @tensorpipe.asynchronous
 def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Future[Any]:
     """Run on the server for every message."""
-    handler = _handler
-    if handler is None:
-        raise RuntimeError("this process serves nothing any more")
-    return _replies.answer(caller, number, arrived, lambda: handler(message))
+    server = _serving()
+    return server.replies.answer(caller, number, arrived, lambda: server.handler(message))
 
 
 def _forget(caller: str, arrived: list[int]) -> None:
     """Run on the server when a large answer has arrived."""
-    _replies.forget(caller, arrived)
+    _serving().replies.forget(caller, arrived)

@@ -33,7 +33,7 @@ _CLOSED = "the connection is closed"
 
 
 class ZmqTransport(LinkedTransport["_Route"], Loop):
-    """A worker's connections to the servers, whose addresses are those of :attr:`Server.address`."""
+    """A worker's connections to the servers, whose addresses are those of :attr:`ZmqServer.address`."""
 
     def __init__(self, addresses: Sequence[str], secret: str) -> None:
         Loop.__init__(self, "lightning_asgd.zmq")

@@ -12,18 +12,24 @@ from typing import Any
 import pytest
 
 from benchmarks import network
+from lightning_asgd.transports import tensorpipe
 
 REASON = network.available()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.skipif(not tensorpipe.is_available(), reason="this torch has no RPC"),
+    pytest.mark.timeout(60),
+]
 
 OUT_S = 1.5
 SERVER = """
 from lightning_asgd.transports import rpc_transport
 print("ready", flush=True)
 input()
-print(rpc_transport.serve(lambda message: message + 1, "server", "veth-a"), flush=True)
+server = rpc_transport.RpcServer(lambda message: message + 1, "server", "veth-a")
+print(server.address, flush=True)
 input()
-rpc_transport.stop()
+server.close()
 """
 CLIENT = """
 from lightning_asgd.transports import rpc_transport
