@@ -77,8 +77,9 @@ def check_available() -> None:
     """Raise a ``ConfigurationError`` if this build of torch cannot do RPC."""
     if not is_available():
         raise ConfigurationError(
-            f"torch {torch.__version__} was built without torch.distributed.rpc. Expected a build that has it: "
-            "the wheels for Linux and macOS do, those for Windows do not. Install torch from its own wheels on Linux."
+            f"transport='rpc' does not work here: torch {torch.__version__} was built without torch.distributed.rpc. "
+            "Expected a build that has it: the wheels for Linux and macOS do, those for Windows do not. Install one of "
+            "these, or use transport='zmq', which does without it."
         )
 
 
