@@ -21,7 +21,7 @@ LONG_FILES = {
     "server.coordinator": 533,
     "server.service": 750,
     "server.shard": 484,
-    "adapter.strategy": 632,
+    "adapter.strategy": 631,
     "worker.client": 800,
     "worker.exchanger": 625,
     "worker.lease_client": 544,

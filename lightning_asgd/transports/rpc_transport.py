@@ -20,8 +20,8 @@ __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may as well be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
-_REFUSALS = 2  # after which nobody listens there any more
-_AGAIN_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # between the attempts to connect; the last one from then on
+_REFUSALS = 2  # in a row: one more means that nobody listens there any more
+_PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
 
 
 class RpcTransport(LinkedTransport["_Route"]):
@@ -49,8 +49,8 @@ class _Route:
 
     def __init__(self, agent: tensorpipe.Agent, server: int, address: str) -> None:
         self.address = address
-        self._link = Link(server, lambda urgent: self._ways[urgent], lambda about, message: (*about, message))
-        self._ways = {urgent: _Way(agent, self._link, address, urgent=urgent) for urgent in (False, True)}
+        self._link = Link(server, lambda urgent: self._connections[urgent], lambda about, message: (*about, message))
+        self._connections = {urgent: _Connection(agent, self._link, address, urgent=urgent) for urgent in (False, True)}
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
         """See :meth:`Transport.call`."""
@@ -59,10 +59,10 @@ class _Route:
         return call.future
 
 
-class _Way:
+class _Connection:
     """One connection: a name that TensorPipe connects to with the first message, and another one when that broke.
 
-    What the agent's threads call takes no lock that is held while the agent is stopped, which waits for them.
+    The agent's threads call back here. They take no lock that is held while the agent is stopped, which waits for them.
     """
 
     def __init__(self, agent: tensorpipe.Agent, link: Link, address: str, *, urgent: bool) -> None:
@@ -70,7 +70,7 @@ class _Way:
         self._agent, self._link, self._address = agent, link, address
         self._lock = threading.Lock()
         self._outages = self._refusals = 0  # in a row
-        self._served = False  # whether an answer has come through it
+        self._served: str | None = None  # that an answer has come through
         self._name = self._connect()  # None while it is broken
 
     def send(self, call: Call) -> None:
@@ -78,10 +78,12 @@ class _Way:
         name = self._name
         if not self._agent.alive:
             self._link.failed(call.number, RuntimeError("the connection is closed"))
-        elif name is not None and not (self._served or tensorpipe.reachable(self._address)):
-            self._broke(name, "the network is unreachable")
-        elif name is not None:
+        elif name is None:
+            return  # it is sent once there is a connection
+        elif name == self._served or tensorpipe.reachable(self._address):
             self._send(name, call)
+        else:
+            self._broke(name, "the network is unreachable")
 
     def acknowledge(self, arrived: list[int]) -> None:
         """See :class:`Connection`.
@@ -97,7 +99,7 @@ class _Way:
             if why is not None and name is not None:
                 self._broke(name, why)
 
-        if name is None or not self._served:
+        if name is None or name != self._served:
             self._link.arrivals.note(*arrived)
             return
         try:
@@ -126,7 +128,7 @@ class _Way:
             self._failed(name, number, error)
             return
         if name == self._name:
-            self._served, self._outages, self._refusals = True, 0, 0
+            self._served, self._outages, self._refusals = name, 0, 0
         self._link.answered(self, number, answer)
 
     def _failed(self, name: str, number: int, error: RuntimeError) -> None:
@@ -141,14 +143,14 @@ class _Way:
         with self._lock:
             if self._name != name:  # another call has noticed
                 return
-            self._name, self._served = None, False
+            self._name = None
         self._refusals = self._refusals + 1 if tensorpipe.REFUSED in why else 0
         if self._refusals > _REFUSALS:
             self._outages = self._refusals = 0
             self._name = name  # the next call tries again
             self._link.refused(self, why)
             return
-        pause_s = _AGAIN_S[min(self._outages, len(_AGAIN_S) - 1)]
+        pause_s = _PAUSES_S[min(self._outages, len(_PAUSES_S) - 1)]
         self._outages += 1
         timer = threading.Timer(pause_s, self._renew, (why,))  # not in the thread that brings answers
         timer.name, timer.daemon = "lightning_asgd.repeat", True

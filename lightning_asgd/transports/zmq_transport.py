@@ -26,8 +26,8 @@ __all__ = ["ZmqTransport"]
 log = logging.getLogger(__name__)
 
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 1000
-_PROBE_S = 0.2
-_LOOK_S = 0.3
+_PROBE_S = 0.2  # for an answer
+_LOOK_S = 0.3  # between two probes
 _HANDSHAKES = 3  # that fail, one after the other, before the secret is to blame
 _CLOSED = "the connection is closed"
 
@@ -88,8 +88,8 @@ class _Route:
     def __init__(self, transport: ZmqTransport, server: int, address: str) -> None:
         self.transport = transport
         self.address = address
-        self.link = Link(server, self._way, frames_of)
-        self._ways: dict[bool, _Way] = {}
+        self.link = Link(server, self._connection, frames_of)
+        self._connections: dict[bool, _Connection] = {}
         self._looked = -math.inf
         self.served = False
         """Whether the server has proved that it knows the secret."""
@@ -105,17 +105,17 @@ class _Route:
         return call.future
 
     def tick(self, ready: dict[Any, int]) -> None:
-        for way in self._ways.values():
-            way.tick(ready)
+        for connection in self._connections.values():
+            connection.tick(ready)
         self.link.expire()
 
     def close(self) -> None:
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
     def look(self) -> None:
-        """Fail if nobody listens there, as far as can be told at once. Not often: others wait meanwhile."""
+        """Fail if nobody listens there. Rarely and briefly: this thread serves other connections too."""
         now = time.monotonic()
         if now < self._looked + _LOOK_S:
             return
@@ -126,16 +126,16 @@ class _Route:
                 return
         except ConnectionRefusedError:
             self.link.lose(f"ECONNREFUSED: nobody listens at {self.address} any more")
-        except OSError:  # no answer is no answer
+        except OSError:  # that proves nothing
             return
 
-    def _way(self, urgent: bool) -> _Way:
-        if urgent not in self._ways:
-            self._ways[urgent] = _Way(self, urgent)
-        return self._ways[urgent]
+    def _connection(self, urgent: bool) -> _Connection:
+        if urgent not in self._connections:
+            self._connections[urgent] = _Connection(self, urgent)
+        return self._connections[urgent]
 
 
-class _Way:
+class _Connection:
     """One connection, which ZeroMQ makes again when it breaks."""
 
     def __init__(self, route: _Route, urgent: bool) -> None:
