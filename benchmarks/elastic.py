@@ -144,7 +144,7 @@ class Run:
 
     def look(self, address: str) -> Callable[[], Status]:
         """What looks at a server."""
-        transport = registry.connect("rpc", [address], "lo")
+        transport = registry.kind_of("rpc").connect([address], "lo")
 
         def look() -> Status:
             view: Status = transport.call(0, StatusRequest(), 10.0).wait()

@@ -256,7 +256,7 @@ def main() -> int:
     alone = TorchAlone(n, port)
     overseer = supervisor.ensure(2, Rendezvous.host(LOOPBACK))
     rendezvous: Any = overseer.rendezvous
-    registry.provide_secret(one_machine=True)
+    registry.kind_of("zmq").provide_secret(one_machine=True)
     encrypted = supervisor.Supervisor(rendezvous, ServerSettings(transport="zmq"))
     encrypted.start()
     encrypted.add_servers(1)
@@ -268,7 +268,7 @@ def main() -> int:
     times: dict[str, list[float]] = {}
     transports = [("shared memory", True), ("RPC", False), ("ZeroMQ, encrypted", False)]
     for (name, shared), address, pid in zip(transports, addresses, pids, strict=True):
-        transport = registry.connect("zmq" if "ZeroMQ" in name else "rpc", [address], "lo")
+        transport = registry.kind_of("zmq" if "ZeroMQ" in name else "rpc").connect([address], "lo")
         worker = Worker(transport, name, n, shared)
         server = psutil.Process(pid)
         times[f"gRPC beside {name}"] = []

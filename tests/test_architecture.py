@@ -143,7 +143,7 @@ def test_only_one_module_imports_lightning() -> None:
 
 
 def test_only_one_module_imports_rpc() -> None:
-    for module in set(FILES) - {"transports.rpc_transport"}:
+    for module in set(FILES) - {"transports.tensorpipe"}:
         assert not [n for n in imported_names(module) if is_part_of(n, RPC)], module
         assert RPC not in strings_outside_docstrings(module), module
         attributes = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute) and n.attr == "rpc"]

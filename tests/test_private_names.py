@@ -114,15 +114,15 @@ TORCH: dict[str, set[str]] = {
     "_try_put_index": {"adapter.leased_loop"},
     "owner._buffers": {"worker.worker_setup"},
     # torch.distributed
-    "_channels": {"transports.rpc_transport"},
-    "_get_current_rpc_agent": {"transports.rpc_transport"},
-    "_init": {"transports.rpc_transport"},
-    "_init_rpc_states": {"transports.rpc_transport"},
-    "_is_current_rpc_agent_set": {"transports.rpc_transport"},
-    "_transports": {"transports.rpc_transport"},
-    "_update_group_membership": {"transports.rpc_transport"},
+    "_channels": {"transports.tensorpipe"},
+    "_get_current_rpc_agent": {"transports.tensorpipe"},
+    "_init": {"transports.tensorpipe"},
+    "_init_rpc_states": {"transports.tensorpipe"},
+    "_is_current_rpc_agent_set": {"transports.tensorpipe"},
+    "_transports": {"transports.tensorpipe"},
+    "_update_group_membership": {"transports.tensorpipe"},
     "_world": {"adapter.process_group", "adapter.world"},
-    "TensorPipeAgent": {"transports.rpc_transport"},
+    "TensorPipeAgent": {"transports.tensorpipe"},
 }
 
 RECORDED = LIGHTNING | TORCH

@@ -21,8 +21,7 @@ LONG_FILES = {
     "server.coordinator": 535,
     "server.service": 756,
     "server.shard": 484,
-    "adapter.strategy": 632,
-    "transports.rpc_transport": 462,
+    "adapter.strategy": 631,
     "worker.client": 800,
     "worker.exchanger": 625,
     "worker.lease_client": 544,
@@ -35,7 +34,7 @@ LONG_FUNCTIONS = {
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
     "adapter.process_group.group_class": 196,
-    "adapter.strategy.ASGDStrategy.__init__": 101,
+    "adapter.strategy.ASGDStrategy.__init__": 100,
     "worker.worker_setup.enter": 116,
 }
 

@@ -95,15 +95,14 @@ class Job:
             ConfigurationError: this torch cannot do RPC.
             LaunchError: the rendezvous cannot be hosted.
         """
-        registry.check_available(self.transport)
+        kind = registry.kind_of(self.transport)
+        kind.check_available()
         self.launches += 1
         self.address = self._find_rendezvous(environment, num_nodes, is_main)
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
-        if self.transport == "zmq":
-            alone = num_nodes == 1 and not environment.creates_processes_externally
-            registry.provide_secret(one_machine=alone)
+        kind.provide_secret(one_machine=num_nodes == 1 and not environment.creates_processes_externally)
         if is_main:
             rendezvous = _hosted.get(self.address)
             if rendezvous is None:
@@ -123,7 +122,7 @@ class Job:
         """
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
-        registry.check_available(self.transport)
+        registry.kind_of(self.transport).check_available()
         _, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
         self.interface = interface_of(local_address_towards(self.address[0]))
         mine = {"run_id": self.run_id, "transport": self.transport}
@@ -153,7 +152,7 @@ class Job:
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
                 _transport.close()
-            _transport = registry.connect(self.transport, addresses, self.interface)
+            _transport = registry.kind_of(self.transport).connect(addresses, self.interface)
         _connected = True
         return _transport
 

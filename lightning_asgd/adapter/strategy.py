@@ -38,7 +38,7 @@ from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.processes.supervisor import with_last_words
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.transports.registry import TRANSPORTS
+from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import agree, named_state
@@ -177,8 +177,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         )
         if start_method not in _START_METHODS:
             raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
-        if transport not in TRANSPORTS:
-            raise ConfigurationError(f"transport={transport!r}. Expected {' or '.join(map(repr, TRANSPORTS))}.")
+        kind_of(transport)
         if data not in _DATA:
             raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         if on_worker_failure not in _ON_FAILURE:
@@ -326,7 +325,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 collectives=lambda: self.collectives,
                 meets=not self._job.attaches,
                 store=self._job.store,
-                encrypted=self._job.transport == "zmq",
+                encrypted=kind_of(self._job.transport).encrypted,
             )
         )
 

@@ -52,9 +52,9 @@ def serve(
 
     seconds("snapshot_every_s", snapshot_every_s)
     version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
-    registry.check_available(transport)
-    if transport == "zmq":
-        registry.provide_secret(one_machine=False)
+    kind = registry.kind_of(transport)
+    kind.check_available()
+    kind.provide_secret(one_machine=False)
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: stopped.append(number))

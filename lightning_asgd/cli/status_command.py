@@ -28,8 +28,6 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
         watch: go on showing it, until Ctrl-C.
         every_n_seconds: seconds between two looks.
     """
-    from lightning_asgd.transports import registry
-
     transport, run = _connect(server)
     screen = console()
     try:
@@ -45,7 +43,6 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
                     live.update(tables(run, view, before), refresh=True)
     finally:
         transport.close()
-        registry.release()
 
 
 def _connect(server: str) -> tuple[Transport, str]:
@@ -56,14 +53,15 @@ def _connect(server: str) -> tuple[Transport, str]:
 
     host, port = server_address(server)
     rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)
-    if SECRET_ENV in os.environ and run["transport"] != "zmq":
+    kind = registry.kind_of(run["transport"])
+    if SECRET_ENV in os.environ and not kind.encrypted:
         raise LaunchError(
             f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
             "'zmq', or no secret: a foreign process may be answering there."
         )
-    registry.check_available(run["transport"])
+    kind.check_available()
     address = rendezvous.server(0, keys[0], _START_S)
-    return registry.connect(run["transport"], [address], interface_of(local_address_towards(host))), run["run_id"]
+    return kind.connect([address], interface_of(local_address_towards(host))), run["run_id"]
 
 
 def _look(transport: Transport) -> Status:

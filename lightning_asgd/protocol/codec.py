@@ -1,8 +1,8 @@
 """Messages as bytes, without pickle: a header in JSON that says what everything is, and the bytes of tensors after it.
 
 Only what is listed here can be sent: numbers, texts, bytes, tensors, tuples, lists, dicts, sets, the messages
-themselves, algorithms, transforms and compressions. Decoding makes nothing else, so whoever may send can have nothing
-run that is not theirs to run. What a program broadcasts can be any object: its worker sends it as
+themselves, algorithms, transforms and compressions. Decoding makes nothing else, so a sender cannot have other code
+run. What a program broadcasts can be any object: its worker sends it as
 :class:`~lightning_asgd.protocol.Pickled`, which is bytes here.
 """
 
@@ -37,28 +37,18 @@ Buffer = Any
 
 
 def encode(value: Any) -> tuple[bytes, list[Buffer]]:
-    """A value as a header and the bytes that it refers to.
+    """A value as a header and the bytes that it refers to. Raises a ``ProtocolError`` if it cannot be sent.
 
-    Args:
-        value: its tensors are not copied if they are contiguous and on the CPU, and must not change until they are
-            sent.
-
-    Raises:
-        ProtocolError: it is, or holds, what cannot be sent.
+    Contiguous tensors on the CPU are not copied, so they must not change until they are sent.
     """
     buffers: list[Buffer] = []
     return json.dumps(_encode(value, buffers), separators=(",", ":")).encode(), buffers
 
 
 def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
-    """What :func:`encode` was given.
+    """The value that :func:`encode` was given; its tensors are views of the buffers.
 
-    Args:
-        header: its first result.
-        buffers: its second one. Tensors are views of them.
-
-    Raises:
-        ProtocolError: it is nothing that :func:`encode` returns.
+    Raises a ``ProtocolError`` for what :func:`encode` does not return.
     """
     try:
         return _decode(json.loads(header), buffers, 0)

@@ -108,11 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.succeeds:
         service.restore_from_snapshot(arguments.server)
     try:
-        address, stop = registry.serve(settings.transport, service.handle, arguments.name, settings.interface)
+        kind = registry.kind_of(settings.transport)
+        server = kind.serve(service.handle, arguments.name, settings.interface)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # begin anew
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
-    rendezvous.put(arguments.key, {"address": address, "pid": os.getpid()})
+    rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
     with _kept(service, snapshots, settings):
         looked, shut = time.monotonic(), False
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             service.tick()
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
-                shut = not registry.accepts(settings.transport) and service.replaceable
+                shut = not server.accepts() and service.replaceable
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(1)
     service.close()
-    stop()
+    server.close()
     return 0
 
 

@@ -14,11 +14,7 @@ __all__ = ["InProcessTransport"]
 
 
 class InProcessTransport(Transport):
-    """Calls handlers directly, with copies of the messages, as a wire would make them.
-
-    Args:
-        handlers: one per server, such as ``Service().handle``.
-    """
+    """Calls one handler per server, such as ``Service().handle``, with copies of the messages as a wire makes them."""
 
     def __init__(self, handlers: Sequence[Callable[[Any], Any]]) -> None:
         self._handlers = list(handlers)

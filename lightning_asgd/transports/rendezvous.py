@@ -30,12 +30,7 @@ _GRACE_S = 1.0
 
 
 class Rendezvous:
-    """A connection to the store. Use :meth:`host` or :meth:`connect`.
-
-    Args:
-        store: the store itself.
-        address: ``(host, port)`` for others to connect to.
-    """
+    """A connection to the store, at an address for others to connect to. Use :meth:`host` or :meth:`connect`."""
 
     def __init__(self, store: Any, address: tuple[str, int]) -> None:
         self._store = _dist.PrefixStore(_PREFIX, store)
@@ -43,14 +38,9 @@ class Rendezvous:
 
     @classmethod
     def host(cls, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
-        """Host a store. It may be the one that this process hosts there already, for a process group.
+        """Host a store on this address only; port 0 is any free one.
 
-        Args:
-            host: the only address to listen on.
-            port: 0 for any free one.
-
-        Raises:
-            LaunchError: the address cannot be listened on.
+        It may be the store that this process hosts there already, for a process group.
         """
         try:
             listener = _listen(host, port)
@@ -74,17 +64,7 @@ class Rendezvous:
     def connect(
         cls, host: str, port: int, timeout_s: float, hint: str = "MASTER_ADDR and MASTER_PORT name it on every machine"
     ) -> Rendezvous:
-        """Connect to a store that another process hosts, waiting for it to appear.
-
-        Args:
-            host: where it is.
-            port: where it is.
-            timeout_s: how long to wait.
-            hint: for the error, what else to check.
-
-        Raises:
-            LaunchError: it does not appear in time.
-        """
+        """Connect to a store that another process hosts, waiting for it to appear. The hint is for the error."""
         deadline = time.monotonic() + timeout_s
         found: list[Any] = []
         failed: list[str] = []
@@ -98,7 +78,7 @@ class Rendezvous:
             except (RuntimeError, ValueError) as error:
                 failed.append(str(error).splitlines()[0])
 
-        # In a thread: a stranger who takes the connection and says nothing would be waited for without end.
+        # In a thread: a foreign process that accepts and stays silent would block forever.
         if cause is None:
             thread = threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True)
             thread.start()
@@ -113,14 +93,7 @@ class Rendezvous:
 
     @classmethod
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
-        """Find a run to which workers attach themselves.
-
-        Returns:
-            the connection; the run's ``run_id`` and ``transport``; the keys of its servers.
-
-        Raises:
-            LaunchError: nobody serves one there in time.
-        """
+        """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
         rendezvous = cls.connect(host, port, timeout_s, hint)
         run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s)
@@ -153,17 +126,7 @@ class Rendezvous:
             ) from error
 
     def get(self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
-        """Wait for a value.
-
-        Args:
-            key: key that somebody else will :meth:`put`.
-            what: what is waited for, for the error.
-            timeout_s: how long.
-            check: called while waiting; may raise.
-
-        Raises:
-            LaunchError: it does not come in time.
-        """
+        """Wait for a value that ``what`` publishes. ``check`` is called meanwhile, and may raise."""
         deadline = time.monotonic() + timeout_s
         while (value := self._peek(key)) is None:
             check()
@@ -176,17 +139,7 @@ class Rendezvous:
         return value
 
     def server(self, index: int, key: str, timeout_s: float, other_than: str = "") -> str:
-        """Wait for the address of a server, or of the one that has taken its place.
-
-        Args:
-            index: the server's number, for the error.
-            key: under which the first one in that place publishes it.
-            timeout_s: how long.
-            other_than: address of one that is lost.
-
-        Raises:
-            LaunchError: it cannot serve, or does not publish it in time.
-        """
+        """Wait for the address of a server or its replacement, other than that of a server that is lost."""
         deadline = time.monotonic() + timeout_s
         while (found := self.peek_server(key).get("address", other_than)) == other_than:
             if time.monotonic() > deadline:
@@ -198,11 +151,7 @@ class Rendezvous:
         return str(found)
 
     def peek_server(self, key: str) -> dict[str, Any]:
-        """What a server, or the one that has taken its place, has published; nothing before it has.
-
-        Raises:
-            LaunchError: it cannot serve.
-        """
+        """What a server or its replacement has published so far. Raises a ``LaunchError`` if it cannot serve."""
         while (successor := self.peek(successor_of(key))) is not None:
             key = successor
         answer: dict[str, Any] = self.peek(key) or {}
@@ -234,7 +183,10 @@ def _store_of_this_process(host: str, port: int) -> Any:
 
 
 def _unreachable(host: str, port: int) -> str | None:
-    """Why nobody is to be reached there now; None if somebody listens. The store itself would print its C++ stack."""
+    """Why an address cannot be reached now; None if a process listens there.
+
+    The store itself would print its C++ stack.
+    """
     try:
         socket.create_connection((host, port), timeout=_GRACE_S).close()
     except OSError as error:
@@ -243,16 +195,12 @@ def _unreachable(host: str, port: int) -> str | None:
 
 
 def successor_of(key: str) -> str:
-    """The key under which stands the key of the server that has taken another's place."""
+    """The key that holds the key of a server's replacement."""
     return f"{key}/successor"
 
 
 def local_address_towards(host: str) -> str:
-    """This machine's address on the network through which it reaches ``host``.
-
-    Raises:
-        LaunchError: there is no such host, or no way to it.
-    """
+    """This machine's address on the network through which it reaches ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
@@ -265,11 +213,7 @@ def local_address_towards(host: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine.
-
-    Raises:
-        LaunchError: it has none.
-    """
+    """The IPv4 address of a network interface of this machine."""
     for address in psutil.net_if_addrs().get(interface, []):
         if address.family == socket.AF_INET:
             return str(address.address)
@@ -280,11 +224,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that holds an address of this machine.
-
-    Raises:
-        LaunchError: none does.
-    """
+    """Name of the network interface that holds an address of this machine."""
     interfaces = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
         if any(a.family == socket.AF_INET and a.address == address for a in addresses):

@@ -2,8 +2,8 @@
 
 A block is an anonymous file (``memfd_create``): it has no name, so nothing is left behind whatever ends a process. The
 server opens it through the worker's ``/proc`` entry, which the kernel allows to the same user only. A header with
-random bytes tells a stale reference. Where any of this does not work, :func:`attach` says so and tensors are sent by
-value.
+random bytes shows whether a reference is stale. Where any of this does not work, :func:`attach` returns None, and
+tensors are sent by value.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", lambda *_: -1)
 class SharedBlock:
     """A mapped block and one tensor per group in it. Made by :func:`create` and :func:`attach`.
 
-    Args:
-        ref: where the block is.
-        path: file to map.
-        groups: ``(role, dtype name, number of scalars)`` per group.
-        fd: descriptor to close with the block, in the process that made it.
+    The process that made the block gives its descriptor ``fd``, which is closed with it.
     """
 
     def __init__(self, ref: SharedRef, path: str, groups: Groups, fd: int | None = None) -> None:
@@ -58,20 +54,20 @@ class SharedBlock:
         return b"" if self._nonce is None else bytes(self._nonce.tolist())
 
     def write_nonce(self, nonce: bytes) -> None:
-        """Put the bytes that :func:`attach` will compare."""
+        """Write the bytes that :func:`attach` compares."""
         if self._nonce is not None:
             self._nonce.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
 
     def unmap(self) -> None:
-        """Take the block's pages out of this process; they stay in the file, and come back with the next access.
+        """Take the block's pages out of this process; they stay in the file, and the next access maps them again.
 
-        A server has one worker's block mapped at a time, or it would count those of all as memory of its own.
+        A server keeps one worker's block mapped at a time: else those of all workers would count as its own memory.
         """
         if self.tensors and hasattr(mmap, "MADV_DONTNEED"):
             _madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(self.ref.nbytes), mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the block back. The memory goes once no tensor refers to it any more."""
+        """Release the block. Its memory is freed once no tensor refers to it any more."""
         self.tensors = ()
         self._nonce = None
         if self._fd is not None:
@@ -95,14 +91,7 @@ def host_identity() -> str:
 
 
 def create(groups: Groups) -> SharedBlock | None:
-    """Make a block for one shard.
-
-    Args:
-        groups: ``(role, dtype name, number of scalars)`` per group.
-
-    Returns:
-        the block, or None where the system cannot make one.
-    """
+    """Make a block for one shard; None where the system cannot."""
     host = host_identity()
     if not host or not hasattr(os, "memfd_create"):
         return None
@@ -122,11 +111,7 @@ def create(groups: Groups) -> SharedBlock | None:
 
 
 def attach(ref: SharedRef, groups: Groups) -> SharedBlock | None:
-    """Map a block that another process made.
-
-    Returns:
-        the block, or None if it cannot be reached from here or is not the one that was meant.
-    """
+    """Map a block that another process made; None if it cannot be reached from here, or is not the one meant."""
     if ref.host != host_identity() or ref.nbytes != _size(groups):
         return None
     if type(ref.pid) is not int or type(ref.fd) is not int:  # else they could spell the path of any file

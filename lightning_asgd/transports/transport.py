@@ -11,11 +11,11 @@ from torch.futures import Future
 __all__ = ["TIMED_OUT", "NetworkDownError", "Transport"]
 
 TIMED_OUT = "RPC ran for more than set timeout"
-"""What the exception of a call says whose time is up, in the words of torch's RPC: the server may live."""
+"""What the exception of a call whose time is up says, in the words of torch's RPC. The server may be alive."""
 
 
 class NetworkDownError(RuntimeError):
-    """A network interface went down just when this process began to serve there; only another process can."""
+    """The network interface went down as this process began to serve there. Only a new process can serve."""
 
 
 class Transport(ABC):
@@ -26,42 +26,39 @@ class Transport(ABC):
     def num_servers(self) -> int:
         """Number of servers that :meth:`call` reaches, numbered from 0."""
 
-    addresses: tuple[str, ...] = ()
-    """Of the servers, where they have any."""
-    alive: Any = True
-    """Whether messages can be sent."""
-    prepared: Collection[int] = ()
-    """Servers that another process is about to take the place of."""
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the servers, where they have any."""
+        return ()
+
+    @property
+    def alive(self) -> bool:
+        """Whether messages can be sent."""
+        return True
+
+    @property
+    def prepared(self) -> Collection[int]:
+        """Servers that :meth:`prepare` named a replacement for, and :meth:`replace` did not."""
+        return ()
 
     @abstractmethod
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
-        """Send a message.
+        """Send a message, whose tensors must not change before it is answered.
 
-        Args:
-            server: index of the server.
-            message: one of :mod:`lightning_asgd.protocol`; its tensors must not change before the answer is there.
-            timeout_s: seconds after which the future fails.
-
-        Returns:
-            a future of the server's answer. It fails with the transport's own exception if the server is gone.
+        The future fails with a ``RuntimeError`` when the server is gone, or after ``timeout_s`` seconds; 0 for never.
         """
 
     def prepare(self, server: int, address: str) -> None:
-        """Learn of another process, which is to take a lost server's place; from any thread.
-
-        Args:
-            server: index of the server.
-            address: the new one's.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+        """Learn of the process that is to replace a lost server; from any thread."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     def call_prepared(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
-        """Send a message to the process that :meth:`prepare` was told of; see :meth:`call`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+        """Send a message to the process that :meth:`prepare` named; see :meth:`call`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     def replace(self, server: int) -> None:
-        """Call the process from now on that :meth:`prepare` was told of."""
-        raise NotImplementedError(f"{type(self).__name__} cannot reach a server in another's place")
+        """Call the process that :meth:`prepare` named from now on."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     @abstractmethod
     def close(self) -> None:

@@ -18,21 +18,15 @@ from lightning_asgd.protocol import Failure, codec
 from lightning_asgd.transports.reliable_calls import ReplyCache
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
-__all__ = ["Server"]
+__all__ = ["ZmqServer"]
 
 log = logging.getLogger(__name__)
 
 _THREADS = 8
 
 
-class Server(Loop):
-    """Answers messages in this process until it is closed.
-
-    Args:
-        handler: given a message, returns the answer or a future of it; called from several threads.
-        address: IP address of the interface to listen on.
-        secret: the job's.
-    """
+class ZmqServer(Loop):
+    """Answers messages in this process until it is closed. The handler is called from several threads."""
 
     def __init__(self, handler: Callable[[Any], Any], address: str, secret: str) -> None:
         super().__init__("lightning_asgd.zmq")
@@ -66,6 +60,10 @@ class Server(Loop):
             except zmq.Again:
                 return
             self._pool.submit(self._take, frames)
+
+    def accepts(self) -> bool:
+        """Whether others can connect: ZeroMQ goes on listening, whatever becomes of a connection."""
+        return True
 
     def end(self) -> None:
         """See :class:`Loop`."""

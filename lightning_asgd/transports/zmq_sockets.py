@@ -1,15 +1,15 @@
 """What both ends of a ZeroMQ connection share: keys, settings of sockets, the thread that owns them, frames.
 
 Every connection is encrypted and authenticated with CURVE, and nothing is unpickled. Only the files ``zmq_*`` import
-``zmq`` (``pip install lightning-asgd[zmq]``). All processes of a job share a secret, from
-which the key pairs of its servers and of its workers follow. So a server answers nobody, not even with an error, who
-does not know the secret, and a worker sends nothing to who does not know it: the handshake fails before a message is
-read or memory is taken for one. Messages are those of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few
-megabytes, so that no peer can have more than a frame allocated before its handshake is through.
+``zmq`` (``pip install lightning-asgd[zmq]``). All processes of a job share a secret, from which the key pairs of its
+servers and of its workers follow. With a process that does not know it the handshake fails, before a message is read or
+memory is allocated for one: a server sends it no answer, not even an error, and a worker no message. Messages are those
+of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few megabytes, so that no peer can have more than a frame
+allocated before its handshake is complete.
 
-A connection that breaks is made again by ZeroMQ; calls that were not answered are sent again there, and answered once
-(see :mod:`lightning_asgd.transports.reliable_calls`). Where nobody listens at a server's address any more its process
-has ended, and calls fail.
+ZeroMQ makes a connection that breaks again. Calls that were not answered are repeated there, and answered once (see
+:mod:`lightning_asgd.transports.reliable_calls`). Where nobody listens at a server's address any more its process has
+ended, and calls fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _FRAME = 4 << 20  # bytes
 _LARGEST = _FRAME + (1 << 16)  # a frame with what CURVE adds
 _HEADER = 4 << 20
-_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own signs of life, which notice machines that are gone
+_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own heartbeats, which notice machines that are gone
 _TICK_MS = 100
 
 
@@ -54,11 +54,7 @@ class Keys:
 
 
 def keys_of(secret: str) -> Keys:
-    """The key pairs of a job.
-
-    Args:
-        secret: the job's.
-    """
+    """The key pairs that follow from a job's secret."""
 
     def pair(role: bytes) -> tuple[bytes, bytes]:
         digest = hashlib.blake2b(secret.encode(), digest_size=32, person=role).digest()
@@ -79,7 +75,7 @@ def secure(sock: Any) -> None:
 
 
 class Loop:
-    """A thread that owns sockets, since no two threads may use one. Others hand it work and wake it."""
+    """A thread that owns sockets, since no two threads may use one. Other threads submit work to it."""
 
     def __init__(self, name: str) -> None:
         self.context = zmq.Context(io_threads=1)

@@ -33,12 +33,13 @@ class ServerProcess:
         interface = interface_of(LOOPBACK)
         settings = ServerSettings(interface, transport)
         arguments = ServerArguments(settings, name, self._key, host, port, os.getpid())
+        path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", SECRET_ENV: SECRET},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", SECRET_ENV: SECRET},
         )
 
     @property

@@ -9,7 +9,7 @@ import torch
 os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
 
 from lightning_asgd.processes import supervisor
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import registry
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,7 +17,7 @@ def _one_set_of_servers() -> Iterator[None]:
     """Servers are started once and shared by the tests of this folder; one thread, so that forking is safe."""
     torch.set_num_threads(1)
     yield
-    rpc_transport.stop()
+    registry.release()
     supervisor.close_current()
 
 

@@ -23,7 +23,7 @@ import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import registry
 from tests.lightning.models import Recorder, Regression, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -404,7 +404,7 @@ def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeyp
     from lightning_asgd.processes import supervisor
 
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
-    rpc_transport.stop()
+    registry.release()
     supervisor.close_current()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began = time.monotonic()

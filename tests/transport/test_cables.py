@@ -12,18 +12,24 @@ from typing import Any
 import pytest
 
 from benchmarks import network
+from lightning_asgd.transports import tensorpipe
 
 REASON = network.available()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.skipif(not tensorpipe.is_available(), reason="this torch has no RPC"),
+    pytest.mark.timeout(60),
+]
 
 OUT_S = 1.5
 SERVER = """
 from lightning_asgd.transports import rpc_transport
 print("ready", flush=True)
 input()
-print(rpc_transport.serve(lambda message: message + 1, "server", "veth-a"), flush=True)
+server = rpc_transport.RpcServer(lambda message: message + 1, "server", "veth-a")
+print(server.address, flush=True)
 input()
-rpc_transport.stop()
+server.close()
 """
 CLIENT = """
 from lightning_asgd.transports import rpc_transport
@@ -40,7 +46,7 @@ transport.close()
 PULLED = """
 import os
 from lightning_asgd.server import server_process
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import tensorpipe
 class Told:
     connect = classmethod(lambda cls, *about: cls())
     def put(self, key, about):
@@ -48,7 +54,7 @@ class Told:
 server_process.Rendezvous = Told
 if "BEGUN" not in os.environ:
     os.environ["BEGUN"] = "1"
-    rpc_transport._await_network = lambda interface: None  # it was up when it was looked at
+    tensorpipe._await_network = lambda interface: None  # it was up when it was looked at
     print("ready", flush=True)
     input()
 settings = server_process.ServerSettings("veth-a")

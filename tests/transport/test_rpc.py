@@ -19,12 +19,15 @@ import torch
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports import tensorpipe
+from lightning_asgd.transports.rpc_transport import RpcServer
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
+
+pytestmark = pytest.mark.skipif(not tensorpipe.is_available(), reason="this torch has no RPC")
 
 
 def client_of(transport: Transport, session: str, workers: int = 1) -> Client:
@@ -43,7 +46,7 @@ def exchange_once(client: Client) -> list[list[float]]:
 
 
 def test_rpc_is_there() -> None:
-    rpc_transport.check_available()
+    tensorpipe.check_available()
 
 
 def test_a_worker_may_connect_again_and_again(processes: Processes) -> None:
@@ -177,13 +180,13 @@ def test_a_worker_finds_the_lasting_servers_again(processes: Processes) -> None:
 
 
 def test_a_process_may_serve_and_stop_serving() -> None:
-    address = rpc_transport.serve(lambda message: f"heard {message}", "server0")
+    server = RpcServer(lambda message: f"heard {message}", "server0")
     try:
-        assert address
+        assert server.address
         assert set(listening(psutil.Process())) == {"127.0.0.1"}
     finally:
-        rpc_transport.stop()
-        rpc_transport.stop()
+        server.close()
+        server.close()
 
 
 def break_connections(servers: Sequence[ServerProcess]) -> int:

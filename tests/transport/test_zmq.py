@@ -23,7 +23,7 @@ from lightning_asgd.protocol import Contribution, Heartbeat, codec
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
-from lightning_asgd.transports.zmq_server import Server
+from lightning_asgd.transports.zmq_server import ZmqServer
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.client import Client, done_within
@@ -36,16 +36,16 @@ STRANGERS = 300  # per kind; benchmarks/strangers.py sends more
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server() -> Iterator[ZmqServer]:
     service = Service()
-    server = Server(service.handle, LOOPBACK, SECRET)
+    server = ZmqServer(service.handle, LOOPBACK, SECRET)
     yield server
     server.close()
     service.close()
 
 
 @pytest.fixture
-def transport(server: Server) -> Iterator[ZmqTransport]:
+def transport(server: ZmqServer) -> Iterator[ZmqTransport]:
     transport = ZmqTransport([server.address], SECRET)
     yield transport
     transport.close()
@@ -65,7 +65,7 @@ def begin(transport: Any, session: str) -> Any:
     return client
 
 
-def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: Server, transport: ZmqTransport) -> None:
+def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: ZmqServer, transport: ZmqTransport) -> None:
     stranger = ZmqTransport([server.address], SECRET + "?")
     try:
         with pytest.raises(ServerLostError, match="does not know this job's secret: expected the same LIGHTNING_ASGD"):
@@ -76,7 +76,7 @@ def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: Serv
     assert client.replies(push(client, 1))[0].version == 1
 
 
-def test_strangers_change_nothing(server: Server, transport: ZmqTransport) -> None:
+def test_strangers_change_nothing(server: ZmqServer, transport: ZmqTransport) -> None:
     client = begin(transport, "strangers")
     host, port = LOOPBACK, int(server.address.rpartition(":")[2])
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -104,7 +104,7 @@ def test_strangers_change_nothing(server: Server, transport: ZmqTransport) -> No
     assert server.refused == 0, "a stranger's bytes were taken for a message"
 
 
-def test_a_worker_that_sends_rubbish_harms_nobody(server: Server, transport: ZmqTransport) -> None:
+def test_a_worker_that_sends_rubbish_harms_nobody(server: ZmqServer, transport: ZmqTransport) -> None:
     client = begin(transport, "rubbish")
     keys = keys_of(SECRET)
     context = zmq.Context()
@@ -226,10 +226,10 @@ def test_what_a_server_cannot_be_sent_is_named(transport: ZmqTransport) -> None:
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_ENV, raising=False)
     with pytest.raises(ConfigurationError, match=r"LIGHTNING_ASGD_SECRET is not set.*openssl rand -hex 32"):
-        registry.provide_secret(one_machine=False)
+        registry.kind_of("zmq").provide_secret(one_machine=False)
     monkeypatch.setenv(SECRET_ENV, "short")
     with pytest.raises(ConfigurationError, match="has 5 characters"):
-        registry.provide_secret(one_machine=True)
+        registry.kind_of("zmq").provide_secret(one_machine=True)
 
 
 def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: ZmqTransport) -> None:

@@ -1,0 +1,223 @@
+"""The TensorPipe agent of ``torch.distributed.rpc``: the only file that imports it, and that uses its private names.
+
+Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
+addresses it was told, and those that replace lost ones. So joining is a matter between a worker and the servers it
+connects to: there is no common roster that a dead process could spoil, no barrier, and a worker that reconnects needs
+nobody's consent. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
+
+TensorPipe's default transport between processes of one machine polls in a loop and keeps a core busy even when idle
+(measured: 2.9 s of CPU time in 3 s), so it is switched off here: sockets carry the messages, and large tensors go
+through the kernel's cross-memory attach or through :mod:`lightning_asgd.transports.shared_memory`.
+
+TensorPipe unpickles what anybody who can connect sends. Processes listen on one interface only, loopback unless the
+run spans machines; keep other users off that network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+from torch.futures import Future
+
+from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.transports.transport import NetworkDownError
+
+__all__ = [
+    "INFINITE_S",
+    "Agent",
+    "asynchronous",
+    "check_available",
+    "is_available",
+    "listening_sockets",
+    "reachable",
+    "stop",
+    "why_broken",
+]
+
+INFINITE_S = 0.0
+REFUSED = "ECONNREFUSED"  # TensorPipe's word, like the next two
+_ORIGIN = " (this error"
+_BROKEN = f"{_ORIGIN} originated at tensorpipe"
+
+_dist: Any = torch.distributed  # a build without it lacks most names; check_available says so
+_lock = threading.RLock()
+_current: Agent | None = None  # torch has one agent per process
+
+_THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
+_LOOPBACKS = ("lo", "lo0")
+_DOWN_S, _LOOK_S = 600.0, 0.5  # how long to wait for a network interface that is down; how often to look at it
+
+
+def _rpc() -> Any:
+    import torch.distributed.rpc as rpc
+
+    return rpc
+
+
+def is_available() -> bool:
+    """Whether this build of torch can do RPC."""
+    try:
+        return bool(_dist.is_available() and _rpc().is_available())
+    except ImportError:
+        return False
+
+
+def check_available() -> None:
+    """Raise a ``ConfigurationError`` if this build of torch cannot do RPC."""
+    if not is_available():
+        raise ConfigurationError(
+            f"transport='rpc' does not work here: torch {torch.__version__} was built without torch.distributed.rpc. "
+            "Expected a build that has it: the wheels for Linux and macOS do, those for Windows do not. Install one of "
+            "these, or use transport='zmq', which does without it."
+        )
+
+
+def asynchronous(function: Any) -> Any:
+    """Mark a function that others call and that returns a future of its result."""
+    return _rpc().functions.async_execution(function) if is_available() else function
+
+
+class Agent:
+    """This process's agent, in a group of this process alone. A new one takes over from the old.
+
+    Raises:
+        LaunchError: the network interface of one that listens is down, and stays so.
+        NetworkDownError: it went down just now.
+    """
+
+    def __init__(self, name: str, interface: str, *, listens: bool = False) -> None:
+        global _current
+        check_available()
+        rpc = _rpc()
+        with _lock:
+            if listens:
+                _await_network(interface)
+            stop()
+            store: Any = _dist.HashStore()
+            self._addresses = _dist.PrefixStore("addrs", store)
+            self._peers = 0
+            # Not mpt_uv, which shares a message between many links: a fifth faster at several Gbit/s, but behind a
+            # cable of 100 Mbit/s the links take packets from each other, and each waits for TCP's timers.
+            options = rpc.TensorPipeRpcBackendOptions(
+                num_worker_threads=_THREADS,
+                rpc_timeout=INFINITE_S,
+                _transports=["uv"],
+                _channels=["cma", "basic"] if interface == "lo" else ["basic"],
+            )
+            # Every process is number 0 of its own group, also when it comes back.
+            importlib.import_module("torch.distributed.autograd")._init(0)
+            with _environment("TP_SOCKET_IFNAME", interface):
+                agent = rpc.TensorPipeAgent(store, name, 0, None, options, {}, [])  # None: peers may come later
+                rpc.api._init_rpc_states(agent)
+            _current = self
+            self.address = str(self._addresses.get(name).decode())
+        if listens and interface not in _LOOPBACKS and _host_and_port(self.address)[0].startswith("127."):
+            raise NetworkDownError(f"The network interface {interface!r} went down.")
+
+    @property
+    def alive(self) -> bool:
+        """Whether no other agent has taken over."""
+        return _current is self
+
+    def add_peer(self, name: str, address: str) -> str | None:
+        """Another name for another process, which gets a connection of its own; None if this agent was stopped."""
+        rpc = _rpc()
+        with _lock:
+            if not self.alive:
+                return None
+            self._peers += 1
+            name = f"{name}:{self._peers}"
+            self._addresses.set(name, address)
+            rpc.api._get_current_rpc_agent()._update_group_membership(rpc.WorkerInfo(name, self._peers), [], {}, True)
+            return name
+
+    def send(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+        """Have a peer call a function. The connection is made with the first message."""
+        if not self.alive:
+            raise RuntimeError("the connection is closed")
+        future: Future[Any] = _rpc().rpc_async(name, function, args=args, timeout=timeout_s)
+        return future
+
+    def stop(self) -> None:
+        """Stop it, unless that has happened."""
+        with _lock:
+            if self.alive:
+                stop()
+
+
+@atexit.register
+def stop() -> None:
+    """Stop this process's agent, if there is one."""
+    global _current
+    with _lock:
+        _current = None
+        if is_available() and _rpc()._is_current_rpc_agent_set():
+            _rpc().shutdown(graceful=False)
+
+
+def why_broken(error: Exception) -> str | None:
+    """Why a connection broke, by a call's error; None if the call failed for another reason."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text.partition(_ORIGIN)[0] if _BROKEN in text else None
+
+
+def reachable(address: str) -> bool:
+    """Whether there is a way to an address. TensorPipe ends the process that connects where there is none."""
+    host, port = _host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing: it only chooses a route
+        except OSError:
+            return False
+    return True
+
+
+def listening_sockets() -> int:
+    """Number of sockets that this process listens on.
+
+    TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
+    scanner, or of a worker that was killed as it came.
+    """
+    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
+
+
+def _await_network(interface: str) -> None:
+    """Wait while a network interface is down: TensorPipe would listen on loopback for the rest of this process."""
+    deadline = time.monotonic() + _DOWN_S
+    while interface in (about := psutil.net_if_stats()) and not about[interface].isup:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"The network interface {interface!r} of this machine has been down for {_DOWN_S:g} s. Expected it to "
+                "be up. Look at its cable, or set MASTER_ADDR to an address of another one."
+            )
+        time.sleep(_LOOK_S)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
