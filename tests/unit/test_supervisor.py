@@ -28,9 +28,7 @@ class Overseer:
 
 
 @pytest.mark.parametrize(("words", "text"), [("Server 0 ended.", "No answer.\nServer 0 ended."), (None, "No answer.")])
-def test_a_dead_servers_output_is_added_once(
-    monkeypatch: pytest.MonkeyPatch, words: str | None, text: str
-) -> None:
+def test_a_dead_servers_output_is_added_once(monkeypatch: pytest.MonkeyPatch, words: str | None, text: str) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer(words))
     with pytest.raises(ServerLostError) as caught, with_last_words(), with_last_words():
         raise ServerLostError("No answer.")
