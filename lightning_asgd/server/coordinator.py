@@ -8,7 +8,7 @@ A worker that gives no sign of life is *away*. Nobody waits for it; what the oth
 so that it can catch up when it wakes: it gets the answers that they got, and takes part again from the first one that
 is still open. Only worker 0, which logs and writes checkpoints, is waited for at sync points as long as it is not gone.
 
-Every method returns the answers that became due, as :class:`Delivery` objects for the service to send.
+Every method returns the replies that became due.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from lightning_asgd.errors import (
     WorkerLostError,
 )
 from lightning_asgd.protocol import Contribution, Policy, WorkerMetrics
+from lightning_asgd.server.pending_replies import Completion
 
-__all__ = ["Coordinator", "Delivery"]
+__all__ = ["Coordinator"]
 
 _SLEPT_S = 2.0  # between two calls of expire(): longer, and it was this process that slept
 _TOLD_S = 60.0  # in which all workers notice that a server was lost and restored
@@ -36,21 +37,11 @@ _SOONER = 0.7  # part of the patience that is the other servers'
 _MISSED_AT_MOST = 1000  # collectives that are kept for workers that are away
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """An answer that is due: ``value`` (contributions by rank) or ``error`` for collective ``seq`` of ``worker``."""
-
-    worker: int
-    seq: int
-    value: dict[int, Any] | None = None
-    error: ASGDError | None = None
-
-
 @dataclass
 class _Operation:
     first: Contribution
     deadline: float
-    contributions: dict[int, Any] = field(default_factory=dict)
+    contributions: dict[int, Contribution] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # those who have not been answered by a predecessor
     stops: bool = False  # whether one of those who have come trains no more
 
@@ -249,7 +240,7 @@ class Coordinator:
         self._forgotten = max(0, answered - 1)
         self.news.append("A server was lost, and restored from what the workers hold.")
 
-    def leave(self, worker: int, reason: str = "") -> list[Delivery]:
+    def leave(self, worker: int, reason: str = "") -> list[Completion]:
         """Take a worker out; collectives that waited for it alone are completed by the others.
 
         Args:
@@ -263,17 +254,18 @@ class Coordinator:
         if worker in self.left or worker not in self._expected:
             return []
         self._give_up(worker, reason)
-        due: list[Delivery] = []
-        for seq, operation in list(self._operations.items()):
-            if operation.contributions.pop(worker, self) is not self:
-                due.append(Delivery(worker, seq, error=self._gone(worker, operation.first)))
+        due: list[Completion] = []
+        for operation in self._operations.values():
+            contribution = operation.contributions.pop(worker, None)
+            if contribution is not None:
+                due.append(Completion(contribution, self._gone(worker, operation.first)))
         if not self.world_size:
             self.news.append(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
         elif reason:
             self._lose(worker, f"is gone ({reason})")
         return due + self._settle_all()
 
-    def abort(self, why: str) -> list[Delivery]:
+    def abort(self, why: str) -> list[Completion]:
         """End the session for all workers.
 
         Returns:
@@ -282,7 +274,7 @@ class Coordinator:
         self._end(why)
         return self._settle_all()
 
-    def contribute(self, message: Contribution, now: float) -> list[Delivery]:
+    def contribute(self, message: Contribution, now: float) -> list[Completion]:
         """Take a worker's part in a collective.
 
         Args:
@@ -291,11 +283,11 @@ class Coordinator:
         """
         worker, seq = message.worker, message.seq
         if worker in self.left:
-            return [Delivery(worker, seq, error=self._gone(worker, message))]
+            return [Completion(message, self._gone(worker, message))]
         for earlier in [earlier for earlier in self._missed if earlier < seq]:
             self._caught_up(worker, earlier)  # it was answered, perhaps by a predecessor
         if self.aborted:
-            return [Delivery(worker, seq, error=WorkerLostError(self.aborted))]
+            return [Completion(message, WorkerLostError(self.aborted))]
         if seq in self._missed and worker in self._missed[seq].absent:
             return [self._tell(message)]
         if seq <= self._forgotten and message.answer is not None:
@@ -305,12 +297,12 @@ class Coordinator:
                 f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
                 "it, and what it came to was lost with a server."
             )
-            return [Delivery(worker, seq, error=error)]
+            return [Completion(message, error)]
         last = self._last_seq.get(worker, 0)
         operation = self._operations.get(seq)
         if seq <= last and not (operation is not None and worker in operation.contributions):
             error = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
-            return [Delivery(worker, seq, error=error)]
+            return [Completion(message, error)]
         self._last_seq[worker] = max(last, seq)
         if worker in self.behind or worker in self.away:
             self._welcome(worker)
@@ -318,8 +310,8 @@ class Coordinator:
             operation = self._operations[seq] = _Operation(message, now + message.timeout_s)
         elif operation.signature() != _signature(message):
             error = self._disagree(message, operation.first, set(operation.contributions))
-            return [*self._fail(seq, error), Delivery(worker, seq, error=error)]
-        operation.contributions[worker] = message.payload
+            return [*self._fail(seq, error), Completion(message, error)]
+        operation.contributions[worker] = message
         operation.stops |= message.stops
         if message.answer is not None and message.target in (None, worker):
             # A predecessor had completed it: the rest is answered likewise, now or when it comes.
@@ -337,14 +329,14 @@ class Coordinator:
         waits = any(others <= operation.waiting for operation in self._operations.values())
         return others if waits and self.living & set(claiming) else set()
 
-    def separate(self, claiming: dict[int, str]) -> list[Delivery]:
+    def separate(self, claiming: dict[int, str]) -> list[Completion]:
         """Fail a collective that some wait in while all the others wait for data: neither would ever end.
 
         Args:
             claiming: workers that wait for data, and of which epoch. They are to be told the same.
         """
         training, others = self.living & set(claiming), self.at_odds(claiming)
-        due: list[Delivery] = []
+        due: list[Completion] = []
         for seq, operation in list(self._operations.items()):
             if others and others <= operation.waiting:
                 first = operation.first
@@ -357,7 +349,7 @@ class Coordinator:
                 due += self._fail(seq, error)
         return due
 
-    def expire(self, now: float) -> list[Delivery]:
+    def expire(self, now: float) -> list[Completion]:
         """Go on without workers that are silent; fail the collectives whose time is up, naming who is missing.
 
         To be called a few times a second.
@@ -377,7 +369,7 @@ class Coordinator:
                 due += self._fail(seq, error)
         return due
 
-    def _go_without_the_silent(self, now: float) -> list[Delivery]:
+    def _go_without_the_silent(self, now: float) -> list[Completion]:
         slept = 0.0 if self._looked is None else now - self._looked
         self._looked = now
         if slept > _SLEPT_S:  # nobody could have been heard
@@ -432,26 +424,26 @@ class Coordinator:
         self.behind.discard(worker)
         self.news.append(f"Worker {worker} is back.")
 
-    def _tell(self, message: Contribution) -> Delivery:
+    def _tell(self, message: Contribution) -> Completion:
         """Answer one that is late as the others were answered."""
         worker, seq = message.worker, message.seq
         missed = self._missed[seq]
         self._last_seq[worker] = max(seq, self._last_seq.get(worker, 0))
         self._caught_up(worker, seq)
         if _signature(message) != _signature(missed.first):
-            return Delivery(worker, seq, error=self._disagree(message, missed.first, set(missed.values)))
-        return Delivery(worker, seq, value=missed.values)
+            return Completion(message, self._disagree(message, missed.first, set(missed.values)))
+        return Completion(message, missed.values)
 
     def _caught_up(self, worker: int, seq: int) -> None:
         self._missed[seq].absent.discard(worker)
         if not self._missed[seq].absent:
             del self._missed[seq]
 
-    def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Delivery]:
+    def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Completion]:
         """Take a worker's word for what a collective came to that a predecessor had completed without others."""
         if message.seq not in self._missed:
             self._keep(message, answer, self._expected - set(self.left) - {message.worker, message.target})
-        return [Delivery(message.worker, message.seq, value=answer)]
+        return [Completion(message, answer)]
 
     def _keep(self, first: Contribution, values: dict[int, Any], absent: set[int]) -> None:
         """Keep what a collective came to for workers that have yet to call it."""
@@ -493,10 +485,10 @@ class Coordinator:
             f"{first.kind} {first.name!r} cannot be completed: worker {source}, whose value is needed, {fate}."
         )
 
-    def _settle_all(self) -> list[Delivery]:
+    def _settle_all(self) -> list[Completion]:
         return [delivery for seq in list(self._operations) for delivery in self._settle(seq)]
 
-    def _settle(self, seq: int) -> list[Delivery]:
+    def _settle(self, seq: int) -> list[Completion]:
         """Answer an operation if everybody is there or if it is hopeless."""
         operation = self._operations[seq]
         error = self._hopeless(operation)
@@ -504,26 +496,26 @@ class Coordinator:
             return self._fail(seq, error)
         if not self._awaited <= set(operation.contributions):
             return []
-        values = dict(sorted(operation.contributions.items()))
+        values = {worker: message.payload for worker, message in sorted(operation.contributions.items())}
         source = operation.first.source
         if source is not None:
             values = {source: values[source]}
         return self._complete(seq, values, set(self.away) | self.behind)
 
-    def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Delivery]:
+    def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Completion]:
         """Answer those who have called a collective, and keep it for others."""
         operation = self._operations.pop(seq)
         self._completed = max(self._completed, seq)
         self._keep(operation.first, values, others - set(operation.contributions))
         target = operation.first.target
         return [
-            Delivery(worker, seq, value=values if target in (None, worker) else {})
-            for worker in sorted(operation.contributions)
+            Completion(message, values if target in (None, worker) else {})
+            for worker, message in sorted(operation.contributions.items())
         ]
 
-    def _fail(self, seq: int, error: ASGDError) -> list[Delivery]:
+    def _fail(self, seq: int, error: ASGDError) -> list[Completion]:
         operation = self._operations.pop(seq)
-        return [Delivery(worker, seq, error=error) for worker in sorted(operation.contributions)]
+        return [Completion(message, error) for _, message in sorted(operation.contributions.items())]
 
 
 def _signature(message: Contribution) -> tuple[object, ...]:

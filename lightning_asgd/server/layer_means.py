@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_asgd.protocol import LayerGradient
+from lightning_asgd.server.pending_replies import Completion
 
 __all__ = ["Means"]
 
@@ -26,7 +27,7 @@ class Means:
     _resting: dict[int, int] = field(default_factory=dict)  # worker -> the phase it has ended
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
-    def meet(self, living: Collection[int]) -> list[tuple[LayerGradient, Tensor | None]]:
+    def meet(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now.
 
         Returns:
@@ -35,7 +36,7 @@ class Means:
         self.living = set(living)
         return self._due(list(self._waiting))
 
-    def add(self, message: LayerGradient) -> list[tuple[LayerGradient, Tensor | None]]:
+    def add(self, message: LayerGradient) -> list[Completion]:
         """Take a worker's gradient.
 
         Args:
@@ -46,13 +47,13 @@ class Means:
         """
         if message.gradient is None:
             self._resting[message.worker] = message.phase
-            return [(message, None), *self._due(list(self._waiting))]
+            return [Completion(message, None), *self._due(list(self._waiting))]
         key = (message.phase, message.step, message.layer)
         self._waiting.setdefault(key, {})[message.worker] = (message, message.gradient)
         return self._due([key])
 
-    def _due(self, keys: list[Key]) -> list[tuple[LayerGradient, Tensor | None]]:
-        due: list[tuple[LayerGradient, Tensor | None]] = []
+    def _due(self, keys: list[Key]) -> list[Completion]:
+        due: list[Completion] = []
         for key in keys:
             needed = {w for w in self.living if self._resting.get(w, -1) < key[0]}
             if not needed <= set(self._waiting[key]):
@@ -62,5 +63,5 @@ class Means:
             mean = parts[0][1] / len(parts)
             for _, gradient in parts[1:]:
                 mean += gradient / len(parts)
-            due += [(message, mean) for message, _ in parts]
+            due += [Completion(message, mean) for message, _ in parts]
         return due

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.ranges import common, merged
+from lightning_asgd.server.pending_replies import Completion
 
 __all__ = ["Leases"]
 
@@ -30,10 +31,6 @@ _LATE = 1.05  # a worker is granted a step if it will be through with it at most
 # turn out faster than they were: it has to be through sooner.
 _MANY = 4.0
 _SOONER = 0.85
-
-
-Answer = tuple[LeaseRequest, LeaseGrant | None]
-"""What a claim came to; None: its worker is away, and has lost what it held."""
 
 
 @dataclass
@@ -134,7 +131,7 @@ class Leases:
                 "and Trainer arguments on every worker, or data='split'."
             )
 
-    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Answer]:
+    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
         """Take notice of who takes part.
 
         Args:
@@ -149,7 +146,7 @@ class Leases:
         answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
         return answers + self.retry(now)
 
-    def forget(self, number: int, now: float) -> list[Answer]:
+    def forget(self, number: int, now: float) -> list[Completion]:
         """Let others have all that a worker holds: it begins anew.
 
         Returns:
@@ -157,7 +154,7 @@ class Leases:
         """
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
-    def go_without(self, numbers: Collection[int], now: float) -> list[Answer]:
+    def go_without(self, numbers: Collection[int], now: float) -> list[Completion]:
         """Keep nothing for workers that are past the segment: another server, which was lost, told them so.
 
         Returns:
@@ -185,7 +182,7 @@ class Leases:
         if worker is not None:
             self._apply(worker, units)
 
-    def claim(self, claim: LeaseRequest, now: float) -> list[Answer]:
+    def claim(self, claim: LeaseRequest, now: float) -> list[Completion]:
         """Grant units to a worker.
 
         Args:
@@ -201,33 +198,32 @@ class Leases:
         worker = self._workers.setdefault(claim.worker, _Worker())
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
         worker.rtt_s, worker.flush, worker.size = claim.rtt_s, claim.flush, claim.size
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         if worker.waiting is not None:
-            answers.append((worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
+            answers.append(Completion(worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
         self._halted |= claim.halt
         if claim.stop:
             self._give_back(worker, trained_too=False)
-            answers.append((claim, LeaseGrant(over=True, progress=self._progress(now))))
+            answers.append(Completion(claim, LeaseGrant(over=True, progress=self._progress(now))))
         answers += self.retry(now)
         if worker.waiting is claim and not claim.wait:
             worker.waiting = None
             # One that has had nothing yet, since others hold all that is left, would not notice the segment's end.
             late = worker.served < claim.segment
-            answers.append(
-                (claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True))
-            )
+            grant = self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True)
+            answers.append(Completion(claim, grant))
         return answers
 
-    def retry(self, now: float) -> list[Answer]:
+    def retry(self, now: float) -> list[Completion]:
         """Look again at the claims that wait.
 
         Returns:
             those that can be answered now.
         """
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         again = True
         while again:
             again = False
@@ -236,7 +232,7 @@ class Leases:
                 grant = None if claim is None else self._answer(number, worker, claim, now)
                 if claim is not None and grant is not None:
                     worker.waiting = None
-                    answers.append((claim, grant))
+                    answers.append(Completion(claim, grant))
                     again = True
         return answers
 
@@ -393,10 +389,12 @@ class Leases:
                 worker.granted -= last - first - part
         worker.held = kept
 
-    def _drop(self, number: int) -> list[Answer]:
+    def _drop(self, number: int) -> list[Completion]:
         worker = self._workers.pop(number)
         self._give_back(worker, trained_too=True)
-        return [] if worker.waiting is None else [(worker.waiting, None)]
+        if worker.waiting is None:
+            return []
+        return [Completion(worker.waiting, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, in ranges that end with segments at the latest."""

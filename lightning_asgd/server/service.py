@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError, WorkerLostError
+from lightning_asgd.errors import ASGDError, ProtocolError, ServerLostError, WorkerAwayError, WorkerLostError
 from lightning_asgd.protocol import (
     BOOTSTRAPPED,
     PROTOCOL,
@@ -38,6 +38,7 @@ from lightning_asgd.protocol import (
     Leave,
     OpenEpoch,
     ReplayDone,
+    Reply,
     RunMetadata,
     Samples,
     ShardState,
@@ -46,11 +47,12 @@ from lightning_asgd.protocol import (
     StatusRequest,
     WorkerMetrics,
 )
-from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.epoch_history import Epochs, Ranges
 from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.lease_table import Leases
-from lightning_asgd.server.shard import Due, Shard
+from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
+from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.server.status_report import view
@@ -60,6 +62,7 @@ __all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
+_LATER = object()  # a reply that is not due yet
 _TOLD_S = 20.0  # in which workers notice that a server was lost, and begin to tell the one in its place
 
 
@@ -92,22 +95,17 @@ class Service:
         self._notes: dict[str, Any] = {}
         self._have_weights: set[int] = set()  # workers that can tell of them if this server is lost
         self._founder: int | None = None  # who brings the run's weights
-        self._arriving: list[tuple[Attach, Future[Any]]] = []  # workers that wait for these
+        self._arriving: list[Attach] = []  # of workers that wait for these
         self._lock = threading.Lock()
         self._coordinator: Coordinator | None = None
         self._shards: dict[int, Shard] = {}  # by fragment
         self._means = Means()
         self._epochs = Epochs(all_train=not run)  # a new layout in the midst of one changes nothing
         self._buffers = Buffers()
-        self._waiting: dict[tuple[int, int], Future[Any]] = {}
+        self._pending = PendingReplies()
         self._buried: list[tuple[str, int, str]] = []  # session (empty for all), worker, reason
-        # Messages that have no answer yet, by identity.
-        self._held: dict[
-            int, tuple[Exchange | LayerGradient | LeaseRequest | StateReport | ReplayDone, Future[Any]]
-        ] = {}
-        self._watching: list[Future[Any]] = []
         self._restoration: StateRecovery | None = None
-        self._early: list[tuple[Exchange, Future[Any]]] = []  # what is to be answered when that is through
+        self._deferred: list[Exchange] = []  # until the state is restored
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Attach: self._attach,
             RunMetadata: self._note,
@@ -145,7 +143,7 @@ class Service:
                 raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
             return handler(message)
         except ASGDError as error:
-            return Failure(type(error).__name__, str(error))
+            return failure(error)
         except Exception as error:
             log.exception("Message %s failed", type(message).__name__)
             return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
@@ -162,11 +160,11 @@ class Service:
                     # what they are about to send again.
                     for worker in self._restoration.offers:
                         coordinator.hear(worker, self._clock())
-                self._deliver(coordinator.expire(self._clock()))
+                self._complete(coordinator.expire(self._clock()))
                 if coordinator.membership != before or coordinator.aborted:
                     self._meet(coordinator)
             for leases in self._epochs:
-                self._hand_out(leases.retry(self._clock()))
+                self._complete(leases.retry(self._clock()))
             if coordinator is not None:
                 self._separate(coordinator)
 
@@ -187,7 +185,7 @@ class Service:
         """End the present session for all its workers."""
         with self._lock:
             if self._coordinator is not None:
-                self._deliver(self._coordinator.abort(why))
+                self._complete(self._coordinator.abort(why))
                 self._meet(self._coordinator)
 
     def status(self) -> dict[str, Any]:
@@ -259,23 +257,23 @@ class Service:
         }
         self._epochs.remember(snapshot.epochs)
         self._meet(coordinator)
-        self._take_up_early()
+        self._take_up_deferred()
         return True
 
     def close(self) -> None:
         """Release shared memory; waiting workers get an error."""
         with self._lock:
             self._end_session("the server was stopped")
-            for _, future in self._arriving:
-                future.set_result(Failure("ServerLostError", "The server was stopped."))
+            for request in self._arriving:
+                self._pending.complete(request, ServerLostError("The server was stopped."))
             self._arriving.clear()
 
     # ------------------------------------------------------------------ one method per message
 
     def _attach(self, message: Attach) -> Any:
         self._check_can_join(message.session, message.about, message.protocol, comes_and_goes=True)
-        future: Future[Any] = Future()
-        self._arriving.append((message, future))
+        future = self._pending.add(message)
+        self._arriving.append(message)
         self._let_in()
         return future.value() if future.done() else future
 
@@ -286,28 +284,28 @@ class Service:
             self._turn_away()  # what the run is, its workers will tell
             return
         waiting, self._arriving = self._arriving, []
-        for message, future in waiting:
+        for message in waiting:
             coordinator = self._coordinator = self._coordinator or Coordinator(message.session, 0, message.policy)
             bootstraps = not founded and self._founder not in coordinator.living
             if not founded and not bootstraps:
-                self._arriving.append((message, future))
+                self._arriving.append(message)
                 continue
             worker = coordinator.admit(message.about, self._clock())
             if bootstraps:
                 self._founder = worker
             self._meet(coordinator)
             news, chief = len(coordinator.news), coordinator.chief
-            future.set_result(Attached(worker, bootstraps, dict(self._notes), news, chief))
+            self._pending.complete(message, Attached(worker, bootstraps, dict(self._notes), news, chief))
 
     def _turn_away(self) -> None:
         """Nobody is left to tell what the lost server knew: go on from a snapshot, or say so to those who come."""
-        if not self._run or not (self._arriving or self._early):
+        if not self._run or not (self._arriving or self._deferred):
             return
         if self._asked is None:
             self._asked = self._clock()
         coordinator, restoration = self._coordinator, self._restoration
         told = coordinator is not None and restoration is not None and bool(restoration.awaited(coordinator.living))
-        policy = self._arriving[0][0].policy if coordinator is None else coordinator.policy
+        policy = self._arriving[0].policy if coordinator is None else coordinator.policy
         if not told and self._clock() > self._asked + _TOLD_S + policy.silence_s:  # in which workers give signs of life
             if self._revive(0 if coordinator is None else coordinator.index):
                 return
@@ -315,15 +313,15 @@ class Service:
                 self._to_be_restored, self._restoration = False, None
                 self._let_in()
                 return
-            waiting = [*self._arriving, *self._early]
-            self._arriving, self._early = [], []
-            for _, future in waiting:
+            waiting = [*self._arriving, *self._deferred]
+            self._arriving, self._deferred = [], []
+            for request in waiting:
                 text = (
                     f"The weights of run {self._run!r} were lost: a server ended while the run had no workers. Start "
                     "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint. With "
                     "--snapshots a run outlives its servers."
                 )
-                future.set_result(Failure("ServerLostError", text))
+                self._pending.complete(request, ServerLostError(text))
 
     def _note(self, message: RunMetadata) -> Any:
         coordinator = self._session(message.session)
@@ -393,7 +391,7 @@ class Service:
         coordinator.join(message.worker, self._clock())
         if message.again:
             for leases in self._epochs:
-                self._hand_out(leases.forget(message.worker, self._clock()))
+                self._complete(leases.forget(message.worker, self._clock()))
         self._meet(coordinator)
         return Joined(os.getpid(), coordinator.incarnations.get(message.worker, 0))
 
@@ -460,39 +458,31 @@ class Service:
             coordinator.check(message.worker)
         self._have_weights.add(message.worker)
         if self._to_be_restored:
-            self._early.append((message, Future()))
-            return self._early[-1][1]
+            self._deferred.append(message)
+            return self._pending.add(message)
         shard = self._shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
         begun = self._clock()
-        future: Future[Any] = Future()
-        self._held[id(message)] = (message, future)
-        try:
-            update = self._buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
-            due = shard.exchange(message, update)
-        except Exception:
-            del self._held[id(message)]
-            raise
+        update = self._buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
+        due = shard.exchange(message, update)
         if message.push:
             self._epochs.applied(message.epoch, message.worker, message.units)
-        self._answer(due, begun)
-        return future.value() if future.done() else future
+        return self._complete(due, message, begun)
 
     def _average(self, message: LayerGradient) -> Any:
         self._member(message)
-        future: Future[Any] = Future()
-        self._held[id(message)] = (message, future)
-        self._give(self._means.add(message))
-        return future.value() if future.done() else future
+        return self._complete(self._means.add(message), message)
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
-        future: Future[Any] = Future()
-        self._waiting[message.worker, message.seq] = future
+        for earlier in self._pending.of(Contribution):
+            if (earlier.worker, earlier.seq) == (message.worker, message.seq):
+                self._pending.take(earlier)  # its worker makes the call again, and waits for this one
+        future = self._pending.add(message)
         before = coordinator.membership
-        self._deliver(coordinator.contribute(message, self._clock()))
+        self._complete(coordinator.contribute(message, self._clock()))
         if coordinator.membership != before:
             self._meet(coordinator)
         return future
@@ -503,7 +493,7 @@ class Service:
     def _open(self, coordinator: Coordinator, theirs: Epoch, worker: int) -> Leases:
         leases, new = self._epochs.open(theirs, worker, self._clock())
         if new:
-            self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
+            self._complete(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
         return leases
 
     def _claim(self, message: LeaseRequest) -> Any:
@@ -511,20 +501,11 @@ class Service:
         if message.opens is not None:
             self._open(coordinator, message.opens, message.worker)
         leases = self._epochs.find(message.key, message.worker)
-        future: Future[Any] = Future()
-        self._held[id(message)] = (message, future)
-        try:
-            answers = leases.claim(message, self._clock())
-        except Exception:
-            del self._held[id(message)]  # else its worker would count as one that waits
-            raise
-        self._hand_out(answers)
-        return future.value() if future.done() else future
+        return self._complete(leases.claim(message, self._clock()), message)
 
     def _watch(self, message: DisconnectWatch) -> Future[Any]:
         self._session(message.session)
-        self._watching.append(Future())
-        return self._watching[-1]
+        return self._pending.add(message)
 
     def _offer(self, message: StateReport) -> Any:
         coordinator, restoration = self._session(message.session), self._restoration
@@ -533,24 +514,21 @@ class Service:
         else:
             self._member(message)
         for worker, reason in message.left.items():
-            self._deliver(coordinator.leave(worker, reason))
+            self._complete(coordinator.leave(worker, reason))
         if restoration is None or (restoration.restored and message.worker not in restoration.offers):
             raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
         if restoration.restored:
             return None
-        future: Future[Any] = Future()
         self._have_weights.add(message.worker)
         restoration.add(message)
-        told = replace(message, shards=())
-        self._held[id(told)] = (told, future)
+        future = self._pending.add(replace(message, shards=()))
         self._restore(coordinator)
         return future.value() if future.done() else future
 
     def _settle(self, message: ReplayDone) -> Any:
         coordinator = self._session(message.session)
         coordinator.hear(message.worker, self._clock())
-        future: Future[Any] = Future()
-        self._held[id(message)] = (message, future)
+        future = self._pending.add(message)
         if self._restoration is not None:
             self._restoration.settled.add(message.worker)
         self._restore(coordinator)
@@ -562,7 +540,7 @@ class Service:
             self._buried.append(("", message.worker, message.reason))
         if coordinator is None or (coordinator.session != message.session and not message.final):
             return False  # that session is over: nothing to leave
-        self._deliver(coordinator.leave(message.worker, message.reason))
+        self._complete(coordinator.leave(message.worker, message.reason))
         self._meet(coordinator)
         if self._run:  # or a run that goes on for long would remember all that ever came
             coordinator.figures.pop(message.worker, None)
@@ -617,15 +595,14 @@ class Service:
     def _meet(self, coordinator: Coordinator) -> None:
         """Tell those who wait for workers who takes part."""
         self._let_in()
-        self._give(self._means.meet(coordinator.living))
+        self._complete(self._means.meet(coordinator.living))
         for shard in self._shards.values():
-            self._answer(shard.meet(coordinator.living))
+            self._complete(shard.meet(coordinator.living))
         for leases in self._epochs:
-            self._hand_out(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
+            self._complete(leases.meet(coordinator.trusted, self._clock(), coordinator.behind))
         if coordinator.aborted:
-            for _, future in self._held.values():
-                future.set_result(Failure("WorkerLostError", coordinator.aborted))
-            self._held.clear()
+            for request in self._pending.of(Exchange, LayerGradient, LeaseRequest, StateReport, ReplayDone):
+                self._pending.complete(request, WorkerLostError(coordinator.aborted))
         self._restore(coordinator)
 
     def _restore(self, coordinator: Coordinator) -> None:
@@ -645,12 +622,10 @@ class Service:
                 self._epochs.restore(parts, {held.epoch: held.done for held in newest if held.epoch})
             for worker in stale:
                 del restoration.offers[worker]
-            self._release(
-                StateReport, Failure("WorkerAwayError", "This worker was away when a server was lost."), stale
-            )
+            self._release(StateReport, WorkerAwayError("This worker was away when a server was lost."), stale)
             self._release(StateReport, None)
             self._meet(coordinator)
-            self._take_up_early()
+            self._take_up_deferred()
         if restoration is not None and restoration.over(coordinator.living):
             self._release(ReplayDone, None)
 
@@ -666,9 +641,12 @@ class Service:
         if not kept and any(shard.algorithm.keeps_state for shard in self._shards.values()):
             coordinator.news.append(f"Server {server} had no snapshot: what its algorithm keeps there begins anew.")
 
-    def _take_up_early(self) -> None:
-        early, self._early = self._early, []
-        for message, future in early:
+    def _take_up_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for message in deferred:
+            if message not in self._pending:
+                continue
+            future = self._pending.take(message)
             answer = self._handle(message)
             if isinstance(answer, Future):
                 answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
@@ -676,79 +654,65 @@ class Service:
                 future.set_result(answer)
 
     def _release(self, kind: type, answer: Any, workers: Collection[int] | None = None) -> None:
-        """Answer messages of a kind that wait: those of some workers, or all."""
-        held = {key: message for key, (message, _) in self._held.items() if isinstance(message, kind)}
-        for key, message in held.items():
-            if workers is None or message.worker in workers:
-                self._held.pop(key)[1].set_result(answer)
+        """Answer pending requests of a kind: those of some workers, or all."""
+        for request in self._pending.of(kind):
+            if workers is None or request.worker in workers:
+                self._pending.complete(request, answer)
 
     def _separate(self, coordinator: Coordinator) -> None:
         """Tell workers that wait for each other, some in a collective and the rest for data, that they do.
 
         Where a server was lost some may have been told that a segment is over, of which others train a part again.
         """
-        claims = {key: message for key, (message, _) in self._held.items() if isinstance(message, LeaseRequest)}
-        past = coordinator.at_odds({claim.worker for claim in claims.values()}) if self._restoration else set()
+        claims = self._pending.of(LeaseRequest)
+        past = coordinator.at_odds({claim.worker for claim in claims}) if self._restoration else set()
         if past:
             for leases in self._epochs:
-                self._hand_out(leases.go_without(past, self._clock()))
-            claims = {key: message for key, message in claims.items() if key in self._held}
-        due = coordinator.separate({claim.worker: claim.key for claim in claims.values()})
+                self._complete(leases.go_without(past, self._clock()))
+            claims = self._pending.of(LeaseRequest)
+        due = coordinator.separate({claim.worker: claim.key for claim in claims})
         if due:
-            for key in claims:
-                self._held.pop(key)[1].set_result(Failure(type(due[0].error).__name__, str(due[0].error)))
-            self._deliver(due)
+            for claim in claims:
+                self._pending.complete(claim, due[0].reply)
+            self._complete(due)
 
-    def _give(self, due: list[tuple[LayerGradient, Tensor | None]]) -> None:
-        for message, mean in due:
-            if id(message) in self._held:
-                self._held.pop(id(message))[1].set_result(mean)
-
-    def _hand_out(self, due: list[tuple[LeaseRequest, LeaseGrant | None]]) -> None:
-        for claim, grant in due:
-            held = self._held.pop(id(claim), None)
-            if held is not None:  # its session may have ended
-                away = Failure("WorkerAwayError", f"Worker {claim.worker} was away while it waited for data.")
-                held[1].set_result(away if grant is None else replace(grant, incarnations=self._terms, left=self._left))
-
-    def _answer(self, due: list[Due], begun: float | None = None) -> None:
-        for each in due:
-            _, future = self._held.pop(id(each.message), (None, None))
-            if future is None:  # the session was ended
-                continue
-            reply = replace(each.reply, weights=self._buffers.encode(each.message, each.reply))
-            if each.message.fetch:
-                epoch, done = self._epochs.done
-                reply = replace(reply, epoch=epoch, done=done, incarnations=self._terms, left=self._left)
-                reply = replace(reply, stopped=0 if self._coordinator is None else self._coordinator.stopped)
-            future.set_result(reply if begun is None else replace(reply, busy_s=self._clock() - begun))
+    def _complete(self, due: list[Completion], received: Any = None, begun: float | None = None) -> Any:
+        """Complete requests whose replies are due. Of the one just received, return the reply or a future of it."""
+        own = _LATER
+        for request, reply in due:
+            if request is not received and request not in self._pending:
+                continue  # it failed when the session ended
+            if isinstance(reply, Reply):
+                reply = replace(reply, weights=self._buffers.encode(request, reply))
+                if request.fetch:
+                    epoch, done = self._epochs.done
+                    reply = replace(reply, epoch=epoch, done=done, incarnations=self._terms, left=self._left)
+                    reply = replace(reply, stopped=0 if self._coordinator is None else self._coordinator.stopped)
+                if begun is not None:
+                    reply = replace(reply, busy_s=self._clock() - begun)
+            elif isinstance(reply, LeaseGrant):
+                reply = replace(reply, incarnations=self._terms, left=self._left)
+            if request is received:
+                own = failure(reply) if isinstance(reply, ASGDError) else reply
+            else:
+                self._pending.complete(request, reply)
+        if received is None or own is not _LATER:
+            return own
+        return self._pending.add(received)
 
     def _end_session(self, why: str) -> None:
-        waiting = [(worker, future) for (worker, _), future in self._waiting.items()]
-        waiting += [(message.worker, future) for message, future in (*self._held.values(), *self._early)]
-        self._early.clear()
-        self._waiting.clear()
-        self._held.clear()
-        for worker, future in waiting:
-            future.set_result(Failure("ProtocolError", f"Worker {worker}'s session ended: {why}."))
-        for future in self._watching:
-            future.set_result(None)
-        self._watching.clear()
+        for request in self._pending.of(object):
+            if isinstance(request, DisconnectWatch):
+                self._pending.complete(request, None)
+            elif not isinstance(request, Attach):
+                error = ProtocolError(f"Worker {request.worker}'s session ended: {why}.")
+                self._pending.complete(request, error)
+        self._deferred.clear()
         self._restoration = None
         self._buffers.clear()
         self._shards.clear()
         self._means = Means()
         self._coordinator = None
-
-    def _deliver(self, due: list[Delivery]) -> None:
-        for delivery in due:
-            future = self._waiting.pop((delivery.worker, delivery.seq), None)
-            if future is None:
-                continue
-            if delivery.error is not None:
-                future.set_result(Failure(type(delivery.error).__name__, str(delivery.error)))
-            else:
-                future.set_result(delivery.value)
 
 
 def _goes_on_from(session: str, first: str) -> bool:

@@ -25,9 +25,10 @@ from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import ABSURD, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -45,14 +46,6 @@ class _Counts:
     refused: int = 0
     dropped: int = 0
     fetched: int = 0
-
-
-@dataclass(frozen=True)
-class Due:
-    """An answer that can be given now."""
-
-    message: Exchange
-    reply: Reply
 
 
 @dataclass
@@ -209,7 +202,7 @@ class Shard:
             kept.pop(worker, None)
         self.table.resting.discard(worker)
 
-    def meet(self, living: Collection[int]) -> list[Due]:
+    def meet(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now.
 
         Returns:
@@ -218,7 +211,7 @@ class Shard:
         self.table.living = set(living)
         return self._due() if self.weights is not None else []
 
-    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Due]:
+    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
         Args:
@@ -398,7 +391,7 @@ class Shard:
 
     # ------------------------------------------------------------------ answers
 
-    def _due(self) -> list[Due]:
+    def _due(self) -> list[Completion]:
         """Apply what has been gathered if it is time, and answer everybody who need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
@@ -410,7 +403,7 @@ class Shard:
             if waits and any(t.holds(worker, table) for t in transforms):
                 held.append(asked)
             else:
-                due.append(Due(asked.message, self._answer(asked)))
+                due.append(Completion(asked.message, self._answer(asked)))
         self._asked = held
         return due
 

@@ -19,7 +19,8 @@ from lightning_asgd.errors import (
     WorkerLostError,
 )
 from lightning_asgd.protocol import Contribution, Policy
-from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.coordinator import Coordinator
+from lightning_asgd.server.pending_replies import Completion
 
 
 def coordinator(workers: int) -> Coordinator:
@@ -33,13 +34,13 @@ def say(worker: int, seq: int = 1, kind: str = "all_gather", name: str = "loss",
     return Contribution("7.1", worker, seq, kind, name, **{"payload": f"value {worker}", **fields})
 
 
-def values(due: list[Delivery]) -> dict[int, Any]:
-    assert not [d for d in due if d.error is not None]
-    return {d.worker: d.value for d in due}
+def values(due: list[Completion]) -> dict[int, Any]:
+    assert not [d for d in due if isinstance(d.reply, ASGDError)]
+    return {d.request.worker: d.reply for d in due}
 
 
-def errors(due: list[Delivery]) -> dict[int, ASGDError]:
-    found = {d.worker: d.error for d in due if d.error is not None}
+def errors(due: list[Completion]) -> dict[int, ASGDError]:
+    found = {d.request.worker: d.reply for d in due if isinstance(d.reply, ASGDError)}
     assert len(found) == len(due)
     return found
 
@@ -51,7 +52,7 @@ def test_everybody_gets_everybodys_value_once_the_last_has_come() -> None:
     due = c.contribute(say(1), 0.0)
     everything = {0: "value 0", 1: "value 1", 2: "value 2"}
     assert values(due) == {0: everything, 1: everything, 2: everything}
-    assert [list(d.value or {}) for d in due] == [[0, 1, 2]] * 3  # in the order of ranks
+    assert [list(d.reply) for d in due] == [[0, 1, 2]] * 3  # in the order of ranks
 
 
 def test_a_worker_alone_does_not_wait() -> None:
@@ -137,7 +138,7 @@ def test_the_value_of_a_worker_who_left_while_waiting_does_not_count() -> None:
     c.contribute(say(2), 0.0)
     c.leave(2, "killed")
     due = c.contribute(say(1), 0.0)
-    assert values([d for d in due if d.worker != 2]) == {
+    assert values([d for d in due if d.request.worker != 2]) == {
         0: {0: "value 0", 1: "value 1"},
         1: {0: "value 0", 1: "value 1"},
     }
@@ -257,7 +258,7 @@ def test_a_repeated_contribution_changes_nothing_while_others_are_waited_for() -
     assert c.contribute(say(0), 0.0) == []
     assert c.contribute(say(0), 0.0) == []
     due = c.contribute(say(1), 0.0)
-    assert sorted(d.worker for d in due) == [0, 1]
+    assert sorted(d.request.worker for d in due) == [0, 1]
     assert values(due)[0] == {0: "value 0", 1: "value 1"}
 
 
@@ -338,10 +339,11 @@ class World:
             done = len(world.answers[rank])
             due = world.coordinator.contribute(say(rank, done + 1, **world.programs[rank][done]), 0.0)
         for delivery in due:
-            assert world.waiting[delivery.worker], "an answer nobody waits for"
-            assert delivery.seq == len(world.answers[delivery.worker]) + 1
-            world.waiting[delivery.worker] = False
-            world.answers[delivery.worker].append(delivery.error or delivery.value)
+            worker = delivery.request.worker
+            assert world.waiting[worker], "an answer nobody waits for"
+            assert delivery.request.seq == len(world.answers[worker]) + 1
+            world.waiting[worker] = False
+            world.answers[worker].append(delivery.reply)
         return world
 
     def ends(self) -> Iterator[World]:
@@ -415,9 +417,9 @@ def watched(workers: int, **policy: Any) -> Coordinator:
     return result
 
 
-def pass_time(c: Coordinator, until: float, *heard: int) -> list[Delivery]:
+def pass_time(c: Coordinator, until: float, *heard: int) -> list[Completion]:
     """Let time pass in steps of a second, in which some workers give signs of life."""
-    due: list[Delivery] = []
+    due: list[Completion] = []
     start = int(c._looked or 0)
     for now in range(start, int(until) + 1):
         for worker in heard:
@@ -453,7 +455,7 @@ def test_it_is_told_what_it_missed_and_then_takes_part_again() -> None:
     assert values(c.contribute(say(1, 1), 12.0)) == {1: {0: "value 0"}}
     assert values(c.contribute(say(1, 2, "broadcast", "seed", source=0), 12.0)) == {1: {0: "value 0"}}
     assert values(c.contribute(say(1, 3, "gather", "states", target=0), 12.0)) == {1: {}}
-    assert c.contribute(say(0, 4), 12.0) == [Delivery(0, 4, value={0: "value 0"})]  # still behind: 4 was not waited for
+    assert c.contribute(say(0, 4), 12.0) == [(say(0, 4), {0: "value 0"})]  # still behind: 4 was not waited for
     assert values(c.contribute(say(1, 4), 12.0)) == {1: {0: "value 0"}}
     assert c.contribute(say(1, 5), 12.0) == []  # the first that is open
     assert c.living == {0, 1}
@@ -609,7 +611,7 @@ def test_what_a_worker_that_sleeps_has_missed_outlives_the_server_that_kept_it()
                 sleeps.expire(now)
         for rank in (0, 1) if seq > 1 else (2, 0, 1):
             for due in sleeps.contribute(say(rank, seq), 12.0):
-                told[seq] = due.value or {}
+                told[seq] = due.reply
     assert sleeps.needed == 1  # it has called the first one, but perhaps knows of no answer
     for _ in range(2):
         after = successor(3, answered=3)
@@ -722,10 +724,10 @@ def test_whatever_sleeps_all_living_get_the_same_answers_and_nobody_waits_for_ev
     called = dict.fromkeys(range(workers), 0)
     answered: dict[int, dict[int, Any]] = {w: {} for w in range(workers)}
 
-    def take(due: list[Delivery]) -> None:
+    def take(due: list[Completion]) -> None:
         for d in due:
-            assert d.error is None, d.error
-            answered[d.worker][d.seq] = d.value
+            assert not isinstance(d.reply, ASGDError), d.reply
+            answered[d.request.worker][d.request.seq] = d.reply
 
     for what, who in events:
         if what == "time":

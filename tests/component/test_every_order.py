@@ -468,8 +468,8 @@ class World:
 
 def told_from_others(server: Server) -> Hashable:
     service = vars(server.service)
-    held = frozenset(fingerprint(held) for held in service["_held"].values())  # by identity
-    rest = tuple(fingerprint(value) for name, value in service.items() if name != "_held")
+    held = frozenset(fingerprint(held) for held in vars(service["_pending"])["_pending"].values())  # by identity
+    rest = tuple(fingerprint(value) for name, value in service.items() if name != "_pending")
     return held, rest, fingerprint(server.once), server.now
 
 
