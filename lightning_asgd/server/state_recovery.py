@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_asgd.protocol import ReplicaState, StateReport
+from lightning_asgd.protocol import LeaseHoldings, ReplicaState, StateReport
 
 __all__ = ["StateRecovery"]
 
@@ -82,6 +82,19 @@ class StateRecovery:
         """Those who were declared away and do not know it: what they have trained, others have or will."""
         incarnations = self.incarnations
         return {worker for worker, offer in self.offers.items() if offer.incarnation < incarnations.get(worker, 0)}
+
+    @property
+    def parts(self) -> dict[int, LeaseHoldings]:
+        """What each worker was granted, except those that are stale."""
+        stale = self.stale
+        return {w: o.part for w, o in self.offers.items() if o.part is not None and w not in stale}
+
+    def drop_stale(self) -> set[int]:
+        """Ignore the offers of workers that are stale; returns these workers."""
+        stale = self.stale
+        for worker in stale:
+            del self.offers[worker]
+        return stale
 
     @property
     def answered(self) -> int:
