@@ -19,8 +19,8 @@ Key = tuple[int, int, int]
 class Means:
     """Gradients that wait for those of other workers.
 
-    Workers number the phases between sync points, the steps of a phase and the layers. One that stands at a sync point
-    is not waited for in the phase that it has ended.
+    Workers number the phases between sync points, the steps of a phase and the layers. A worker at a sync point is not
+    waited for in the phase that it has ended.
     """
 
     living: set[int] = field(default_factory=set)
@@ -28,22 +28,14 @@ class Means:
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
     def meet(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now.
-
-        Returns:
-            the answers that have become due.
-        """
+        """Take notice of who takes part now."""
         self.living = set(living)
         return self._due(list(self._waiting))
 
     def add(self, message: LayerGradient) -> list[Completion]:
-        """Take a worker's gradient.
+        """Take a worker's gradient, whose tensor is given away by the caller; without one, the worker ends the phase.
 
-        Args:
-            message: its tensor is given away by the caller; without one, the worker ends the phase.
-
-        Returns:
-            the answers that have become due: for every worker of a layer its mean gradient, the same tensor.
+        Every worker of a layer gets its mean gradient, the same tensor.
         """
         if message.gradient is None:
             self._resting[message.worker] = message.phase

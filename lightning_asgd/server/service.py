@@ -43,7 +43,6 @@ from lightning_asgd.protocol import (
     StateReport,
     Status,
     StatusRequest,
-    WorkerMetrics,
 )
 from lightning_asgd.server.epoch_history import Epochs, Ranges
 from lightning_asgd.server.lease_table import Leases
@@ -374,45 +373,20 @@ class Service:
         if self._to_be_restored and not (recovery and message.worker in recovery.excused):
             self._asked = self._clock()  # there is a worker that will report
         session = self._heard(message.session, message.worker)
-        members = session.members
-        if members.aborted:
-            raise WorkerLostError(members.aborted)
-        if isinstance(message.figures, WorkerMetrics):
-            members.metrics[message.worker] = message.figures
-        return HeartbeatReply(
-            tuple(members.events[message.heard :]),
-            tuple(sorted(members.living)),
-            dict(members.metrics) if message.worker == members.chief else {},
-            members.chief,
-            tuple(sorted(members.living & self._have_weights)),
-            members.admitted,
-            message.worker in members.fenced,
-            session.collectives.needed,
-        )
+        return session.heartbeat(message, self._have_weights)
 
     def _initialise(self, message: InitShard) -> bool:
         session, elastic = self._current(message.session), bool(self._registry.name)
-        shard = session.shards.get(message.fragment)
+        lays_out = message.fragment not in session.shards
         if elastic and message.weights is not None:
             if session.members.index == 0:
                 self._registry.check_bootstraps(message.worker)
-            shard = None  # a worker that began to bootstrap the run before, and died, may have had others
+            lays_out = True  # a worker that began to bootstrap the run before, and died, may have had others
             self._to_be_restored, session.recovery = False, None  # what was lost was lost before
-        if shard is None:
-            shard = session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic)
+        if lays_out:
+            session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic)
             self._meet(session)
-        if shard.groups != message.groups:
-            raise ProtocolError(
-                f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
-            )
-        if elastic and shard.algorithm != message.algorithm:
-            raise ProtocolError(
-                f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
-                "the same arguments of ASGDStrategy on every worker."
-            )
-        if message.weights is not None:
-            shard.initialise(message.weights, message.version)
-        return session.buffers.open(message)
+        return session.initialise(message)
 
     def _exchange(self, message: Exchange) -> Any:
         session = self._heard(message.session, message.worker)

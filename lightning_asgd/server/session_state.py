@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_asgd.protocol import Epoch, Exchange, ReplicaState
+from lightning_asgd.errors import ProtocolError, WorkerLostError
+from lightning_asgd.protocol import (
+    Epoch,
+    Exchange,
+    Heartbeat,
+    HeartbeatReply,
+    InitShard,
+    ReplicaState,
+    WorkerMetrics,
+)
 from lightning_asgd.server.collective_table import CollectiveTable
 from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.membership import Membership
@@ -33,6 +42,43 @@ class SessionState:
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTable(self.members)
+
+    def heartbeat(self, message: Heartbeat, have_weights: Collection[int]) -> HeartbeatReply:
+        """What a worker is told of the session when it sends its metrics."""
+        members, worker = self.members, message.worker
+        if members.aborted:
+            raise WorkerLostError(members.aborted)
+        if isinstance(message.figures, WorkerMetrics):
+            members.metrics[worker] = message.figures
+        return HeartbeatReply(
+            tuple(members.events[message.heard :]),
+            tuple(sorted(members.living)),
+            dict(members.metrics) if worker == members.chief else {},
+            members.chief,
+            tuple(sorted(members.living.intersection(have_weights))),
+            members.admitted,
+            worker in members.fenced,
+            self.collectives.needed,
+        )
+
+    def initialise(self, message: InitShard) -> bool:
+        """Prepare for a worker's exchanges of a fragment that is laid out, and take the weights that it brings.
+
+        Returns whether exchanges can pass through shared memory.
+        """
+        shard = self.shards[message.fragment]
+        if shard.groups != message.groups:
+            raise ProtocolError(
+                f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
+            )
+        if self.members.elastic and shard.algorithm != message.algorithm:
+            raise ProtocolError(
+                f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
+                "the same arguments of ASGDStrategy on every worker."
+            )
+        if message.weights is not None:
+            shard.initialise(message.weights, message.version)
+        return self.buffers.open(message)
 
     def members_changed(self) -> list[Completion]:
         """Tell whoever waits for other workers who takes part now."""
