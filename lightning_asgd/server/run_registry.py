@@ -1,4 +1,4 @@
-"""The elastic run that a server serves: who may join it, who bootstraps it, and what its workers note."""
+"""What outlives the sessions of a server: the elastic run that it serves, and which workers' processes have ended."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, RunMetadata
 
-__all__ = ["RunRegistry"]
+__all__ = ["RunRegistry", "goes_on_from"]
 
 
 class RunRegistry:
-    """What outlives the sessions of a server; ``name`` is empty where it serves the sessions of a job."""
+    """The run: who may join it, who bootstraps it, what its workers note. A job's ``name`` is empty."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.metadata: dict[str, Any] = {}
         self.bootstrap_worker: int | None = None  # brings the run's first weights
         self.arriving: list[Attach] = []  # requests of workers that wait for these weights
+        self.exits: list[tuple[str, int, str]] = []  # of processes: session (empty for all), worker, reason
 
     @property
     def bootstrapped(self) -> bool:
@@ -51,6 +52,10 @@ class RunRegistry:
                 "one has brought them. Start it again: it will take these."
             )
 
+    def exited(self, session: str) -> dict[int, str]:
+        """Workers whose processes have ended, as far as a session is concerned, and why."""
+        return {worker: why for first, worker, why in self.exits if goes_on_from(session, first)}
+
     def note(self, message: RunMetadata, *, trusted: bool) -> bool:
         """Take a worker's metadata, unless others speak for it; returns whether they were taken."""
         known = message.first and message.name in self.metadata
@@ -59,3 +64,8 @@ class RunRegistry:
             return False
         self.metadata[message.name] = message.value
         return True
+
+
+def goes_on_from(session: str, first: str) -> bool:
+    """Whether a session is one that a launcher began, or a later generation of it, with a new layout."""
+    return not first or session == first or session.startswith(f"{first}.")

@@ -48,7 +48,7 @@ from lightning_asgd.server.epoch_history import Epochs, Ranges
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
-from lightning_asgd.server.run_registry import RunRegistry
+from lightning_asgd.server.run_registry import RunRegistry, goes_on_from
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.snapshot_store import Snapshot
@@ -91,7 +91,6 @@ class Service:
         self.session: SessionState | None = None
         self._epochs = Epochs(all_train=not run)
         self._pending = PendingReplies()
-        self._exits: list[tuple[str, int, str]] = []  # of workers' processes: session (empty for all), worker, reason
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Attach: self._attach,
             RunMetadata: self._note,
@@ -154,8 +153,8 @@ class Service:
     def bury(self, session: str, worker: int, reason: str) -> None:
         """Take a worker out, whose process is known to have ended; later generations of the session count too."""
         with self._lock:
-            self._exits.append((session, worker, reason))
-            if self.session is not None and _goes_on_from(self.session.members.session, session):
+            self._registry.exits.append((session, worker, reason))
+            if self.session is not None and goes_on_from(self.session.members.session, session):
                 self._leave(Leave(self.session.members.session, worker, reason))
 
     def abort(self, why: str) -> None:
@@ -353,7 +352,7 @@ class Service:
                 f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
                 "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
             )
-        left = {w: why for session, w, why in self._exits if _goes_on_from(message.session, session)}
+        left = self._registry.exited(message.session)
         suspected = {}
         if before is not None:
             suspected = {**before.suspected, **dict.fromkeys(before.catching_up, "was behind")}
@@ -473,7 +472,7 @@ class Service:
     def _leave(self, message: Leave) -> bool:
         session = self.session
         if message.final:
-            self._exits.append(("", message.worker, message.reason))
+            self._registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):
             return False  # that session is over: nothing to leave
         self._complete(session.collectives.leave(message.worker, message.reason))
@@ -619,8 +618,3 @@ class Service:
         if self.session is not None:
             self.session.buffers.clear()
         self.session = None
-
-
-def _goes_on_from(session: str, first: str) -> bool:
-    """Whether a session is one that a launcher began, or a later one of the same run, with a new layout."""
-    return not first or session == first or session.startswith(f"{first}.")
