@@ -18,9 +18,7 @@ LINES_OF_A_FILE = 450
 LONG_FILES = {
     "adapter.class_trees": 694,
     "adapter.leased_loop": 496,
-    "server.coordinator": 535,
-    "server.service": 756,
-    "server.shard": 484,
+    "server.service": 620,
     "adapter.strategy": 631,
     "worker.client": 800,
     "worker.exchanger": 625,

@@ -1,6 +1,6 @@
 """The epochs whose units workers claim: the present one, and those before it. Pure: no network, no clock, no threads.
 
-Some workers may have fallen behind, and train an epoch that the others are through with. What is known of the latest
+Some workers may have fallen behind, and train an epoch that the others have finished. What is known of the latest
 few is kept for them; one that is older than the latest, and not known any more, or that a lost server had opened, is
 over: the others have trained and applied all of it before they began the next.
 """
@@ -19,15 +19,11 @@ __all__ = ["Epochs", "Ranges"]
 Ranges = tuple[tuple[int, int], ...]
 """Units of an epoch, from the first of each range to one before its last."""
 
-_KEPT = 4  # epochs of a fit: a worker may be so many behind and see how much of its own was trained
+_KEPT = 4  # epochs of a fit: how far a worker may be behind and still see how much of its own was trained
 
 
 class Epochs:
-    """The epochs of one fit.
-
-    Args:
-        all_train: see :class:`Leases`.
-    """
+    """The epochs of one fit."""
 
     def __init__(self, *, all_train: bool) -> None:
         self._all_train = all_train
@@ -41,7 +37,7 @@ class Epochs:
 
     @property
     def latest(self) -> Leases | None:
-        """The present epoch; None before the first, or if nobody has told of it since a server was lost."""
+        """The present epoch; None before the first, or if no worker has reported it since a server was lost."""
         return self._known.get(self._latest)
 
     @property
@@ -67,11 +63,7 @@ class Epochs:
     def open(self, theirs: Epoch, worker: int, now: float) -> tuple[Leases, bool]:
         """The leases of an epoch that a worker begins, which is checked to be that of the others.
 
-        Returns:
-            the leases, and whether they are new: then they have yet to be told who takes part.
-
-        Raises:
-            ProtocolError: the others have another epoch in mind.
+        Also returns whether they are new: then they have yet to learn who takes part.
         """
         if theirs.fit != self._fit:
             self.clear()
@@ -84,12 +76,7 @@ class Epochs:
         return self._known[number], new
 
     def find(self, key: str, worker: int) -> Leases:
-        """The leases of an epoch that was opened.
-
-        Raises:
-            ProtocolError: it was not.
-            WorkerAwayError: it is over, and was forgotten.
-        """
+        """The leases of an epoch that was opened. One that is over and was forgotten makes its worker rejoin."""
         leases = next((leases for leases in self if leases.epoch.key == key), None)
         if leases is not None:
             return leases
@@ -99,24 +86,22 @@ class Epochs:
         raise ProtocolError(f"Worker {worker} claims units of epoch {key}, which was not opened.")
 
     def applied(self, key: str, worker: int, units: int) -> None:
-        """Note that the servers have the updates of a worker's first so many units; see :class:`Leases`."""
+        """Note that a worker's first so many units are applied; see :class:`Leases`."""
         for leases in self:
             if leases.epoch.key == key:
                 leases.applied(worker, units)
 
     def remember(self, epochs: tuple[Epoch, ...]) -> None:
-        """Go on from what a server wrote down: see :attr:`progress`."""
+        """Go on from a snapshot: see :attr:`progress`."""
         self.clear()
         for epoch in epochs:
             self._fit = epoch.fit
             self._keep(epoch, None, 0.0)
 
     def restore(self, parts: Mapping[int, LeaseHoldings], held: Mapping[str, Ranges]) -> None:
-        """Go on from what workers tell, where the server that granted was lost.
+        """Go on from what workers report, where the server that granted was lost.
 
-        Args:
-            parts: what each has of the epoch that it is in.
-            held: by key, the units of which the restored weights hold the updates.
+        ``parts`` are what each has of its epoch; ``held``, by key, the units that the restored weights hold.
         """
         self.clear()
         self._held = dict(held)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_asgd.protocol import LayerGradient
+from lightning_asgd.server.pending_replies import Completion
 
 __all__ = ["Means"]
 
@@ -18,41 +19,33 @@ Key = tuple[int, int, int]
 class Means:
     """Gradients that wait for those of other workers.
 
-    Workers number the phases between sync points, the steps of a phase and the layers. One that stands at a sync point
-    is not waited for in the phase that it has ended.
+    Workers number the phases between sync points, the steps of a phase and the layers. A worker at a sync point is not
+    waited for in the phase that it has ended.
     """
 
     living: set[int] = field(default_factory=set)
     _resting: dict[int, int] = field(default_factory=dict)  # worker -> the phase it has ended
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
-    def meet(self, living: Collection[int]) -> list[tuple[LayerGradient, Tensor | None]]:
-        """Take notice of who takes part now.
-
-        Returns:
-            the answers that have become due.
-        """
+    def meet(self, living: Collection[int]) -> list[Completion]:
+        """Take notice of who takes part now."""
         self.living = set(living)
         return self._due(list(self._waiting))
 
-    def add(self, message: LayerGradient) -> list[tuple[LayerGradient, Tensor | None]]:
-        """Take a worker's gradient.
+    def add(self, message: LayerGradient) -> list[Completion]:
+        """Take a worker's gradient, whose tensor is given away by the caller; without one, the worker ends the phase.
 
-        Args:
-            message: its tensor is given away by the caller; without one, the worker ends the phase.
-
-        Returns:
-            the answers that have become due: for every worker of a layer its mean gradient, the same tensor.
+        Every worker of a layer gets its mean gradient, the same tensor.
         """
         if message.gradient is None:
             self._resting[message.worker] = message.phase
-            return [(message, None), *self._due(list(self._waiting))]
+            return [Completion(message, None), *self._due(list(self._waiting))]
         key = (message.phase, message.step, message.layer)
         self._waiting.setdefault(key, {})[message.worker] = (message, message.gradient)
         return self._due([key])
 
-    def _due(self, keys: list[Key]) -> list[tuple[LayerGradient, Tensor | None]]:
-        due: list[tuple[LayerGradient, Tensor | None]] = []
+    def _due(self, keys: list[Key]) -> list[Completion]:
+        due: list[Completion] = []
         for key in keys:
             needed = {w for w in self.living if self._resting.get(w, -1) < key[0]}
             if not needed <= set(self._waiting[key]):
@@ -62,5 +55,5 @@ class Means:
             mean = parts[0][1] / len(parts)
             for _, gradient in parts[1:]:
                 mean += gradient / len(parts)
-            due += [(message, mean) for message, _ in parts]
+            due += [Completion(message, mean) for message, _ in parts]
         return due

@@ -1,39 +1,25 @@
-"""Which worker trains which part of an epoch: those that are faster take more. Pure: no network, no clock, no threads.
+"""Which worker trains which units of an epoch. Pure: no network, no clock, no threads.
 
 An epoch is a row of *units*, its samples, in an order that all workers know. It is cut into *segments*, which end
 where all workers meet: validations, the end of the epoch. A worker *claims* a few optimizer steps at a time, of as many
-units as it has in its batches, by guided self-scheduling: half of what it will probably be able to do of the segment,
-and at the end single steps, so that all have trained and pushed at the same time. A unit counts once its update has
-been applied; those of a worker that is gone, or that stops early, are granted to others.
-
-Reference:
-    Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
+units as it has in its batches (`self_scheduling.py`). A unit counts once its update has been applied; the units of a
+worker that is gone, or that stops early, are granted to others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.ranges import common, merged
+from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.self_scheduling import Load, steps_to_grant
 
 __all__ = ["Leases"]
-
-_CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
-_TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
-_LATE = 1.05  # a worker is granted a step if it will be through with it at most that much later than the others
-# One that needs many times as long for a sample saves the others next to nothing by it, and costs them a lot if they
-# turn out faster than they were: it has to be through sooner.
-_MANY = 4.0
-_SOONER = 0.85
-
-
-Answer = tuple[LeaseRequest, LeaseGrant | None]
-"""What a claim came to; None: its worker is away, and has lost what it held."""
 
 
 @dataclass
@@ -67,14 +53,10 @@ class _Worker:
 
 
 class Leases:
-    """The units of one epoch.
+    """The units of one epoch; those in ``epoch.done`` count as trained.
 
-    Args:
-        epoch: which epoch it is, and what its segments are. Units in ``epoch.done`` count as trained.
-        all_train: whether a step of every segment is kept for each of the living. Without, one that comes late trains
-            a batch in vain, to notice the segment's end.
-        before: the epoch before, in which workers have shown how fast they are.
-        now: time in seconds.
+    With ``all_train`` a step of every segment is kept for each of the living; without, a late worker trains a dummy
+    batch, to notice the segment's end. ``before`` is the epoch before, in which workers have shown how fast they are.
     """
 
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
@@ -111,11 +93,7 @@ class Leases:
         return worker.pace * size, -(-worker.trained // size)
 
     def check(self, other: Epoch, worker: int) -> None:
-        """Raise if a worker has another epoch in mind.
-
-        Raises:
-            ProtocolError: the two differ.
-        """
+        """Raise if a worker has another epoch in mind."""
         if other.order != self.epoch.order:
             raise ProtocolError(
                 f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
@@ -134,41 +112,24 @@ class Leases:
                 "and Trainer arguments on every worker, or data='split'."
             )
 
-    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Answer]:
-        """Take notice of who takes part.
-
-        Args:
-            living: workers that are waited for.
-            now: time in seconds.
-            behind: workers that may train too, but that nobody waits for.
-
-        Returns:
-            answers to claims that have waited.
-        """
+    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
+        """Take notice of the workers that are waited for, and of those that are catching up, which may train too."""
         self._living = set(living)
         answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
         return answers + self.retry(now)
 
-    def forget(self, number: int, now: float) -> list[Answer]:
-        """Let others have all that a worker holds: it begins anew.
-
-        Returns:
-            answers to claims that have waited.
-        """
+    def forget(self, number: int, now: float) -> list[Completion]:
+        """Grant others all that a worker holds: it starts over."""
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
-    def go_without(self, numbers: Collection[int], now: float) -> list[Answer]:
-        """Keep nothing for workers that are past the segment: another server, which was lost, told them so.
-
-        Returns:
-            answers to claims that have waited.
-        """
+    def go_without(self, numbers: Collection[int], now: float) -> list[Completion]:
+        """Keep nothing for workers that are past the segment: a server that was lost told them so."""
         for number in numbers:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
 
     def rejoin(self, number: int, part: LeaseHoldings) -> None:
-        """Take a worker's word for what it was granted, where the coordinator that did it was lost."""
+        """Take a worker's word for what it was granted by a coordinator that was lost."""
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
@@ -177,7 +138,7 @@ class Leases:
                 self._hold(worker, a, b)
 
     def applied(self, number: int, units: int) -> None:
-        """Note that the servers have the updates of a worker's first so many units, when the update itself comes.
+        """Note that a worker's first so many units are applied, in the moment when the push itself arrives.
 
         So a unit is either done or granted to others, whenever a worker is lost.
         """
@@ -185,49 +146,36 @@ class Leases:
         if worker is not None:
             self._apply(worker, units)
 
-    def claim(self, claim: LeaseRequest, now: float) -> list[Answer]:
-        """Grant units to a worker.
-
-        Args:
-            claim: what it asks for, and how far it is.
-            now: time in seconds.
-
-        Returns:
-            answers that have become due; that to a claim that waits comes later.
-        """
+    def claim(self, claim: LeaseRequest, now: float) -> list[Completion]:
+        """Grant units to a worker; the reply to a request that waits comes later."""
         if claim.worker not in self._workers and claim.trained:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(claim.worker, _Worker())
         worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
         worker.rtt_s, worker.flush, worker.size = claim.rtt_s, claim.flush, claim.size
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         if worker.waiting is not None:
-            answers.append((worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
+            answers.append(Completion(worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
         self._halted |= claim.halt
         if claim.stop:
             self._give_back(worker, trained_too=False)
-            answers.append((claim, LeaseGrant(over=True, progress=self._progress(now))))
+            answers.append(Completion(claim, LeaseGrant(over=True, progress=self._progress(now))))
         answers += self.retry(now)
         if worker.waiting is claim and not claim.wait:
             worker.waiting = None
-            # One that has had nothing yet, since others hold all that is left, would not notice the segment's end.
+            # A worker that has had nothing yet, since others hold all that is left, would not notice the segment's end.
             late = worker.served < claim.segment
-            answers.append(
-                (claim, self._in_vain(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True))
-            )
+            grant = self._dummy(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True)
+            answers.append(Completion(claim, grant))
         return answers
 
-    def retry(self, now: float) -> list[Answer]:
-        """Look again at the claims that wait.
-
-        Returns:
-            those that can be answered now.
-        """
-        answers: list[Answer] = []
+    def retry(self, now: float) -> list[Completion]:
+        """Look again at the requests that wait."""
+        answers: list[Completion] = []
         again = True
         while again:
             again = False
@@ -236,12 +184,12 @@ class Leases:
                 grant = None if claim is None else self._answer(number, worker, claim, now)
                 if claim is not None and grant is not None:
                     worker.waiting = None
-                    answers.append((claim, grant))
+                    answers.append(Completion(claim, grant))
                     again = True
         return answers
 
     def _answer(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant | None:
-        """What a worker that waits is granted; None if it is to wait on."""
+        """What a waiting worker is granted; None if it must wait on."""
         first, last = self._choose(number, worker, claim, now)
         if first < last:
             self._take(worker, first, last)
@@ -251,13 +199,13 @@ class Leases:
         if not self._over(claim.segment):
             return None
         if worker.served < claim.segment:
-            return self._in_vain(worker, claim, now)
+            return self._dummy(worker, claim, now)
         return replace(self._grant(worker, 0, 0, now, over=True), halted=self._halted)
 
     # ------------------------------------------------------------------ choosing
 
     def _choose(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> tuple[int, int]:
-        """Units for a worker; an empty range if there are none, or if others will be through with them sooner."""
+        """Units for a worker; an empty range if there are none, or if others will finish them sooner."""
         units = self._units_for(number, worker, claim.segment, now)
         if units == 0:
             return 0, 0
@@ -283,31 +231,23 @@ class Leases:
         return max(least, units) if all(w.pace for w in others) else least
 
     def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
-        """How many steps to grant: half of a worker's share of what is left, by everybody's speed."""
+        """How many steps to grant, by everybody's speed."""
         known = [w.pace for w in (worker, *others) if w.pace]
         if not worker.pace:
             return 1
         mean = sum(known) / len(known)
         loads = [
-            (
+            Load(
                 w.flush + (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0),
                 w.pace or mean,
                 w.size or worker.size,
             )
             for w in others
         ]
-        mine = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
-        through = mine + min(worker.size, left) * worker.pace
-        if loads and through > _LATE * _through(loads, left):
-            return 0
-        faster = [load for load in loads if load[1] * _MANY < worker.pace]
-        # Where all wait each would leave it to another; who is through first by the rule above has to take it.
-        if faster and not self._all_wait and through > _SOONER * _through(faster, left):
-            return 0
-        share = max(0.0, _through([*loads, (mine, worker.pace, worker.size)], left) - mine) / worker.pace
-        units = max(share / 2, min(share, worker.rtt_s / worker.pace))  # enough until the next answer
-        units = min(units, max(_CHUNK_S, _TRIPS * worker.rtt_s) / worker.pace)
-        return max(1, int(units / worker.size))
+        free_s = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
+        mine = Load(free_s, worker.pace, worker.size)
+        # Where all wait each would leave it to another; the one that finishes first has to take it.
+        return steps_to_grant(mine, loads, left, worker.rtt_s, must=self._all_wait)
 
     def _others(self, number: int) -> list[_Worker]:
         known = self._expected | self._workers
@@ -343,8 +283,8 @@ class Leases:
         ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
         return LeaseGrant(first, last, over, self._progress(now), ratio, final=final)
 
-    def _in_vain(self, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant:
-        """A batch to train that counts for nothing."""
+    def _dummy(self, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant:
+        """A dummy batch, whose update is discarded."""
         worker.served, end = claim.segment, self.epoch.ends[claim.segment]
         begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
         return replace(self._grant(worker, max(begin, end - claim.size), end, now, final=True), void=True)
@@ -393,10 +333,12 @@ class Leases:
                 worker.granted -= last - first - part
         worker.held = kept
 
-    def _drop(self, number: int) -> list[Answer]:
+    def _drop(self, number: int) -> list[Completion]:
         worker = self._workers.pop(number)
         self._give_back(worker, trained_too=True)
-        return [] if worker.waiting is None else [(worker.waiting, None)]
+        if worker.waiting is None:
+            return []
+        return [Completion(worker.waiting, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, in ranges that end with segments at the latest."""
@@ -409,27 +351,3 @@ class Leases:
     def _finish(self, first: int, last: int) -> None:
         insort(self._finished, (first, last))
         self._finished = merged(self._finished)
-
-
-def _through(loads: Sequence[tuple[float, float, int]], units: int) -> float:
-    """Seconds until workers are through with units in whole steps, if none idles.
-
-    Args:
-        loads: per worker, the seconds until it is free, its seconds per unit, and its units per step.
-        units: number of units.
-    """
-    rate = busy = time = 0.0
-    ordered = sorted(loads)
-    for index, (free, pace, _) in enumerate(ordered):
-        rate += 1 / pace
-        busy += free / pace
-        time = (units + busy) / rate  # if units could be cut in pieces
-        if index + 1 == len(ordered) or time <= ordered[index + 1][0]:
-            break
-    through = [max(0, int((time - free) / pace / size)) * size for free, pace, size in ordered]
-    while sum(through) < units:
-        ends = [free + (n + size) * pace for n, (free, pace, size) in zip(through, ordered, strict=True)]
-        time = min(ends)
-        soonest = ends.index(time)
-        through[soonest] += ordered[soonest][2]
-    return time

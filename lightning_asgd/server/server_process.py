@@ -27,7 +27,7 @@ __all__ = ["ServerArguments", "ServerSettings", "main"]
 
 _TICK_S = 0.25
 _START_S = 60.0
-_LOOK_S = 2.0  # between two looks at the door
+_LOOK_S = 2.0  # interval of the listen-socket check
 _LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
 
 _SHUT = (
@@ -91,11 +91,7 @@ class ServerArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or until the parent is gone. Ends the process where nobody can connect any more.
-
-    Returns:
-        the process's exit code.
-    """
+    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself

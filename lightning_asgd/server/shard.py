@@ -25,9 +25,10 @@ from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import ABSURD, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Due", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -47,14 +48,6 @@ class _Counts:
     fetched: int = 0
 
 
-@dataclass(frozen=True)
-class Due:
-    """An answer that can be given now."""
-
-    message: Exchange
-    reply: Reply
-
-
 @dataclass
 class _Asked:
     """An exchange that has not been answered."""
@@ -70,10 +63,7 @@ class _Asked:
 class Shard:
     """The weights of one server.
 
-    Args:
-        groups: ``(role, dtype name, number of scalars)`` per group.
-        algorithm: how an update changes the weights.
-        comes_and_goes: whether workers do: then one counts from its first push on, not while it still sets up.
+    Where ``comes_and_goes``, a worker counts from its first push on, not while it still sets up.
     """
 
     groups: Groups
@@ -107,15 +97,7 @@ class Shard:
         return self.weights is not None
 
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
-        """Take first weights.
-
-        Args:
-            weights: one tensor per group, given away by the caller.
-            version: version to count on from.
-
-        Raises:
-            ProtocolError: the tensors do not fit the groups.
-        """
+        """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
         self._check(weights)
         self.weights = tuple(weights)
         self.version = version
@@ -136,13 +118,7 @@ class Shard:
     def resume(self, weights: Sequence[Tensor], version: int, pushes: Mapping[int, int]) -> None:
         """Take the state that a worker holds of a shard that was lost, and keep what the algorithm keeps.
 
-        Args:
-            weights: see :meth:`initialise`.
-            version: of these weights.
-            pushes: per worker, the latest push that they hold.
-
-        Raises:
-            ProtocolError: the tensors do not fit the groups.
+        ``pushes`` are the latest of each worker that these weights hold.
         """
         if self.weights is None:
             self.initialise(weights, version)
@@ -154,7 +130,7 @@ class Shard:
         self._last_seq = dict(pushes)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is known here but for the workers', as plain values, for :meth:`restore_from_snapshot`."""
+        """Everything but the workers' own state, as plain values, for :meth:`restore_from_snapshot`."""
         return {
             "groups": self.groups,
             "algorithm": self.algorithm,
@@ -209,29 +185,16 @@ class Shard:
             kept.pop(worker, None)
         self.table.resting.discard(worker)
 
-    def meet(self, living: Collection[int]) -> list[Due]:
-        """Take notice of who takes part now.
-
-        Returns:
-            answers that have become due, since nobody waits for a worker that is gone.
-        """
+    def meet(self, living: Collection[int]) -> list[Completion]:
+        """Take notice of who takes part now: nobody waits for a worker that is gone."""
         self.table.living = set(living)
         return self._due() if self.weights is not None else []
 
-    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Due]:
+    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
-        Args:
-            message: what the worker asks for.
-            buffer: one tensor per group; holds the update on entry and the answer on return. None if the message
-                brings nothing, and there is no shared block.
-
-        Returns:
-            the answers that have become due, this one not always among them.
-
-        Raises:
-            ProtocolError: the shard has no weights yet, or the tensors do not fit its groups.
-            WorkerLostError: too many of the worker's updates in a row were refused.
+        The buffer holds the update on entry and the answer on return; it is None if the message brings no update and
+        there is no shared block. This answer is not always among those that become due.
         """
         if self.weights is None:
             raise ProtocolError(
@@ -398,7 +361,7 @@ class Shard:
 
     # ------------------------------------------------------------------ answers
 
-    def _due(self) -> list[Due]:
+    def _due(self) -> list[Completion]:
         """Apply what has been gathered if it is time, and answer everybody who need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
@@ -410,7 +373,7 @@ class Shard:
             if waits and any(t.holds(worker, table) for t in transforms):
                 held.append(asked)
             else:
-                due.append(Due(asked.message, self._answer(asked)))
+                due.append(Completion(asked.message, self._answer(asked)))
         self._asked = held
         return due
 

@@ -54,11 +54,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """A folder with one file per server, the latest snapshot of each.
-
-    Args:
-        folder: made when the first one is written.
-    """
+    """A folder with one file per server, the latest snapshot of each."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -68,11 +64,7 @@ class Snapshots:
         return self.folder / f"server{server}.pt"
 
     def write(self, snapshot: Snapshot) -> None:
-        """Put a snapshot in the place of the one before, which is there until this one is written in full.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
+        """Put a snapshot in the place of the one before, which is there until this one is written in full."""
         header, buffers = codec.encode({name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__})
         content = {
             "protocol": PROTOCOL,
@@ -100,11 +92,7 @@ class Snapshots:
                 begun.unlink(missing_ok=True)
 
     def read(self, server: int) -> Snapshot | None:
-        """A server's snapshot; None if there is none, or the first server has none: then the run had not begun.
-
-        Raises:
-            SnapshotError: the file cannot be read, or another version of this package wrote it.
-        """
+        """A server's snapshot; None if there is none, or the first server has none: then the run had not begun."""
         path = self.path(server)
         if not self.path(0).exists() or not path.exists():
             return None
@@ -124,14 +112,7 @@ class Snapshots:
         )
 
     def check(self, run: str, servers: int) -> int | None:
-        """Look whether so many servers can go on with a run.
-
-        Returns:
-            the first server's version; None if the run is to begin.
-
-        Raises:
-            SnapshotError: they are those of another run or of another number of servers, or some are missing.
-        """
+        """The first server's version, where so many servers can go on with a run; None if the run is to begin."""
         first = self.read(0)
         if first is None:
             return None
@@ -158,15 +139,10 @@ def keep(
     *,
     at_end: bool = True,
 ) -> None:
-    """Write snapshots until told to stop.
+    """Write snapshots until told to stop, and with ``at_end`` a last one.
 
-    Args:
-        take: returns what is to be written; None if that is nothing.
-        snapshots: where to.
-        every_s: seconds between two, on the clock that all servers of a machine share: theirs are of the same time.
-        stop: when to end.
-        complain: told what is wrong with the folder. Training goes on meanwhile, and the next one may be written.
-        at_end: whether the last one is wanted.
+    Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
+    ``complain`` is called with what is wrong with the folder: training goes on, and the next one may be written.
     """
     last = False
     while not last:

@@ -1,8 +1,8 @@
-"""What workers know of a server that was lost, for the one in its place. Pure: no network, no clock, no threads.
+"""What workers report of a server that was lost, for its replacement. Pure: no network, no clock, no threads.
 
 An answer to a push and fetch is the shard right after that push, so the newest state of a shard is at the worker that
-holds the highest version. All living workers offer what they have; the newest is taken; then each sends again what
-that does not hold, and all go on together.
+holds the highest version. All living workers report what they have; the newest is taken; then each
+replays what that does not hold, and all go on together.
 """
 
 from __future__ import annotations
@@ -11,33 +11,28 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_asgd.protocol import ReplicaState, StateReport
+from lightning_asgd.protocol import LeaseHoldings, ReplicaState, StateReport
 
 __all__ = ["StateRecovery"]
 
 
 @dataclass
 class StateRecovery:
-    """The way from the first offer until all have settled."""
+    """The way from the first report until all workers have replayed."""
 
     offers: dict[int, StateReport] = field(default_factory=dict)  # without the shards
     newest: dict[int, ReplicaState] = field(default_factory=dict)  # per fragment, of what was offered
-    excused: set[int] = field(default_factory=set)  # who has nothing to tell: newcomers, and those who come back
+    excused: set[int] = field(default_factory=set)  # workers with nothing to report: new ones, and those that rejoin
     settled: set[int] = field(default_factory=set)
     restored: bool = False
     """Whether the newest state was taken."""
 
     def expect(self, worker: int, *, tells: bool) -> None:
-        """Take notice of a worker that joins.
-
-        Args:
-            worker: which one.
-            tells: whether it is to offer what it has, or waits for what the others have.
-        """
+        """Note a worker that joins: it reports what it has, or waits for what the others have."""
         (self.excused.discard if tells else self.excused.add)(worker)
 
     def add(self, offer: StateReport) -> None:
-        """Take a worker's word, and of its weights those that are newer than all others'."""
+        """Take a worker's report, and of its weights those that are newer than all others'."""
         for held in offer.shards:
             if held.fragment not in self.newest or held.version > self.newest[held.fragment].version:
                 self.newest[held.fragment] = held
@@ -82,6 +77,19 @@ class StateRecovery:
         """Those who were declared away and do not know it: what they have trained, others have or will."""
         incarnations = self.incarnations
         return {worker for worker, offer in self.offers.items() if offer.incarnation < incarnations.get(worker, 0)}
+
+    @property
+    def parts(self) -> dict[int, LeaseHoldings]:
+        """What each worker was granted, except those that are stale."""
+        stale = self.stale
+        return {w: o.part for w, o in self.offers.items() if o.part is not None and w not in stale}
+
+    def drop_stale(self) -> set[int]:
+        """Ignore the offers of workers that are stale; returns these workers."""
+        stale = self.stale
+        for worker in stale:
+            del self.offers[worker]
+        return stale
 
     @property
     def answered(self) -> int:

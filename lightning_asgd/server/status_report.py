@@ -1,45 +1,38 @@
-"""What somebody who looks at a run is shown of it."""
+"""What `lightning-asgd status` shows of a session."""
 
 from __future__ import annotations
 
 from lightning_asgd.protocol import Status, WorkerStatus
-from lightning_asgd.server.coordinator import Coordinator
 from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.shard import Shard
 
 __all__ = ["view"]
 
-_NEWS = 8
+_EVENTS = 8
 
 
-def view(coordinator: Coordinator, shard: Shard | None, leases: Leases | None, now: float) -> Status:
-    """What the first server knows of a session.
-
-    Args:
-        coordinator: its members.
-        shard: the first fragment, once it is laid out.
-        leases: the data of the latest epoch, once there is one.
-        now: seconds, on the clock by which the coordinator hears from its workers.
-    """
+def view(members: Membership, shard: Shard | None, leases: Leases | None, now: float) -> Status:
+    """What server 0 knows of a session: its members, its first fragment, and the data of the latest epoch."""
     workers = [
         WorkerStatus(
             worker,
-            coordinator.about.get(worker, ""),
-            coordinator.away.get(worker, ""),
-            coordinator.silent_s(worker, now),
+            members.descriptions.get(worker, ""),
+            members.suspected.get(worker, ""),
+            members.silent_s(worker, now),
             *(leases.worker(worker) if leases is not None else (0.0, 0)),
-            coordinator.figures.get(worker),
+            members.metrics.get(worker),
         )
-        for worker in sorted(coordinator.living | coordinator.expected_back | coordinator.behind)
+        for worker in sorted(members.living | members.expected_back | members.catching_up)
     ]
     return Status(
-        coordinator.session,
+        members.session,
         shard.version if shard is not None else 0,
         shard.counts.refused if shard is not None else 0,
-        coordinator.chief if workers else None,
+        members.chief if workers else None,
         None if leases is None else leases.epoch.number,
         0 if leases is None else -(-sum(last - first for first, last in leases.finished) // leases.epoch.step),
         0 if leases is None else -(-leases.epoch.units // leases.epoch.step),
         tuple(workers),
-        tuple(coordinator.news[-_NEWS:]),
+        tuple(members.events[-_EVENTS:]),
     )

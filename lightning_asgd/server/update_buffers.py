@@ -32,11 +32,7 @@ class Buffers:
         return bool(self._codes)
 
     def open(self, message: InitShard) -> bool:
-        """Prepare for a worker's exchanges of a fragment.
-
-        Returns:
-            whether they can pass through its shared memory.
-        """
+        """Prepare for a worker's exchanges of a fragment; returns whether they can pass through its shared memory."""
         key, groups = (message.worker, message.fragment), message.groups
         self._codes.pop(key, None)
         if message.compression is not None:
@@ -56,10 +52,7 @@ class Buffers:
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
         """The update that a message brings, in memory that the answer may be written to; None if it brings none.
 
-        Args:
-            message: the exchange.
-            groups: ``(role, dtype name, number of scalars)`` per group.
-            lasting: whether the memory must stay as it is when another message comes.
+        ``lasting``: the memory must stay as it is when another message comes.
         """
         key = message.worker, message.fragment
         block = self._blocks.get(key) if message.shared else None
@@ -99,14 +92,14 @@ class Buffers:
         return codes[1].encode(weights, full=full)
 
     def forget(self, worker: int) -> None:
-        """Let go of what is kept for a worker."""
+        """Release what is kept for a worker."""
         for key in [key for key in self._blocks if key[0] == worker]:
             self._blocks.pop(key).close()
         for key in [key for key in self._codes if key[0] == worker]:
             del self._codes[key]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release everything."""
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()

@@ -45,7 +45,8 @@ from lightning_asgd.algorithms.base import Run
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.layout import Role, build_layout
 from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server.shard import Due, Shard
+from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard import Shard
 from lightning_asgd.stats import Verdict
 from lightning_asgd.worker.replica import Replica
 from tests.helpers.algorithms import EVERY, ON_SERVERS
@@ -73,11 +74,11 @@ def push(worker: int, seq: int, base: int = 0, **more: Any) -> Exchange:
     return Exchange("s", worker, seq, base, True, True, **{**defaults, **more})
 
 
-def send(to: Shard, message: Exchange, update: Sequence[Tensor] | None = None) -> list[Due]:
+def send(to: Shard, message: Exchange, update: Sequence[Tensor] | None = None) -> list[Completion]:
     return to.exchange(message, tuple(t.clone() for t in update if t is not None) if update is not None else None)
 
 
-def only(due: list[Due]) -> Reply:
+def only(due: list[Completion]) -> Reply:
     (answer,) = due
     return answer.reply
 
@@ -100,8 +101,8 @@ def test_the_same_messages_in_the_same_order_give_the_same_bits(algorithm: Algor
             worker = random.choice([w for w in range(3) if w not in held])
             seqs[worker] += 1
             due = send(one, push(worker, seqs[worker], max(0, one.version - turn % 3), shared=shared), values(turn))
-            held = (held | {worker}) - {d.message.worker for d in due}
-            answers.append([(d.message.worker, d.reply.version, d.reply.staleness, d.reply.verdict) for d in due])
+            held = (held | {worker}) - {d.request.worker for d in due}
+            answers.append([(d.request.worker, d.reply.version, d.reply.staleness, d.reply.verdict) for d in due])
             if len(held) == 3:
                 break
         results.append((answers, state(one)))
@@ -176,11 +177,11 @@ def test_nobody_is_held_at_a_sync_point_or_after_the_others_are_gone(algorithm: 
     one = shard(algorithm, 3)
     waiting = {0, 1}
     for worker in (0, 1):
-        waiting -= {d.message.worker for d in send(one, push(worker, 1), values(worker))}
-    assert {d.message.worker for d in send(one, push(2, 1, may_wait=False, rest=True), values(3))} >= {2}
-    waiting -= {d.message.worker for d in one.meet([0, 2])}
+        waiting -= {d.request.worker for d in send(one, push(worker, 1), values(worker))}
+    assert {d.request.worker for d in send(one, push(2, 1, may_wait=False, rest=True), values(3))} >= {2}
+    waiting -= {d.request.worker for d in one.meet([0, 2])}
     due = send(one, replace(push(0, 2), push=False, may_wait=False, rest=True))
-    assert {d.message.worker for d in due} >= {0}
+    assert {d.request.worker for d in due} >= {0}
     assert one.table.count == 0  # what was gathered is applied once all rest
 
 
@@ -371,11 +372,11 @@ def test_an_elastic_worker_shows_the_centre_at_a_sync_point_and_goes_on_from_its
 def test_local_sgd_averages_the_workers(seed: int, workers: int) -> None:
     one = shard(LocalSGD(), workers)
     updates = [values(seed + worker)[0] for worker in range(workers)]
-    due: list[Due] = []
+    due: list[Completion] = []
     for worker, update in enumerate(updates):
         assert due == []
         due = send(one, push(worker, 1), (update, torch.zeros(2)))
-    assert sorted(d.message.worker for d in due) == list(range(workers))
+    assert sorted(d.request.worker for d in due) == list(range(workers))
     mean = values(0)[0] + torch.stack(updates).mean(0)
     for d in due:
         assert d.reply.weights is not None
@@ -393,7 +394,7 @@ def test_a_round_goes_on_without_a_worker_that_leaves() -> None:
     for worker in (0, 1):
         assert send(one, push(worker, 1), values(worker)) == []
     due = one.meet([0, 1])
-    assert sorted(d.message.worker for d in due) == [0, 1]
+    assert sorted(d.request.worker for d in due) == [0, 1]
     assert one.version == 1
 
 
@@ -407,7 +408,7 @@ def test_stale_synchronous_lets_nobody_lead_by_more_than_the_bound_and_one(bound
         worker = random.choices(free, [1 if w == 0 else 20 for w in free])[0]
         seqs[worker] += 1
         due = send(one, push(worker, seqs[worker], one.version), values(turn))
-        held = (held | {worker}) - {d.message.worker for d in due}
+        held = (held | {worker}) - {d.request.worker for d in due}
         leads.append(max(seqs) - min(seqs))
     assert max(leads) == bound + 1
 
@@ -415,7 +416,7 @@ def test_stale_synchronous_lets_nobody_lead_by_more_than_the_bound_and_one(bound
 def test_a_worker_that_is_gone_holds_nobody_back() -> None:
     one = shard(ASGD(transforms=[StaleSynchronous(0)]), 2)
     assert send(one, push(0, 1), values(1)) == []
-    assert [d.message.worker for d in one.meet([0])] == [0]
+    assert [d.request.worker for d in one.meet([0])] == [0]
 
 
 @given(seed=st.integers(0, 100))
@@ -501,8 +502,8 @@ def test_a_warm_start_lets_worker_0_go_ahead_and_the_others_ramp_in() -> None:
     one = shard(ASGD("sum", transforms=[WarmStart(20, ramp=1)]), 2)
     ask = replace(push(1, 0), push=False)
     assert send(one, ask) == []
-    assert [d.message.worker for d in send(one, push(0, 1, steps=10), values(1))] == [0]
-    assert sorted(d.message.worker for d in send(one, push(0, 2, steps=10), values(2))) == [0, 1]
+    assert [d.request.worker for d in send(one, push(0, 1, steps=10), values(1))] == [0]
+    assert sorted(d.request.worker for d in send(one, push(0, 2, steps=10), values(2))) == [0, 1]
     assert one.weights is not None
     before = one.weights[0].clone()
     send(one, push(1, 1, one.version), (torch.ones(N), torch.zeros(2)))
@@ -517,7 +518,7 @@ def test_a_warm_start_ends_when_worker_0_stands_at_a_sync_point_or_is_gone() -> 
         one = shard(ASGD(transforms=[WarmStart(1000)]), 2)
         assert send(one, replace(push(1, 0), push=False)) == []
         due = send(one, push(0, 1, rest=True, may_wait=False), values(1)) if end == "rest" else one.meet([1])
-        assert 1 in {d.message.worker for d in due}
+        assert 1 in {d.request.worker for d in due}
 
 
 def test_dana_slim_is_asgd_for_nesterov_workers() -> None:

@@ -19,11 +19,13 @@ from lightning_asgd.errors import (
     WorkerLostError,
 )
 from lightning_asgd.protocol import Contribution, Policy
-from lightning_asgd.server.coordinator import Coordinator, Delivery
+from lightning_asgd.server.collective_table import CollectiveTable
+from lightning_asgd.server.membership import Membership
+from lightning_asgd.server.pending_replies import Completion
 
 
-def coordinator(workers: int) -> Coordinator:
-    result = Coordinator("7.1", workers)
+def coordinator(workers: int) -> CollectiveTable:
+    result = CollectiveTable(Membership("7.1", workers))
     for rank in range(workers):
         result.join(rank)
     return result
@@ -33,13 +35,13 @@ def say(worker: int, seq: int = 1, kind: str = "all_gather", name: str = "loss",
     return Contribution("7.1", worker, seq, kind, name, **{"payload": f"value {worker}", **fields})
 
 
-def values(due: list[Delivery]) -> dict[int, Any]:
-    assert not [d for d in due if d.error is not None]
-    return {d.worker: d.value for d in due}
+def values(due: list[Completion]) -> dict[int, Any]:
+    assert not [d for d in due if isinstance(d.reply, ASGDError)]
+    return {d.request.worker: d.reply for d in due}
 
 
-def errors(due: list[Delivery]) -> dict[int, ASGDError]:
-    found = {d.worker: d.error for d in due if d.error is not None}
+def errors(due: list[Completion]) -> dict[int, ASGDError]:
+    found = {d.request.worker: d.reply for d in due if isinstance(d.reply, ASGDError)}
     assert len(found) == len(due)
     return found
 
@@ -51,7 +53,7 @@ def test_everybody_gets_everybodys_value_once_the_last_has_come() -> None:
     due = c.contribute(say(1), 0.0)
     everything = {0: "value 0", 1: "value 1", 2: "value 2"}
     assert values(due) == {0: everything, 1: everything, 2: everything}
-    assert [list(d.value or {}) for d in due] == [[0, 1, 2]] * 3  # in the order of ranks
+    assert [list(d.reply) for d in due] == [[0, 1, 2]] * 3  # in the order of ranks
 
 
 def test_a_worker_alone_does_not_wait() -> None:
@@ -126,7 +128,7 @@ def test_a_worker_who_leaves_is_not_waited_for() -> None:
     c.contribute(say(1), 0.0)
     due = c.leave(2, "killed")
     assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {0: "value 0", 1: "value 1"}}
-    assert c.living == {0, 1}
+    assert c.members.living == {0, 1}
     c.contribute(say(0, 2), 0.0)
     assert set(values(c.contribute(say(1, 2), 0.0))) == {0, 1}
 
@@ -137,7 +139,7 @@ def test_the_value_of_a_worker_who_left_while_waiting_does_not_count() -> None:
     c.contribute(say(2), 0.0)
     c.leave(2, "killed")
     due = c.contribute(say(1), 0.0)
-    assert values([d for d in due if d.worker != 2]) == {
+    assert values([d for d in due if d.request.worker != 2]) == {
         0: {0: "value 0", 1: "value 1"},
         1: {0: "value 0", 1: "value 1"},
     }
@@ -147,7 +149,7 @@ def test_leaving_twice_changes_nothing() -> None:
     c = coordinator(2)
     c.leave(1)
     assert c.leave(1, "killed") == []
-    assert c.left == {1: ""}
+    assert c.members.left == {1: ""}
 
 
 def test_worker_zeros_death_fails_everybody_now_and_later() -> None:
@@ -235,7 +237,7 @@ def test_a_collective_expires_and_names_who_is_missing() -> None:
 
 
 def test_a_collective_that_expires_names_who_never_joined() -> None:
-    c = Coordinator("7.1", 3)
+    c = CollectiveTable(Membership("7.1", 3))
     c.join(0)
     c.join(1)
     c.contribute(say(0, timeout_s=10.0), 0.0)
@@ -257,7 +259,7 @@ def test_a_repeated_contribution_changes_nothing_while_others_are_waited_for() -
     assert c.contribute(say(0), 0.0) == []
     assert c.contribute(say(0), 0.0) == []
     due = c.contribute(say(1), 0.0)
-    assert sorted(d.worker for d in due) == [0, 1]
+    assert sorted(d.request.worker for d in due) == [0, 1]
     assert values(due)[0] == {0: "value 0", 1: "value 1"}
 
 
@@ -273,7 +275,7 @@ def test_a_contribution_repeated_after_the_answer_is_an_error() -> None:
 def test_joining_again_changes_nothing() -> None:
     c = coordinator(2)
     c.join(1)
-    assert c.joined == {0, 1}
+    assert c.members.joined == {0, 1}
 
 
 @pytest.mark.parametrize("rank", [2, 100, -1])
@@ -311,7 +313,7 @@ class World:
     leavers: dict[int, str]
     waiters_leave: bool = False
     failed_leave: bool = False
-    coordinator: Coordinator = field(default_factory=lambda: coordinator(3))
+    coordinator: CollectiveTable = field(default_factory=lambda: coordinator(3))
     answers: tuple[list[Any], list[Any], list[Any]] = field(default_factory=lambda: ([], [], []))
     waiting: list[bool] = field(default_factory=lambda: [False] * 3)
     gone: set[int] = field(default_factory=set)
@@ -338,10 +340,11 @@ class World:
             done = len(world.answers[rank])
             due = world.coordinator.contribute(say(rank, done + 1, **world.programs[rank][done]), 0.0)
         for delivery in due:
-            assert world.waiting[delivery.worker], "an answer nobody waits for"
-            assert delivery.seq == len(world.answers[delivery.worker]) + 1
-            world.waiting[delivery.worker] = False
-            world.answers[delivery.worker].append(delivery.error or delivery.value)
+            worker = delivery.request.worker
+            assert world.waiting[worker], "an answer nobody waits for"
+            assert delivery.request.seq == len(world.answers[worker]) + 1
+            world.waiting[worker] = False
+            world.answers[worker].append(delivery.reply)
         return world
 
     def ends(self) -> Iterator[World]:
@@ -408,20 +411,20 @@ def test_in_every_order_a_mismatch_leaves_nobody_waiting(odd: int, call: int) ->
 # ---------------------------------------------------------------- workers that are silent
 
 
-def watched(workers: int, **policy: Any) -> Coordinator:
-    result = Coordinator("7.1", workers, Policy(**{"silence_s": 10.0, **policy}))
+def watched(workers: int, **policy: Any) -> CollectiveTable:
+    result = CollectiveTable(Membership("7.1", workers, Policy(**{"silence_s": 10.0, **policy})))
     for rank in range(workers):
         result.join(rank, 0.0)
     return result
 
 
-def pass_time(c: Coordinator, until: float, *heard: int) -> list[Delivery]:
+def pass_time(c: CollectiveTable, until: float, *heard: int) -> list[Completion]:
     """Let time pass in steps of a second, in which some workers give signs of life."""
-    due: list[Delivery] = []
-    start = int(c._looked or 0)
+    due: list[Completion] = []
+    start = int(c.members._looked or 0)
     for now in range(start, int(until) + 1):
         for worker in heard:
-            c.hear(worker, float(now))
+            c.members.hear(worker, float(now))
         due += c.expire(float(now))
     return due
 
@@ -433,11 +436,13 @@ def test_a_silent_worker_is_not_waited_for() -> None:
     assert pass_time(c, 10, 0, 1) == []
     due = pass_time(c, 11, 0, 1)
     assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {0: "value 0", 1: "value 1"}}
-    assert c.living == {0, 1}
-    assert c.news == ["Worker 2 gave no sign of life for 11 s; the others go on without it. It may come back."]
+    assert c.members.living == {0, 1}
+    assert c.members.events == [
+        "Worker 2 gave no sign of life for 11 s; the others go on without it. It may come back."
+    ]
     with pytest.raises(WorkerAwayError, match="Worker 2 gave no sign of life for 11 s"):
-        c.check(2)
-    c.check(1)
+        c.members.check(2)
+    c.members.check(1)
 
 
 def test_it_is_told_what_it_missed_and_then_takes_part_again() -> None:
@@ -447,17 +452,17 @@ def test_it_is_told_what_it_missed_and_then_takes_part_again() -> None:
     assert values(c.contribute(say(0, 2, "broadcast", "seed", source=0), 11.0)) == {0: {0: "value 0"}}
     assert values(c.contribute(say(0, 3, "gather", "states", target=0), 11.0)) == {0: {0: "value 0"}}
     c.join(1, 12.0)
-    c.check(1)  # it may train
-    assert c.living == {0}  # but nobody waits for it
-    assert c.behind == {1}
+    c.members.check(1)  # it may train
+    assert c.members.living == {0}  # but nobody waits for it
+    assert c.members.catching_up == {1}
     assert values(c.contribute(say(1, 1), 12.0)) == {1: {0: "value 0"}}
     assert values(c.contribute(say(1, 2, "broadcast", "seed", source=0), 12.0)) == {1: {0: "value 0"}}
     assert values(c.contribute(say(1, 3, "gather", "states", target=0), 12.0)) == {1: {}}
-    assert c.contribute(say(0, 4), 12.0) == [Delivery(0, 4, value={0: "value 0"})]  # still behind: 4 was not waited for
+    assert c.contribute(say(0, 4), 12.0) == [(say(0, 4), {0: "value 0"})]  # still behind: 4 was not waited for
     assert values(c.contribute(say(1, 4), 12.0)) == {1: {0: "value 0"}}
     assert c.contribute(say(1, 5), 12.0) == []  # the first that is open
-    assert c.living == {0, 1}
-    assert c.news[-1] == "Worker 1 is back."
+    assert c.members.living == {0, 1}
+    assert c.members.events[-1] == "Worker 1 is back."
     both = {0: "value 0", 1: "value 1"}
     assert values(c.contribute(say(0, 5), 12.0)) == {0: both, 1: both}
     assert not c._missed
@@ -467,8 +472,8 @@ def test_one_that_has_missed_nothing_takes_part_at_once() -> None:
     c = watched(2)
     pass_time(c, 11, 0)
     c.join(1, 12.0)
-    assert c.living == {0, 1}
-    assert not c.behind
+    assert c.members.living == {0, 1}
+    assert not c.members.catching_up
 
 
 def test_one_that_waits_in_a_collective_gets_its_answer_when_it_wakes() -> None:
@@ -492,61 +497,63 @@ def test_what_it_missed_must_fit_what_it_calls() -> None:
 def test_worker_0_is_waited_for_at_sync_points_and_not_for_its_data() -> None:
     c = watched(2)
     pass_time(c, 11, 1)
-    assert c.living == {1}
+    assert c.members.living == {1}
     assert c.contribute(say(1), 11.0) == []
     assert set(values(c.contribute(say(0), 12.0))) == {0, 1}
-    assert c.living == {0, 1}
+    assert c.members.living == {0, 1}
 
 
 def test_one_that_takes_part_in_a_collective_may_still_not_train_before_it_joins_again() -> None:
     c = watched(2)
     pass_time(c, 11, 0)
-    c.hear(1, 11.0)
+    c.members.hear(1, 11.0)
     c.contribute(say(1), 11.0)
-    assert c.living == {0, 1}
-    assert c.trusted == {0}
+    assert c.members.living == {0, 1}
+    assert c.members.trusted == {0}
     with pytest.raises(WorkerAwayError, match="Worker 1 was away"):
-        c.check(1)
+        c.members.check(1)
     c.join(1, 11.0)
-    assert c.trusted == {0, 1}
+    assert c.members.trusted == {0, 1}
 
 
 def test_only_the_first_server_ends_a_session_for_silence() -> None:
-    c = Coordinator("7.1", 2, Policy(silence_s=10.0, abort=True), index=1)
+    c = CollectiveTable(Membership("7.1", 2, Policy(silence_s=10.0, abort=True), index=1))
     for rank in range(2):
         c.join(rank, 0.0)
     pass_time(c, 8, 0)  # it loses patience sooner
-    assert c.living == {0}
-    assert not c.aborted
-    assert not c.news
+    assert c.members.living == {0}
+    assert not c.members.aborted
+    assert not c.members.events
 
 
 def test_ranks_of_another_session_cannot_leave() -> None:
     c = watched(1, abort=True)
     assert c.leave(1, "killed") == []
-    c.check(0)
+    c.members.check(0)
 
 
 # ---------------------------------------------------------------- in a lost one's place
 
 
-def successor(workers: int, answered: int, *, incarnations: dict[int, int] | None = None) -> Coordinator:
+def successor(workers: int, answered: int, *, incarnations: dict[int, int] | None = None) -> CollectiveTable:
     c = coordinator(workers)
-    c.resume(answered, incarnations or {}, set())
+    c.members.resume(incarnations or {}, set())
+    c.resume(answered)
     return c
 
 
 def test_a_collective_that_a_lost_server_had_answered_waits_for_nobody() -> None:
     """Not for worker 0 either, which is away; it gets the same answer when it wakes."""
-    c = Coordinator("7.1", 3, Policy(silence_s=10.0))
+    c = CollectiveTable(Membership("7.1", 3, Policy(silence_s=10.0)))
     for rank in range(3):
         c.join(rank, 0.0)
-    c.resume(4, {}, set())
+    c.members.resume({}, set())
+    c.resume(4)
     for now in range(1, 12):
-        c.hear(1, now)
-        c.hear(2, now)
+        c.members.hear(1, now)
+        c.members.hear(2, now)
         c.expire(now)
-    assert c.living == {1, 2}
+    assert c.members.living == {1, 2}
     everything = {0: "a", 1: "b", 2: "c"}
     assert c.contribute(say(1, 4), 11.0) == []  # it was not answered
     assert values(c.contribute(say(2, 4, answer=everything), 11.0)) == {1: everything, 2: everything}
@@ -584,32 +591,32 @@ def test_nothing_is_kept_for_a_worker_that_calls_a_later_one() -> None:
 
 
 def test_whom_a_coordinator_declares_away_before_it_knows_of_earlier_times_the_next_one_knows_of() -> None:
-    c = Coordinator("7.1", 2, Policy(silence_s=10.0))
+    c = CollectiveTable(Membership("7.1", 2, Policy(silence_s=10.0)))
     for rank in range(2):
         c.join(rank, 0.0)
     for now in range(1, 12):
-        c.hear(0, now)
+        c.members.hear(0, now)
         c.expire(now)
-    assert c.away
-    c.resume(0, {1: 3}, set())  # three times before, as the workers tell, and once now
-    assert c.incarnations == {1: 4}
+    assert c.members.suspected
+    c.members.resume({1: 3}, set())  # three times before, as the workers tell, and once now
+    assert c.members.incarnations == {1: 4}
 
 
 def test_what_a_worker_that_sleeps_has_missed_outlives_the_server_that_kept_it() -> None:
     """The others tell the next one, and the one after that."""
-    sleeps = Coordinator("7.1", 3, Policy(silence_s=10.0))
+    sleeps = CollectiveTable(Membership("7.1", 3, Policy(silence_s=10.0)))
     for rank in range(3):
         sleeps.join(rank, 0.0)
     told: dict[int, dict[int, Any]] = {}
     for seq in (1, 2, 3):
         if seq == 2:
             for now in range(1, 12):
-                sleeps.hear(0, now)
-                sleeps.hear(1, now)
+                sleeps.members.hear(0, now)
+                sleeps.members.hear(1, now)
                 sleeps.expire(now)
         for rank in (0, 1) if seq > 1 else (2, 0, 1):
             for due in sleeps.contribute(say(rank, seq), 12.0):
-                told[seq] = due.value or {}
+                told[seq] = due.reply
     assert sleeps.needed == 1  # it has called the first one, but perhaps knows of no answer
     for _ in range(2):
         after = successor(3, answered=3)
@@ -630,15 +637,15 @@ def test_what_one_alone_wanted_of_a_collective_is_not_kept_for_the_others() -> N
 
 
 def test_whom_a_coordinator_has_let_in_again_was_not_away() -> None:
-    c = Coordinator("7.1", 2, Policy(silence_s=10.0))
+    c = CollectiveTable(Membership("7.1", 2, Policy(silence_s=10.0)))
     for rank in range(2):
         c.join(rank, 0.0)
     for now in range(1, 12):
-        c.hear(0, now)
+        c.members.hear(0, now)
         c.expire(now)
     c.join(1, 12.0)  # with its offer: it tells all that it knows
-    c.resume(0, {1: 3}, set())
-    assert c.incarnations == {1: 3}
+    c.members.resume({1: 3}, set())
+    assert c.members.incarnations == {1: 3}
 
 
 def test_workers_are_at_odds_where_some_wait_in_a_collective_and_all_others_for_data() -> None:
@@ -656,16 +663,16 @@ def test_a_coordinator_that_slept_declares_nobody_away() -> None:
     c = watched(2)
     pass_time(c, 5, 0, 1)
     assert c.expire(100.0) == []
-    assert c.living == {0, 1}
+    assert c.members.living == {0, 1}
     assert pass_time(c, 109, 0) == []
     pass_time(c, 111, 0)
-    assert c.living == {0}
+    assert c.members.living == {0}
 
 
 def test_without_patience_nobody_is_away() -> None:
     c = coordinator(2)
     assert pass_time(c, 1000) == []
-    assert c.living == {0, 1}
+    assert c.members.living == {0, 1}
 
 
 def test_too_few_workers_end_the_session() -> None:
@@ -676,7 +683,7 @@ def test_too_few_workers_end_the_session() -> None:
     assert isinstance(error, WorkerLostError)
     assert "Worker 1 is gone (killed too). 1 are left, and min_workers=2. Start the job again" in str(error)
     with pytest.raises(WorkerLostError, match="min_workers=2"):
-        c.check(0)
+        c.members.check(0)
     (error,) = errors(c.contribute(say(0, 2), 0.0)).values()
     assert "min_workers=2" in str(error)
 
@@ -685,7 +692,7 @@ def test_orderly_leaving_ends_nothing() -> None:
     c = watched(3, min_workers=3, abort=True)
     c.leave(2)
     c.leave(1)
-    c.check(0)
+    c.members.check(0)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -722,23 +729,23 @@ def test_whatever_sleeps_all_living_get_the_same_answers_and_nobody_waits_for_ev
     called = dict.fromkeys(range(workers), 0)
     answered: dict[int, dict[int, Any]] = {w: {} for w in range(workers)}
 
-    def take(due: list[Delivery]) -> None:
+    def take(due: list[Completion]) -> None:
         for d in due:
-            assert d.error is None, d.error
-            answered[d.worker][d.seq] = d.value
+            assert not isinstance(d.reply, ASGDError), d.reply
+            answered[d.request.worker][d.request.seq] = d.reply
 
     for what, who in events:
         if what == "time":
             for _ in range(11):
                 now += 1
                 for worker in set(range(workers)) - asleep:
-                    c.hear(worker, now)
+                    c.members.hear(worker, now)
                 take(c.expire(now))
         elif what == "sleep" and who != 0:
             asleep.add(who)
         elif what == "wake" and who in asleep:
             asleep.discard(who)
-            c.hear(who, now)
+            c.members.hear(who, now)
             c.join(who, now)
         elif what == "call" and who not in asleep and called[who] == len(answered[who]) < rounds:
             called[who] += 1

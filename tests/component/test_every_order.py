@@ -43,7 +43,7 @@ from lightning_asgd.protocol import (
     StateReport,
     SyncReport,
 )
-from lightning_asgd.server.coordinator import Coordinator
+from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.state_recovery import StateRecovery
@@ -291,7 +291,7 @@ class World:
         events: list[Event] = [("answer", call.worker, call.number) for call, _ in self.answers]
         events += [("arrive", *line) for line, calls in self.lines.items() if calls]
         events += [("notice", call.worker, call.number) for call in self.lost]
-        living = [coordinator and coordinator.living for coordinator in self.coordinators()]
+        living = [members and members.living for members in self.memberships()]
         dead = [(rank, server) for rank in sorted(self.dead) for server in range(self.plan.servers)]
         return sorted(events) + [("bury", r, s) for r, s in dead if self.clients[r].worker in (living[s] or ())]
 
@@ -420,14 +420,15 @@ class World:
         else:
             self.servers[server].service.bury("s", worker, "it died")
 
-    def coordinators(self) -> list[Coordinator | None]:
-        return [server.service._coordinator for server in self.servers]
+    def memberships(self) -> list[Membership | None]:
+        return [server.service.session and server.service.session.members for server in self.servers]
 
     # ------------------------------------------------------------------ what must hold
 
     def check(self, *, at_end: bool) -> None:
         plan = self.plan
-        parts = [server.service._shards[0].weights for server in self.servers if 0 in server.service._shards]
+        sessions = [server.service.session for server in self.servers]
+        parts = [session.shards[0].weights for session in sessions if session is not None and 0 in session.shards]
         shards = [weights[0].view(plan.workers, plan.pushes) for weights in parts if weights is not None]
         for shard in shards:
             assert shard.max() <= 1, f"a push was applied twice: {shard.tolist()}"
@@ -468,8 +469,8 @@ class World:
 
 def told_from_others(server: Server) -> Hashable:
     service = vars(server.service)
-    held = frozenset(fingerprint(held) for held in service["_held"].values())  # by identity
-    rest = tuple(fingerprint(value) for name, value in service.items() if name != "_held")
+    held = frozenset(fingerprint(held) for held in vars(service["_pending"])["_pending"].values())  # by identity
+    rest = tuple(fingerprint(value) for name, value in service.items() if name != "_pending")
     return held, rest, fingerprint(server.once), server.now
 
 

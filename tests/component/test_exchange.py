@@ -1103,7 +1103,7 @@ def test_workers_near_and_far_take_the_same_bits_at_sync_points(compression: str
             worker.exchanger.fetch()
         assert torch.equal(far[0].w, near[0].w)
         assert torch.equal(far[1].w, near[0].w)
-        whole = torch.cat([service._shards[0].weights[0] for service in cluster.services])
+        whole = torch.cat([service.session.shards[0].weights[0] for service in cluster.services])
         assert torch.allclose(near[0].w, whole, atol=1e-4)
         for worker in workers:
             worker.exchanger.begin()

@@ -342,11 +342,12 @@ def learn(weight: torch.Tensor, batch: list[int]) -> None:
 
 
 def holds_weights(service: Service) -> bool:
-    return 0 in service._shards and service._shards[0].initialised
+    session = service.session
+    return session is not None and 0 in session.shards and session.shards[0].initialised
 
 
 def server_weights(world: World) -> torch.Tensor:
-    parts = [service._shards[0].weights for service in world.services]
+    parts = [service.session.shards[0].weights for service in world.services]
     return torch.cat([weights[0] for weights in parts if weights is not None])
 
 

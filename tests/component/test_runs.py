@@ -491,8 +491,8 @@ class Left(Exception):
 
 
 def is_settled(service: Service) -> bool:
-    restoration, coordinator = service._restoration, service._coordinator
-    return restoration is None or (coordinator is not None and restoration.over(coordinator.living))
+    session = service.session
+    return session is None or session.recovery is None or session.recovery.over(session.members.living)
 
 
 @pytest.mark.parametrize(

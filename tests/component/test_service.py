@@ -149,8 +149,8 @@ def test_worker_0_is_told_the_latest_figures_of_all_and_who_is_alive() -> None:
     s.handle(Leave("s", 2, "killed"))
     answer = s.handle(Heartbeat("s", 0, figures=first))
     assert (answer.living, answer.figures) == ((0, 1), {0: first, 2: later})
-    assert s._coordinator is not None
-    assert s._coordinator.figures == answer.figures
+    assert s.session is not None
+    assert s.session.members.metrics == answer.figures
 
 
 def passes(s: Service, clock: Clock, seconds: int, *heard: int, session: str = "s") -> None:

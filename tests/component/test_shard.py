@@ -47,7 +47,7 @@ def exchange(shard: Shard, asked: Exchange, buffer: Tensors | None, live: int) -
     """An exchange whose answer is due at once."""
     assert shard.meet(range(live)) == []
     (due,) = shard.exchange(asked, buffer)
-    assert due.message is asked
+    assert due.request is asked
     return due.reply
 
 

@@ -155,7 +155,7 @@ def test_what_an_algorithm_keeps_on_the_servers_is_in_it(tmp_path: Path, algorit
         torch.manual_seed(0)
         for seq in range(1, 6):
             push(service, worker, seq, 1.0 / (5 + seq))
-        ends.append((fetch(service, worker), service.status()["version"], service._shards[0].samples))
+        ends.append((fetch(service, worker), service.status()["version"], service.session.shards[0].samples))
     (weights, version, samples), (same, again, kept) = ends
     assert torch.equal(weights, same)
     assert version == again
@@ -257,7 +257,7 @@ def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_opti
     assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
     assert torch.equal(fetch(after, 1), seen.weights[0])
     assert after.status()["version"] == 2
-    shard = after._shards[0]
+    shard = after.session.shards[0]
     (state,) = [group["slots"]["optimizer"]["state"][0] for group in shard.state()]
     assert state["step"] == 1.0  # that of the snapshot
     assert push(after, 1, 2, 3.0).verdict is Verdict.REPEATED

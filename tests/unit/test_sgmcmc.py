@@ -240,7 +240,7 @@ def test_samples_that_not_all_servers_have_are_left_out() -> None:
     push_ones(exchanger, weight, 1)
     assert cluster.versions() == [3, 4]
     push_ones(exchanger, weight, 1)
-    assert [len(s._shards[0].samples) for s in cluster.services] == [2, 2]
+    assert [len(s.session.shards[0].samples) for s in cluster.services] == [2, 2]
     assert list(collected(exchanger)) == [2, 4]
     push_ones(exchanger, weight, 3)
     assert list(collected(exchanger)) == [4, 6]  # the second server has dropped version 2 for version 8

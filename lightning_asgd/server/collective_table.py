@@ -1,0 +1,308 @@
+"""The collectives of a session's workers. A pure state machine: no network, no threads, time as an argument.
+
+Workers number their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and
+name, so a worker that skips, repeats or reorders one gets an error at once, and nobody hangs. A collective is
+completed by the workers that the membership awaits. The results of collectives that a suspected worker missed are kept
+for it: when it is back it gets the results that the others got, and takes part again from the first collective that is
+still open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asgd.errors import (
+    ASGDError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ProtocolError,
+    WorkerLostError,
+)
+from lightning_asgd.protocol import Contribution
+from lightning_asgd.server.membership import Membership
+from lightning_asgd.server.pending_replies import Completion
+
+__all__ = ["CollectiveTable"]
+
+_MISSED_AT_MOST = 1000  # collectives whose results are kept for suspected workers
+
+
+@dataclass
+class _Operation:
+    first: Contribution
+    deadline: float
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # workers that no predecessor has answered
+    stops: bool = False  # whether a worker in it trains no more
+
+    def signature(self) -> tuple[object, ...]:
+        return _signature(self.first)
+
+
+@dataclass
+class _Missed:
+    """The result of a collective, for the workers that it was completed without."""
+
+    first: Contribution
+    values: dict[int, Any]
+    absent: set[int]
+
+
+@dataclass
+class CollectiveTable:
+    """Collectives in progress, and results that are kept for members that missed them."""
+
+    members: Membership
+    stopped: int = 0
+    """Number of the collective in which a worker waits that trains no more; 0 if there is none."""
+    _operations: dict[int, _Operation] = field(default_factory=dict)
+    _missed: dict[int, _Missed] = field(default_factory=dict)
+    _last_seq: dict[int, int] = field(default_factory=dict)
+    _forgotten: int = 0  # collectives that a predecessor has completed
+    _completed: int = 0  # number of the latest that this one has
+
+    @property
+    def needed(self) -> int:
+        """Number of the first collective that a worker may still call: one before those that it has missed.
+
+        It took part in that, and may not have been answered.
+        """
+        return max(0, min(self._missed, default=self._completed) - 1)
+
+    def join(self, worker: int, now: float = 0.0) -> None:
+        """Let a worker join or rejoin; it has nothing to catch up on if it missed no collective."""
+        missed = any(worker in missed.absent for missed in self._missed.values())
+        if self.members.join(worker, now) and not missed:
+            self.members.welcome(worker)
+
+    def resume(self, answered: int) -> None:
+        """Go on where a lost server was; ``answered`` is the latest collective that it answered any worker.
+
+        Some may not have been answered: all make that call again. The results of earlier ones workers report, as far
+        as a worker that missed them needs them.
+        """
+        self._forgotten = max(0, answered - 1)
+
+    def leave(self, worker: int, reason: str = "") -> list[Completion]:
+        """Take a worker out; the others complete the collectives that waited for it alone.
+
+        A broadcast whose source left fails; so does everything once worker 0 left for a reason.
+        """
+        if not self.members.leave(worker, reason):
+            return []
+        self._caught_up_on_all(worker)
+        due: list[Completion] = []
+        for operation in self._operations.values():
+            contribution = operation.contributions.pop(worker, None)
+            if contribution is not None:
+                due.append(Completion(contribution, self._gone(worker, operation.first)))
+        return due + self._settle_all()
+
+    def abort(self, why: str) -> list[Completion]:
+        """End the session for all workers."""
+        self.members.end(why)
+        return self._settle_all()
+
+    def contribute(self, message: Contribution, now: float) -> list[Completion]:
+        """Take a worker's part in a collective."""
+        worker, seq = message.worker, message.seq
+        if worker in self.members.left:
+            return [Completion(message, self._gone(worker, message))]
+        for earlier in [earlier for earlier in self._missed if earlier < seq]:
+            self._caught_up(worker, earlier)  # it was answered, perhaps by a predecessor
+        if self.members.aborted:
+            return [Completion(message, WorkerLostError(self.members.aborted))]
+        if seq in self._missed and worker in self._missed[seq].absent:
+            return [self._tell(message)]
+        if seq <= self._forgotten and message.answer is not None:
+            return self._take_over(message, message.answer)
+        if seq <= self._forgotten:
+            error: ASGDError = WorkerLostError(
+                f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
+                "it, and what it came to was lost with a server."
+            )
+            return [Completion(message, error)]
+        last = self._last_seq.get(worker, 0)
+        operation = self._operations.get(seq)
+        if seq <= last and not (operation is not None and worker in operation.contributions):
+            error = ProtocolError(f"Worker {worker} called collective {seq} again after its answer.")
+            return [Completion(message, error)]
+        self._last_seq[worker] = max(last, seq)
+        if worker in self.members.catching_up or worker in self.members.suspected:
+            self.members.welcome(worker)
+        if operation is None:
+            operation = self._operations[seq] = _Operation(message, now + message.timeout_s)
+        elif operation.signature() != _signature(message):
+            error = self._disagree(message, operation.first, set(operation.contributions))
+            return [*self._fail(seq, error), Completion(message, error)]
+        operation.contributions[worker] = message
+        operation.stops |= message.stops
+        self._note_stopped()
+        if message.answer is not None and message.target in (None, worker):
+            # A predecessor had completed it: the rest is answered likewise, now or when it comes.
+            return self._complete(seq, message.answer, self.members.expected - set(self.members.left))
+        if message.answer is None:
+            operation.waiting.add(worker)
+        operation.deadline = max(operation.deadline, now + message.timeout_s)
+        return self._settle(seq)
+
+    def at_odds(self, claiming: Collection[int]) -> set[int]:
+        """The workers that wait in a collective while all the others wait for data, if that is so."""
+        if self.members.catching_up - set(claiming):
+            return set()  # a worker that is catching up may train what others wait for
+        others = self.members.living - set(claiming)
+        waits = any(others <= operation.waiting for operation in self._operations.values())
+        return others if waits and self.members.living & set(claiming) else set()
+
+    def separate(self, claiming: dict[int, str]) -> list[Completion]:
+        """Fail a collective in which some wait while all the others wait for data: neither would ever end.
+
+        ``claiming`` names the workers that wait for data, and their epochs. They must be sent the same error.
+        """
+        training, others = self.members.living & set(claiming), self.at_odds(claiming)
+        due: list[Completion] = []
+        for seq, operation in list(self._operations.items()):
+            if others and others <= operation.waiting:
+                first = operation.first
+                error = CollectiveMismatchError(
+                    f"Workers disagree about what follows in session {self.members.session!r}: {_workers(others)} "
+                    f"called {first.kind} {first.name!r}, where data of epoch {claiming[min(training)]} were expected "
+                    f"by {_workers(training)}. Expected every worker to train the same epochs: look for Trainer "
+                    "arguments, hooks or callbacks that end training on some ranks only."
+                )
+                due += self._fail(seq, error)
+        return due
+
+    def expire(self, now: float) -> list[Completion]:
+        """Go on without silent workers; fail the collectives whose time is up, naming who is missing."""
+        due = self._settle_all() if self.members.suspect_silent(now) else []
+        for seq, operation in list(self._operations.items()):
+            if now >= operation.deadline:
+                missing = self.members.awaited - set(operation.contributions)
+                never = missing - self.members.joined
+                first = operation.first
+                hint = f" {_workers(never)} never joined." if never else ""
+                error = CollectiveTimeoutError(
+                    f"{first.kind} {first.name!r} (collective {seq} of session {self.members.session!r}) was not "
+                    f"completed within {first.timeout_s:g} s: {_workers(missing)} did not call it.{hint} Expected all "
+                    f"of {sorted(self.members.awaited)}. Look at the missing workers' output, or raise "
+                    "timeouts.collective_s."
+                )
+                due += self._fail(seq, error)
+        return due
+
+    def _tell(self, message: Contribution) -> Completion:
+        """Answer a late call as the others were answered."""
+        worker, seq = message.worker, message.seq
+        missed = self._missed[seq]
+        self._last_seq[worker] = max(seq, self._last_seq.get(worker, 0))
+        self._caught_up(worker, seq)
+        if _signature(message) != _signature(missed.first):
+            return Completion(message, self._disagree(message, missed.first, set(missed.values)))
+        return Completion(message, missed.values)
+
+    def _caught_up(self, worker: int, seq: int) -> None:
+        self._missed[seq].absent.discard(worker)
+        if not self._missed[seq].absent:
+            del self._missed[seq]
+
+    def _caught_up_on_all(self, worker: int) -> None:
+        for seq in list(self._missed):
+            self._caught_up(worker, seq)
+
+    def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Completion]:
+        """Take the result of a collective from a worker that a predecessor had answered."""
+        if message.seq not in self._missed:
+            self._keep(
+                message, answer, self.members.expected - set(self.members.left) - {message.worker, message.target}
+            )
+        return [Completion(message, answer)]
+
+    def _keep(self, first: Contribution, values: dict[int, Any], absent: set[int]) -> None:
+        """Keep the result of a collective for workers that have yet to call it."""
+        if not absent:
+            return
+        self._missed[first.seq] = _Missed(first, values if first.target is None else {}, absent)
+        if len(self._missed) > _MISSED_AT_MOST:
+            for worker in list(self._missed[min(self._missed)].absent):
+                self.members.give_up(worker, f"it missed more than {_MISSED_AT_MOST} collectives")
+                self._caught_up_on_all(worker)
+
+    def _disagree(self, message: Contribution, first: Contribution, others: set[int]) -> ASGDError:
+        return CollectiveMismatchError(
+            f"Workers disagree about collective {message.seq} of session {self.members.session!r}: worker "
+            f"{message.worker} called {message.kind} {message.name!r} where {_workers(others)} called {first.kind} "
+            f"{first.name!r}. Expected every worker to make the same calls in the same order: look for a hook or "
+            "callback that makes a collective call on some ranks only."
+        )
+
+    def _gone(self, worker: int, message: Contribution) -> ASGDError:
+        return WorkerLostError(
+            f"Worker {worker} called {message.kind} {message.name!r} after it was declared gone "
+            f"({self.members.left[worker] or 'it had left'})."
+        )
+
+    def _hopeless(self, operation: _Operation) -> ASGDError | None:
+        """Why an operation can never be completed; None if it can."""
+        first = operation.first
+        source = first.source
+        if self.members.aborted:
+            return WorkerLostError(self.members.aborted)
+        if source is None or source in operation.contributions or source in self.members.awaited:
+            return None
+        fate = "does not exist"
+        if source in self.members.left:
+            fate = f"is gone ({self.members.left[source] or 'it left'})"
+        elif source < self.members.world_size:
+            fate = self.members.suspected.get(source, "is behind")
+        return WorkerLostError(
+            f"{first.kind} {first.name!r} cannot be completed: worker {source}, whose value is needed, {fate}."
+        )
+
+    def _settle_all(self) -> list[Completion]:
+        return [delivery for seq in list(self._operations) for delivery in self._settle(seq)]
+
+    def _settle(self, seq: int) -> list[Completion]:
+        """Answer an operation if everybody is there, or if it can never be completed."""
+        operation = self._operations[seq]
+        error = self._hopeless(operation)
+        if error is not None:
+            return self._fail(seq, error)
+        if not self.members.awaited <= set(operation.contributions):
+            return []
+        values = {worker: message.payload for worker, message in sorted(operation.contributions.items())}
+        source = operation.first.source
+        if source is not None:
+            values = {source: values[source]}
+        return self._complete(seq, values, set(self.members.suspected) | self.members.catching_up)
+
+    def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Completion]:
+        """Answer the workers that have called a collective, and keep the result for others."""
+        operation = self._operations.pop(seq)
+        self._note_stopped()
+        self._completed = max(self._completed, seq)
+        self._keep(operation.first, values, others - set(operation.contributions))
+        target = operation.first.target
+        return [
+            Completion(message, values if target in (None, worker) else {})
+            for worker, message in sorted(operation.contributions.items())
+        ]
+
+    def _fail(self, seq: int, error: ASGDError) -> list[Completion]:
+        operation = self._operations.pop(seq)
+        self._note_stopped()
+        return [Completion(message, error) for _, message in sorted(operation.contributions.items())]
+
+    def _note_stopped(self) -> None:
+        self.stopped = max((seq for seq, operation in self._operations.items() if operation.stops), default=0)
+
+
+def _signature(message: Contribution) -> tuple[object, ...]:
+    return message.kind, message.name, message.source, message.target
+
+
+def _workers(ranks: set[int]) -> str:
+    names = ", ".join(str(r) for r in sorted(ranks))
+    return f"worker {names}" if len(ranks) == 1 else f"workers {names}"

@@ -1,0 +1,234 @@
+"""Who takes part in a session. A pure state machine: no network, no threads, time as an argument.
+
+A worker whose heartbeats do not arrive is *suspected*: the others go on without it. It is also *fenced*: its pushes
+are rejected until it rejoins. A worker that rejoins may have missed collectives; until it has their results it is
+*catching up*: it trains, but nobody waits for it. Worker 0, which logs and writes checkpoints, is the exception: at
+sync points it is waited for even while suspected, as long as it has not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lightning_asgd.errors import ProtocolError, WorkerAwayError, WorkerLostError
+from lightning_asgd.protocol import Policy, WorkerMetrics
+
+__all__ = ["Membership"]
+
+_SUSPENDED_S = 2.0  # a longer time between two looks at the clock: this process was suspended
+_REPORT_S = 60.0  # in which all workers notice that a server was lost and report to its replacement
+_UNHEARD = 1000  # numbers that a lost server may have given without any worker having heard of them
+_SOONER = 0.7  # the failure timeout of the other servers, as a part of server 0's
+
+
+@dataclass
+class Membership:
+    """The workers of one session.
+
+    Server 0 (``index``) is authoritative; the others use a shorter failure timeout, so that they never take a push
+    which it would reject. ``world_size`` is 0 in an elastic run. The reason in ``left`` is empty for an orderly end.
+    """
+
+    session: str
+    world_size: int
+    policy: Policy = field(default_factory=Policy)
+    index: int = 0
+    left: dict[int, str] = field(default_factory=dict)  # and why
+    suspected: dict[int, str] = field(default_factory=dict)  # and why
+    joined: set[int] = field(default_factory=set)
+    catching_up: set[int] = field(default_factory=set)
+    fenced: set[int] = field(default_factory=set)
+    incarnations: dict[int, int] = field(default_factory=dict)  # how often a worker was suspected
+    events: list[str] = field(default_factory=list)  # for the workers' logs
+    admitted: int = 0  # the highest number that was given
+    unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
+    descriptions: dict[int, str] = field(default_factory=dict)  # of workers that attached themselves
+    aborted: str = ""  # why the session is over
+    metrics: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
+    _heard: dict[int, float] = field(default_factory=dict)  # when
+    _looked: float | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers join and leave."""
+        return not self.world_size
+
+    @property
+    def told_left(self) -> dict[int, str]:
+        """The workers that left, for replies: none of an elastic run, where there may be very many."""
+        return {} if self.elastic else dict(self.left)
+
+    @property
+    def expected(self) -> set[int]:
+        """All workers that belong to the session, whatever became of them."""
+        return set(range(self.world_size)) if self.world_size else self.joined
+
+    @property
+    def living(self) -> set[int]:
+        """Workers that others wait for: neither gone nor suspected nor catching up."""
+        return self.expected - set(self.left) - set(self.suspected) - self.catching_up
+
+    @property
+    def trusted(self) -> set[int]:
+        """Those of the living who may train."""
+        return self.living - self.fenced
+
+    @property
+    def awaited(self) -> set[int]:
+        """Workers without which no collective is completed."""
+        return self.living | ({0} & self.expected - set(self.left))
+
+    @property
+    def expected_back(self) -> set[int]:
+        """Suspected workers, except those that may have gone before they knew that they were admitted."""
+        return set(self.suspected) - self.unheard
+
+    @property
+    def chief(self) -> int:
+        """The worker that logs and writes checkpoints; in an elastic run the one that has been there longest."""
+        return 0 if self.world_size else min(self.trusted - self.unheard or self.trusted or self.living, default=0)
+
+    @property
+    def composition(self) -> tuple[frozenset[int], ...]:
+        """Compared before and after to notice a change."""
+        return frozenset(self.living), frozenset(self.catching_up), frozenset(self.fenced)
+
+    def check(self, worker: int) -> None:
+        """Raise unless a worker may train."""
+        if self.aborted:
+            raise WorkerLostError(self.aborted)
+        if worker in self.left:  # an earlier request of its own may arrive after that
+            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker] or 'it had left'}).")
+        if worker in self.fenced or worker in self.suspected:
+            reason = self.suspected.get(worker, "was away")
+            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
+
+    def silent_s(self, worker: int, now: float) -> float:
+        """Seconds since a worker was last heard."""
+        return now - self._heard.get(worker, now)
+
+    def hear(self, worker: int, now: float) -> None:
+        """Count any message as a heartbeat."""
+        self._heard[worker] = now
+        self.unheard.discard(worker)
+
+    def admit(self, description: str, now: float) -> int:
+        """Admit a worker to an elastic run; its number is new, counted from 1."""
+        worker = self.admitted = self.admitted + 1
+        self.descriptions[worker] = description
+        self.join(worker, now)
+        self.unheard.add(worker)
+        self.events.append(f"Worker {worker} ({description}) has come.")
+        return worker
+
+    def join(self, worker: int, now: float) -> bool:
+        """Let a worker join or rejoin; returns whether it was suspected, and is now catching up."""
+        if self.world_size and not 0 <= worker < self.world_size:
+            raise ProtocolError(
+                f"Worker {worker} cannot join session {self.session!r}. Expected a rank below {self.world_size}. "
+                "All workers must be started with the same number of devices and nodes."
+            )
+        if worker in self.left:
+            raise WorkerLostError(
+                f"Worker {worker} cannot join session {self.session!r} again: it was declared gone "
+                f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
+            )
+        self.joined.add(worker)
+        self.fenced.discard(worker)
+        self._heard[worker] = now
+        if worker not in self.suspected:
+            return False
+        del self.suspected[worker]
+        self.catching_up.add(worker)
+        return True
+
+    def welcome(self, worker: int) -> None:
+        """End a worker's absence: it is waited for again."""
+        self.suspected.pop(worker, None)
+        self.catching_up.discard(worker)
+        self.events.append(f"Worker {worker} is back.")
+
+    def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
+        """Expect reports of all workers that have not left, where this server replaces a lost one.
+
+        ``holding`` names, in an elastic run, the workers that hold weights. They are given more time than usual: a
+        worker that is busy for long may hold the newest state, and nobody else would. ``admitted`` is the highest
+        number that a worker knows to be given.
+        """
+        for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
+            self.joined.add(worker)
+            self._heard[worker] = now + _REPORT_S
+        self.admitted = max(self.admitted, admitted + _UNHEARD)
+
+    def resume(self, incarnations: dict[int, int], fenced: set[int]) -> None:
+        """Take over what the workers report; ``fenced`` are those that do not know yet that they were suspected."""
+        # The next replacement must not trust workers that this one has suspected meanwhile and that do not know it.
+        own = {worker: incarnation for worker, incarnation in self.incarnations.items() if worker in self.fenced}
+        self.incarnations = {
+            worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
+        }
+        self.fenced |= fenced
+        self.events.append("A server was lost, and restored from what the workers hold.")
+
+    def leave(self, worker: int, reason: str) -> bool:
+        """Take a worker out; returns False if it was not there."""
+        if worker in self.left or worker not in self.expected:
+            return False
+        self.give_up(worker, reason)
+        if not self.world_size:
+            self.events.append(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
+        elif reason:
+            self._lose(worker, f"is gone ({reason})")
+        return True
+
+    def give_up(self, worker: int, reason: str) -> None:
+        """Count a worker as gone, whatever it was."""
+        self.left[worker] = reason
+        self.suspected.pop(worker, None)
+        self.catching_up.discard(worker)
+        self.fenced.discard(worker)
+        self.unheard.discard(worker)
+
+    def suspect_silent(self, now: float) -> bool:
+        """Suspect the workers whose failure timeout is over; returns whether there are any."""
+        suspended = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if suspended > _SUSPENDED_S:  # no heartbeat could be taken
+            self._heard = {worker: at + suspended for worker, at in self._heard.items()}
+        timeout_s = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
+        there = self.joined - set(self.left) - set(self.suspected)
+        silent = {worker for worker in there if now - self._heard.get(worker, now) > timeout_s}
+        if not timeout_s or not silent:
+            return False
+        for worker in sorted(silent):
+            reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
+            self.suspected[worker] = f"{reason}, so the others went on without it"
+            self.fenced.add(worker)
+            self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+            self.catching_up.discard(worker)
+            if self.index > 0:
+                continue  # server 0 decides what follows
+            if not self._lose(worker, reason):
+                self.events.append(f"Worker {worker} {reason}; the others go on without it. It may come back.")
+        return True
+
+    def end(self, why: str) -> None:
+        """End the session."""
+        if not self.aborted:
+            self.aborted = why
+            self.events.append(why)
+
+    def _lose(self, worker: int, fate: str) -> bool:
+        """End the session if it cannot or must not do without a worker."""
+        left = len(self.living | self.catching_up)
+        why = ""
+        if worker == 0 and 0 in self.left:
+            why = f"Worker 0, which logs and writes the checkpoints, {fate}."
+        elif self.policy.abort:
+            why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
+        elif 0 < left < self.policy.min_workers:  # with none left, it may be this process's network that is down
+            why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
+        if why:
+            self.end(f"{why} Start the job again with trainer.fit(..., ckpt_path='last').")
+        return bool(why)

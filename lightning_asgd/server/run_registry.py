@@ -1,0 +1,71 @@
+"""What outlives the sessions of a server: the elastic run that it serves, and which workers' processes have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_asgd.errors import ProtocolError, WorkerLostError
+from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, RunMetadata
+
+__all__ = ["RunRegistry", "goes_on_from"]
+
+
+class RunRegistry:
+    """The run: who may join it, who bootstraps it, what its workers note. A job's ``name`` is empty."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.metadata: dict[str, Any] = {}
+        self.bootstrap_worker: int | None = None  # brings the run's first weights
+        self.arriving: list[Attach] = []  # requests of workers that wait for these weights
+        self.exits: list[tuple[str, int, str]] = []  # of processes: session (empty for all), worker, reason
+
+    @property
+    def bootstrapped(self) -> bool:
+        """Whether the run has weights."""
+        return BOOTSTRAPPED in self.metadata
+
+    def check_can_join(self, session: str, worker: int | str, protocol: int, *, elastic: bool) -> None:
+        """Raise unless a worker speaks this protocol, and means this run or this job."""
+        if protocol != PROTOCOL:
+            raise ProtocolError(
+                f"Worker {worker} speaks protocol {protocol}. Expected {PROTOCOL}. "
+                "Install the same version of lightning-asgd on every machine."
+            )
+        if self.name and (session != self.name or not elastic):
+            raise ProtocolError(
+                f"Worker {worker} wants to take part in {session!r}, but these servers serve run {self.name!r}, to "
+                "which workers attach themselves. Expected ASGDStrategy(server=..., run_id=...) with the run_id that "
+                "`lightning-asgd serve` was given."
+            )
+        if elastic and not self.name:
+            raise ProtocolError(
+                f"Worker {worker} wants to attach itself to run {session!r}, but these servers belong to a job with a "
+                "fixed number of workers. Expected servers started with `lightning-asgd serve`."
+            )
+
+    def check_bootstraps(self, worker: int) -> None:
+        """Raise unless it is for this worker to bring the first weights."""
+        if self.bootstrapped or worker != self.bootstrap_worker:
+            raise WorkerLostError(
+                f"Worker {worker} was silent before it had brought the run's first weights, and another "
+                "one has brought them. Start it again: it will take these."
+            )
+
+    def exited(self, session: str) -> dict[int, str]:
+        """Workers whose processes have ended, as far as a session is concerned, and why."""
+        return {worker: why for first, worker, why in self.exits if goes_on_from(session, first)}
+
+    def note(self, message: RunMetadata, *, trusted: bool) -> bool:
+        """Take a worker's metadata, unless others speak for it; returns whether they were taken."""
+        known = message.first and message.name in self.metadata
+        bootstraps = message.worker == self.bootstrap_worker and not self.bootstrapped  # even if it was suspected
+        if message.value is None or known or not (bootstraps or message.first or trusted):
+            return False
+        self.metadata[message.name] = message.value
+        return True
+
+
+def goes_on_from(session: str, first: str) -> bool:
+    """Whether a session is one that a launcher began, or a later generation of it, with a new layout."""
+    return not first or session == first or session.startswith(f"{first}.")

@@ -1,0 +1,67 @@
+"""How many units to grant a worker, by everybody's speed: guided self-scheduling. Arithmetic without state.
+
+A worker is granted half of what it will probably be able to do of what is left, and at the end single steps, so that
+all have trained and pushed at the same time.
+
+Reference:
+    Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Load", "finish_s", "steps_to_grant"]
+
+_CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
+_TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
+_LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others
+# A worker that needs many times as long for a sample saves the others next to nothing by it, and costs them a lot if
+# they turn out faster than they were: it has to finish sooner.
+_MANY = 4.0
+_SOONER = 0.85
+
+
+class Load(NamedTuple):
+    """A worker, as far as scheduling is concerned."""
+
+    free_s: float  # seconds until it has trained what it holds, and pushed
+    unit_s: float  # seconds per unit
+    size: int  # units per step
+
+
+def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, *, must: bool) -> int:
+    """How many steps to grant: half of a worker's share of what is left; none if the others finish sooner without it.
+
+    ``must``: nobody else will come back for what is left, so the worker need not be sooner than much faster ones.
+    """
+    finish = mine.free_s + min(mine.size, left) * mine.unit_s
+    if others and finish > _LATE * finish_s(others, left):
+        return 0
+    faster = [load for load in others if load.unit_s * _MANY < mine.unit_s]
+    if faster and not must and finish > _SOONER * finish_s(faster, left):
+        return 0
+    share = max(0.0, finish_s([*others, mine], left) - mine.free_s) / mine.unit_s
+    units = max(share / 2, min(share, rtt_s / mine.unit_s))  # enough until the next answer
+    units = min(units, max(_CHUNK_S, _TRIPS * rtt_s) / mine.unit_s)
+    return max(1, int(units / mine.size))
+
+
+def finish_s(loads: Sequence[Load], units: int) -> float:
+    """Seconds until workers have trained so many units in whole steps, if none idles."""
+    rate = busy = time = 0.0
+    ordered = sorted(loads)
+    for index, (free, pace, _) in enumerate(ordered):
+        rate += 1 / pace
+        busy += free / pace
+        time = (units + busy) / rate  # if units could be cut in pieces
+        if index + 1 == len(ordered) or time <= ordered[index + 1].free_s:
+            break
+    trained = [max(0, int((time - free) / pace / size)) * size for free, pace, size in ordered]
+    while sum(trained) < units:
+        ends = [free + (n + size) * pace for n, (free, pace, size) in zip(trained, ordered, strict=True)]
+        time = min(ends)
+        soonest = ends.index(time)
+        trained[soonest] += ordered[soonest].size
+    return time

@@ -1,0 +1,123 @@
+"""All that a server knows of one session, in one object: a new session begins with nothing of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asgd.errors import ProtocolError, WorkerLostError
+from lightning_asgd.protocol import (
+    Epoch,
+    Exchange,
+    Heartbeat,
+    HeartbeatReply,
+    InitShard,
+    ReplicaState,
+    WorkerMetrics,
+)
+from lightning_asgd.server.collective_table import CollectiveTable
+from lightning_asgd.server.layer_means import Means
+from lightning_asgd.server.membership import Membership
+from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.snapshot_store import Snapshot
+from lightning_asgd.server.state_recovery import StateRecovery
+from lightning_asgd.server.update_buffers import Buffers
+
+__all__ = ["SessionState"]
+
+
+@dataclass
+class SessionState:
+    """One session. Epochs are not part of it: a new layout in the midst of one changes nothing about them."""
+
+    members: Membership
+    collectives: CollectiveTable = field(init=False)
+    shards: dict[int, Shard] = field(default_factory=dict)  # by fragment
+    means: Means = field(default_factory=Means)
+    buffers: Buffers = field(default_factory=Buffers)
+    recovery: StateRecovery | None = None  # where a server was lost
+    deferred: list[Exchange] = field(default_factory=list)  # until its state is restored
+
+    def __post_init__(self) -> None:
+        self.collectives = CollectiveTable(self.members)
+
+    def heartbeat(self, message: Heartbeat, have_weights: Collection[int]) -> HeartbeatReply:
+        """What a worker is told of the session when it sends its metrics."""
+        members, worker = self.members, message.worker
+        if members.aborted:
+            raise WorkerLostError(members.aborted)
+        if isinstance(message.figures, WorkerMetrics):
+            members.metrics[worker] = message.figures
+        return HeartbeatReply(
+            tuple(members.events[message.heard :]),
+            tuple(sorted(members.living)),
+            dict(members.metrics) if worker == members.chief else {},
+            members.chief,
+            tuple(sorted(members.living.intersection(have_weights))),
+            members.admitted,
+            worker in members.fenced,
+            self.collectives.needed,
+        )
+
+    def initialise(self, message: InitShard) -> bool:
+        """Prepare for a worker's exchanges of a fragment that is laid out, and take the weights that it brings.
+
+        Returns whether exchanges can pass through shared memory.
+        """
+        shard = self.shards[message.fragment]
+        if shard.groups != message.groups:
+            raise ProtocolError(
+                f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
+            )
+        if self.members.elastic and shard.algorithm != message.algorithm:
+            raise ProtocolError(
+                f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
+                "the same arguments of ASGDStrategy on every worker."
+            )
+        if message.weights is not None:
+            shard.initialise(message.weights, message.version)
+        return self.buffers.open(message)
+
+    def members_changed(self) -> list[Completion]:
+        """Tell whoever waits for other workers who takes part now."""
+        due = self.means.meet(self.members.living)
+        for shard in self.shards.values():
+            due += shard.meet(self.members.living)
+        return due
+
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that has left for good."""
+        if self.members.elastic:  # a run that goes on for long would remember all that ever joined
+            self.members.metrics.pop(worker, None)
+            for shard in self.shards.values():
+                shard.forget(worker)
+        self.buffers.forget(worker)
+
+    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> Snapshot:
+        """What is to be written down of the session."""
+        members = self.members
+        shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
+        about = members.session, members.index, members.policy, members.admitted
+        return Snapshot(*about, dict(metadata), epochs, shards)
+
+    def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
+        """Take the newest state that workers report, and from a snapshot what the algorithm keeps beside the weights.
+
+        No worker holds that.
+        """
+        members = self.members
+        kept = snapshot.shards if snapshot is not None and snapshot.run == members.session else {}
+        for fragment, shard in self.shards.items():
+            before = kept.get(fragment)
+            if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
+                self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
+        if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
+            members.events.append(
+                f"Server {members.index} had no snapshot: what its algorithm keeps there begins anew."
+            )
+        for state in newest:
+            self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
+        members.resume(recovery.incarnations, recovery.stale)
+        self.collectives.resume(recovery.answered)
