@@ -51,6 +51,7 @@ from lightning_asgd.transports import registry, shared_memory
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.replica import Replica
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -70,7 +71,7 @@ class Worker:
     """
 
     def __init__(self, transport: Transport, name: str, n: int, shared: bool) -> None:
-        self.client = Client(transport, name, 0, 1)
+        self.client = Client(Connection(transport, name, 0, 1))
         self.client.join()
         self.weights = torch.randn(n)
         layout = build_layout([("w", self.weights)], [], 1)

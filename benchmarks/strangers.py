@@ -47,6 +47,7 @@ from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
 
 GROWTH_MB = 5.0
 BURST = 500  # messages of up to 100,000 bytes
@@ -59,7 +60,7 @@ class Pusher(threading.Thread):
 
     def __init__(self, transport: ZmqTransport) -> None:
         super().__init__(daemon=True)
-        self.client = Client(transport, SESSION, 0, 2, timeout_s=30.0)
+        self.client = Client(Connection(transport, SESSION, 0, 2, timeout_s=30.0))
         self.client.join()
         layout = build_layout([("w", torch.zeros(1000))], [], 1)
         self.client.initialise(layout, ASGD("sum"), [None], [(torch.zeros(1000),)])
@@ -205,7 +206,7 @@ def main() -> int:
             pusher.over.set()
             pusher.join(30)
             late = ZmqTransport([address], secret)
-            Client(late, SESSION, 1, 2, timeout_s=10.0).join()
+            Client(Connection(late, SESSION, 1, 2, timeout_s=10.0)).join()
             late.close()
             transport.close()
             exact = not pusher.is_alive() and pusher.held == pusher.pushed

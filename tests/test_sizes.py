@@ -43,7 +43,6 @@ PARAMETERS = 7  # without self and cls
 MANY_PARAMETERS = {
     "config.ExchangeConfig.create": 10,
     "simulation.simulated_worker.SimulatedWorker.__init__": 8,
-    "worker.client.Client.__init__": 8,
     "worker.client.Client.claim": 8,
     "worker.worker_setup.enter": 13,
     "worker.exchanger.Exchanger.__init__": 12,

@@ -26,6 +26,7 @@ from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.heartbeat import HeartbeatThread
 from lightning_asgd.worker.synchronizer import Synchronizer
@@ -109,7 +110,7 @@ class Membership:
 
     def _connect(self, session: str, after: str = "") -> Client:
         timeouts = self._config.timeouts
-        return Client(
+        connection = Connection(
             self._job.connect(),
             session,
             self._rank,
@@ -117,9 +118,9 @@ class Membership:
             # Where answers are held back for other workers, those may take as long as to a sync point.
             timeout_s=timeouts.collective_s if self._config.algorithm.waits else timeouts.exchange_s,
             patience_s=timeouts.collective_s,
-            policy=self._policy if self._watched else replace(self._policy, silence_s=0.0),
-            after=after,
         )
+        policy = self._policy if self._watched else replace(self._policy, silence_s=0.0)
+        return Client(connection, policy=policy, after=after)
 
     def _use(self, client: Client) -> None:
         self.client, self.collectives = client, Collectives(client, self._config.timeouts.collective_s)
@@ -139,7 +140,7 @@ class Membership:
         """Leave for a session with another layout, together with all others."""
         self._layouts += 1
         waited_s = self.collectives.waited_s
-        self._use(self._connect(f"{self.session}.{self._layouts}", after=self.client.session))
+        self._use(self._connect(f"{self.session}.{self._layouts}", after=self.client.connection.session))
         self._stop()
         self.collectives.waited_s = waited_s
         self.join()
@@ -151,8 +152,8 @@ class Membership:
         except ServerLostError as error:  # it has ended since the latest session, when nobody needed it
             if error.server is None:
                 raise
-            client.transport.prepare(error.server, self._job.successor(error.server))
-            client.transport.replace(error.server)
+            client.connection.transport.prepare(error.server, self._job.successor(error.server))
+            client.connection.transport.replace(error.server)
             client.join()
 
     def _report_exit(self, rank: int, code: int) -> None:

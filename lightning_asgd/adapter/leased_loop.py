@@ -248,7 +248,7 @@ class LeasedLoop:
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
-        if self._comes and not self._client().world_size:
+        if self._comes and not self._client().connection.world_size:
             self._catch_up()
         self._comes = False
 

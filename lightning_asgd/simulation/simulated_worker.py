@@ -66,7 +66,7 @@ class SimulatedWorker:
         speed: Speed,
         seed: int,
     ) -> None:
-        self.rank = client.worker
+        self.rank = client.connection.worker
         self.crashed = False
         self.ended_s: float | None = None
         self.epochs_s: list[float] = []
@@ -148,10 +148,16 @@ class SimulatedWorker:
         """
         self._meetings += 1
         message = Contribution(
-            self._client.session, self.rank, self._meetings, "all_gather", name, payload, timeout_s=float("inf")
+            self._client.connection.session,
+            self.rank,
+            self._meetings,
+            "all_gather",
+            name,
+            payload,
+            timeout_s=float("inf"),
         )
         since = self._clock.now
-        future = self._client.transport.call(0, message, float("inf"))
+        future = self._client.connection.transport.call(0, message, float("inf"))
         yield [future]
         self.meeting_s += self._clock.now - since
         value = future.value()

@@ -66,7 +66,7 @@ class Attachment:
 
     def update(self) -> None:
         """Become the chief, or cease to be, if that has been heard of: between two batches, and at sync points."""
-        mine = self._heard == self.client.worker
+        mine = self._heard == self.client.connection.worker
         if mine is not self.chief:
             self.chief = mine
             self._on_chief(mine)

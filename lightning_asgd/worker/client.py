@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
@@ -15,13 +14,11 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.codec_streams import Coded
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import (
-    ASGDError,
     CollectiveTimeoutError,
     ProtocolError,
     ServerLostError,
     WorkerAwayError,
     WorkerLostError,
-    error_from,
 )
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import (
@@ -55,61 +52,24 @@ from lightning_asgd.protocol import (
     StateReport,
     WorkerMetrics,
 )
-from lightning_asgd.transports.transport import TIMED_OUT, Transport
+from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, done_within
 
-__all__ = ["COORDINATOR", "AnotherLost", "Client", "done_within"]
+__all__ = ["Client"]
 
-COORDINATOR = 0  # index of the server that coordinates
 _FOREVER_S = 0.0  # for a transport: no time-out
-_GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
-
-
-class Restorer(Protocol):
-    """Restores servers that were lost."""
-
-    def restore(self, servers: Collection[int]) -> None:
-        """Do so; called by the training thread."""
-
-    def watch(self, server: int) -> None:
-        """Have the training thread interrupted when a server is lost."""
-
-
-class AnotherLost(Exception):
-    """Another server was lost while some were being restored: begin again with all of them."""
 
 
 class Client:
     """A worker's side of one session.
 
     Args:
-        transport: connection to the servers.
-        session: name of the session.
-        worker: this worker's global rank.
-        world_size: number of workers; 0 in a run whose workers come and go: then :meth:`attach` gives it its number.
-        timeout_s: seconds for a server to answer anything but a collective.
-        patience_s: seconds to wait for the other workers when servers are restored.
+        connection: to the servers.
         policy: what the session does about workers that are silent or gone.
         after: the session that this one goes on from.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        session: str,
-        worker: int,
-        world_size: int,
-        *,
-        timeout_s: float = 300.0,
-        patience_s: float = 1800.0,
-        policy: Policy | None = None,
-        after: str = "",
-    ) -> None:
-        self.transport = transport
-        self.session = session
-        self.worker = worker
-        self.world_size = world_size
-        self.timeout_s = timeout_s
-        self._patience_s = patience_s
+    def __init__(self, connection: Connection, *, policy: Policy | None = None, after: str = "") -> None:
+        self.connection = connection
         self._policy = policy or Policy()
         self._after = after
         self._collectives = 0
@@ -117,29 +77,15 @@ class Client:
         self._exchanges: dict[int, list[Exchange]] = {}  # by fragment, the latest one's messages
         # Collectives that were answered, by number, and the answers: the latest, and those that others may need yet.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
-        self._term = [0] * transport.num_servers  # how often each server had declared this worker away
+        self._term = [0] * connection.transport.num_servers  # how often each server had declared this worker away
         self._terms: list[dict[int, int]] = [{} for _ in self._term]  # and others, as far as is known
         self._left: list[dict[int, str]] = [{} for _ in self._term]  # who each says is gone
-        self._lost_servers: set[int] = set()  # that are to be restored
-        self._being_restored: set[int] = set()
-        self.gone: set[int] = set()
-        """Servers that are lost, and that no other one has been joined in the place of."""
-        self._interrupt: Future[None] | None = None  # ends the present wait
         # In a run whose workers come and go, as far as is known:
         self._heard = HeartbeatReply()  # who takes part
         self._pushers: list[set[int]] = [set() for _ in self._term]  # whose pushes each server's weights hold
         self._notes: dict[str, Any] = {}
-        self.restorer: Restorer | None = None
-        """None where lost servers cannot be restored."""
-        self.restored = [0] * transport.num_servers
-        """How often each server was restored."""
         self.replayed = False
         """Whether a server had not taken part of a push that the coordinator took: then this worker must come back."""
-
-    @property
-    def num_servers(self) -> int:
-        """Number of servers."""
-        return self.transport.num_servers
 
     def join(self, *, again: bool = False, server: int | None = None) -> None:
         """Enter the session on every server.
@@ -153,9 +99,16 @@ class Client:
             WorkerLostError: the worker was declared gone, or the session was ended.
             ServerLostError: a server does not answer.
         """
-        about = (self.session, self.worker, self.world_size, self._policy, again, self._after)
-        for s in self._servers() if server is None else [server]:
-            joined: Joined = self._ask(s, Join(*about, s))
+        about = (
+            self.connection.session,
+            self.connection.worker,
+            self.connection.world_size,
+            self._policy,
+            again,
+            self._after,
+        )
+        for s in self.connection.servers if server is None else [server]:
+            joined: Joined = self.connection.ask(s, Join(*about, s))
             self._term[s] = joined.incarnation
 
     def attach(self, about: str) -> Attached:
@@ -168,12 +121,12 @@ class Client:
             ProtocolError: a server refuses this worker; the message says why.
             ServerLostError: a server does not answer.
         """
-        message = Attach(self.session, about, self._policy)
-        future = self._send(COORDINATOR, message, self._patience_s + _GRACE_S)
-        attached: Attached = self.answer(COORDINATOR, future, self._patience_s)
-        self.worker, self._notes = attached.worker, dict(attached.notes)
-        self.hear(self._ask(COORDINATOR, Heartbeat(self.session, self.worker)))
-        for server in self._servers():
+        message = Attach(self.connection.session, about, self._policy)
+        future = self.connection.post(COORDINATOR, message, self.connection.patience_s + GRACE_S)
+        attached: Attached = self.connection.result(COORDINATOR, future, self.connection.patience_s)
+        self.connection.worker, self._notes = attached.worker, dict(attached.notes)
+        self.hear(self.connection.ask(COORDINATOR, Heartbeat(*self.connection.sender)))
+        for server in self.connection.servers:
             if server != COORDINATOR:
                 self.join(server=server)
         return replace(attached, notes={name: self._read(value) for name, value in attached.notes.items()})
@@ -189,8 +142,8 @@ class Client:
         Returns:
             what counts now.
         """
-        message = RunMetadata(self.session, self.worker, name, None if value is None else _closed(value), first)
-        noted = self._ask(COORDINATOR, message)
+        message = RunMetadata(*self.connection.sender, name, None if value is None else _closed(value), first)
+        noted = self.connection.ask(COORDINATOR, message)
         if noted is not None:
             self._notes[name] = noted
         return self._read(noted)
@@ -213,14 +166,18 @@ class Client:
             WorkerLostError: the session was ended for want of a worker.
         """
         beaten: HeartbeatReply | None = None
-        for server in self._servers():
+        for server in self.connection.servers:
             try:
-                sign = Heartbeat(self.session, self.worker, heard, figures if server == COORDINATOR else None)
-                if server in self.transport.prepared:  # this worker may be busy for long before it joins there
-                    self.transport.call_prepared(server, Heartbeat(self.session, self.worker), self.timeout_s)
-                if server in self.gone:
+                sign = Heartbeat(*self.connection.sender, heard, figures if server == COORDINATOR else None)
+                if (
+                    server in self.connection.transport.prepared
+                ):  # this worker may be busy for long before it joins there
+                    self.connection.transport.call_prepared(
+                        server, Heartbeat(*self.connection.sender), self.connection.timeout_s
+                    )
+                if server in self.connection.gone:
                     continue
-                future = self.transport.call(server, sign, self.timeout_s)
+                future = self.connection.transport.call(server, sign, self.connection.timeout_s)
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
             except (RuntimeError, KeyError):  # replaced just now
                 continue
@@ -261,8 +218,8 @@ class Client:
         """
         messages = [
             InitShard(
-                self.session,
-                self.worker,
+                self.connection.session,
+                self.connection.worker,
                 layout.shard(s),
                 algorithm,
                 None if weights is None else weights[s],
@@ -271,12 +228,12 @@ class Client:
                 fragment,
                 compression,
             )
-            for s in self._servers()
+            for s in self.connection.servers
         ]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
-        first = bool(self.answer(COORDINATOR, self._send(COORDINATOR, messages[COORDINATOR])))
-        futures = [self._send(s, messages[s]) for s in self._servers() if s != COORDINATOR]
-        return [first, *(bool(self.answer(s, future)) for s, future in enumerate(futures, COORDINATOR + 1))]
+        first = bool(self.connection.result(COORDINATOR, self.connection.post(COORDINATOR, messages[COORDINATOR])))
+        futures = [self.connection.post(s, messages[s]) for s in self.connection.servers if s != COORDINATOR]
+        return [first, *(bool(self.connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1))]
 
     def exchange(
         self,
@@ -305,8 +262,8 @@ class Client:
         """
         messages = [
             Exchange(
-                self.session,
-                self.worker,
+                self.connection.session,
+                self.connection.worker,
                 seq,
                 base_versions[s],
                 push,
@@ -316,10 +273,10 @@ class Client:
                 common=None if common is None else common[s],
                 **about,
             )
-            for s in self._servers()
+            for s in self.connection.servers
         ]
         self._exchanges[messages[0].fragment] = messages
-        return [self._send(s, message) for s, message in zip(self._servers(), messages, strict=True)]
+        return [self.connection.post(s, message) for s, message in zip(self.connection.servers, messages, strict=True)]
 
     def gradient(self, server: int, phase: int, step: int, layer: int, gradient: Tensor | None) -> Future[Any]:
         """Send one layer's gradient; see :class:`LayerGradient`.
@@ -327,27 +284,7 @@ class Client:
         Returns:
             a future for :meth:`answer`.
         """
-        return self._send(server, LayerGradient(self.session, self.worker, phase, step, layer, gradient))
-
-    def answer(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
-        """Wait for a server's answer.
-
-        Args:
-            server: which one.
-            future: of its answer.
-            seconds: how long; None for as long as any exchange may take.
-
-        Raises:
-            ServerLostError: the server is gone or does not answer.
-            ASGDError: what it reported.
-        """
-        seconds = self.timeout_s if seconds is None else seconds
-        if not self._done_within(future, seconds + _GRACE_S):
-            raise ServerLostError(
-                f"Server {server} did not answer worker {self.worker} within {seconds:g} s. "
-                "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
-            )
-        return self._value(server, future)
+        return self.connection.post(server, LayerGradient(*self.connection.sender, phase, step, layer, gradient))
 
     def replies(self, futures: list[Future[Any]], fragment: int = 0) -> list[Reply]:
         """Wait for an exchange's answers.
@@ -365,16 +302,16 @@ class Client:
             ASGDError: what a server reported.
         """
         while True:
-            restored = list(self.restored)
-            replies = [self._reply(server, futures, fragment) for server in self._servers()]
-            if restored == self.restored:  # else the answer of one that was lost is worth nothing
+            restored = list(self.connection.restored)
+            replies = [self._reply(server, futures, fragment) for server in self.connection.servers]
+            if restored == self.connection.restored:  # else the answer of one that was lost is worth nothing
                 return replies
 
     def _reply(self, server: int, futures: list[Future[Any]], fragment: int) -> Reply:
         while True:
-            restored, future = self.restored[server], futures[server]
+            restored, future = self.connection.restored[server], futures[server]
             try:
-                reply: Reply = self.answer(server, future)
+                reply: Reply = self.connection.result(server, future)
                 self._terms[server] |= reply.incarnations
                 self._left[server] |= reply.left
                 self._stopped = max(self._stopped, reply.stopped)
@@ -387,7 +324,7 @@ class Client:
                 self.replayed = True
                 futures[server] = self.replay(server, self.latest(fragment)[server])
             except ServerLostError as error:
-                self.recover(server, restored, error)
+                self.connection.recover(server, restored, error)
                 if futures[server] is future:
                     futures[server] = self.replay(server, self.latest(fragment)[server])
 
@@ -401,7 +338,7 @@ class Client:
         Returns:
             a future for :meth:`answer`.
         """
-        return self._send(server, message)
+        return self.connection.post(server, message)
 
     def state(self, fragment: int = 0, states: Sequence[Any] | None = None) -> list[Any]:
         """What the servers keep beside the weights; or, given that, put it back.
@@ -411,10 +348,10 @@ class Client:
             states: per server, what was returned when a checkpoint was written; None to ask.
         """
         messages = [
-            ShardState(self.session, self.worker, fragment, None if states is None else states[s])
-            for s in self._servers()
+            ShardState(*self.connection.sender, fragment, None if states is None else states[s])
+            for s in self.connection.servers
         ]
-        return [self._ask(s, message) for s, message in zip(self._servers(), messages, strict=True)]
+        return [self.connection.ask(s, message) for s, message in zip(self.connection.servers, messages, strict=True)]
 
     def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
         """Fetch the copies of the weights that the algorithm had the servers keep.
@@ -422,10 +359,8 @@ class Client:
         Returns:
             versions that every server has a copy of, oldest first; with each, per server one tensor per group.
         """
-        kept = [
-            dict(s)
-            for s in self._wait_all([self._send(s, Samples(self.session, self.worker)) for s in self._servers()])
-        ]
+        futures = [self.connection.post(s, Samples(*self.connection.sender)) for s in self.connection.servers]
+        kept = [dict(self.connection.result(s, future)) for s, future in enumerate(futures)]
         common = set(kept[0]).intersection(*kept[1:])
         return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
 
@@ -438,7 +373,7 @@ class Client:
         Raises:
             ProtocolError: the others have another epoch in mind.
         """
-        done: tuple[tuple[int, int], ...] = self._ask(COORDINATOR, OpenEpoch(self.session, self.worker, epoch))
+        done: tuple[tuple[int, int], ...] = self.connection.ask(COORDINATOR, OpenEpoch(*self.connection.sender, epoch))
         return done
 
     def claim(
@@ -468,8 +403,8 @@ class Client:
         Returns:
             a future for :meth:`granted`.
         """
-        message = LeaseRequest(self.session, self.worker, key, segment, trained, applied, pace, rtt_s, **about)
-        return self._send(COORDINATOR, message, None if timeout_s is None else timeout_s + _GRACE_S)
+        message = LeaseRequest(*self.connection.sender, key, segment, trained, applied, pace, rtt_s, **about)
+        return self.connection.post(COORDINATOR, message, None if timeout_s is None else timeout_s + GRACE_S)
 
     def granted(self, future: Future[Any], timeout_s: float | None = None) -> LeaseGrant:
         """Wait for the answer to a claim.
@@ -481,9 +416,9 @@ class Client:
         Returns:
             what is granted. If the time is up: nothing, and the segment counts as over.
         """
-        if timeout_s is not None and not self._done_within(future, timeout_s):
+        if timeout_s is not None and not self.connection.wait(future, timeout_s):
             return LeaseGrant(over=True)
-        grant: LeaseGrant = self.answer(COORDINATOR, future)
+        grant: LeaseGrant = self.connection.result(COORDINATOR, future)
         self._terms[COORDINATOR] |= grant.incarnations
         self._left[COORDINATOR] |= grant.left
         return grant
@@ -521,22 +456,31 @@ class Client:
         """
         self._collectives += 1
         message = Contribution(
-            self.session, self.worker, self._collectives, kind, name, _closed(payload), source, target, timeout_s, stops
+            self.connection.session,
+            self.connection.worker,
+            self._collectives,
+            kind,
+            name,
+            _closed(payload),
+            source,
+            target,
+            timeout_s,
+            stops,
         )
-        limit = timeout_s + _GRACE_S
+        limit = timeout_s + GRACE_S
         while True:
-            restored = self.restored[COORDINATOR]
+            restored = self.connection.restored[COORDINATOR]
             try:
-                future = self._send(COORDINATOR, message, limit)
-                if not self._done_within(future, limit):
+                future = self.connection.post(COORDINATOR, message, limit)
+                if not self.connection.wait(future, limit):
                     raise CollectiveTimeoutError(
-                        f"{kind} {name!r} of worker {self.worker} was not answered within {limit:g} s by server "
-                        f"{COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop the job and "
-                        "look at its machine."
+                        f"{kind} {name!r} of worker {message.worker} was not answered within {limit:g} s by "
+                        f"server {COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop the job "
+                        "and look at its machine."
                     )
-                values: dict[int, Any] = self._value(COORDINATOR, future)
+                values: dict[int, Any] = self.connection.result(COORDINATOR, future)
             except ServerLostError as error:
-                self.recover(COORDINATOR, restored, error)
+                self.connection.recover(COORDINATOR, restored, error)
             else:
                 self._remember(message, values)
                 return {rank: _opened(f"worker {rank}", value) for rank, value in values.items()}
@@ -549,7 +493,7 @@ class Client:
     def _remember(self, message: Contribution, answer: dict[int, Any]) -> None:
         """Keep what a collective came to, for those who need it yet if the coordinator is lost."""
         for seq, (earlier, _) in list(self._answers.items()):
-            if self.restorer is None or seq < self._heard.needed:
+            if self.connection.restorer is None or seq < self._heard.needed:
                 del self._answers[seq]
             elif earlier.target is not None:  # that one has its answer, and the others get nothing
                 self._answers[seq] = replace(earlier, payload=None), {}
@@ -562,11 +506,11 @@ class Client:
 
         A lost server is ignored.
         """
-        gone = self.worker if worker is None else worker
-        for s in self._servers():
+        gone = self.connection.worker if worker is None else worker
+        for s in self.connection.servers:
             try:
-                message = Leave(self.session, gone, reason, final=worker is not None)
-                future = self.transport.call(s, message, self.timeout_s)
+                message = Leave(self.connection.session, gone, reason, final=worker is not None)
+                future = self.connection.transport.call(s, message, self.connection.timeout_s)
                 done_within(future, 5.0)
             except RuntimeError:  # the server is gone too: nothing to leave
                 continue
@@ -575,57 +519,7 @@ class Client:
 
     def watch(self, server: int) -> Future[Any]:
         """Have a future that fails as soon as a server is lost, and is done when the session ends."""
-        return self._send(server, DisconnectWatch(self.session, self.worker), _FOREVER_S)
-
-    def interrupt(self, server: int) -> None:
-        """Have the training thread restore a server as soon as it waits for one, or :meth:`attend`. From any thread."""
-        self._lost_servers.add(server)
-        interrupt = self._interrupt
-        if interrupt is not None:
-            _set(interrupt)
-
-    def attend(self) -> None:
-        """Restore the servers that are lost, if any are. To be called between two batches."""
-        if self._lost_servers and not self._being_restored:
-            self._restore()
-
-    @property
-    def restoring(self) -> bool:
-        """Whether servers are being restored now."""
-        return bool(self._being_restored)
-
-    @property
-    def may_lack(self) -> list[int]:
-        """Servers that are being restored, and may not have what the coordinator has answered."""
-        return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
-
-    def recover(self, server: int, restored: int, error: ServerLostError) -> None:
-        """Have a server restored after an error, unless that has happened.
-
-        Args:
-            server: which one.
-            restored: how often it had been when the message was sent that came to nothing.
-            error: raised if it cannot be.
-        """
-        if self.restorer is None or self._being_restored or error.server is None:
-            raise error
-        if self.restored[server] == restored:
-            self._lost_servers.add(server)
-            self._restore()
-
-    def _restore(self) -> None:
-        while self._lost_servers and self.restorer is not None:
-            servers = self._being_restored = set(self._lost_servers)
-            try:
-                self.restorer.restore(servers)
-            except AnotherLost:
-                continue
-            finally:
-                self._being_restored = set()
-            self._lost_servers -= servers
-            for server in servers:
-                self.restored[server] += 1
-                self.restorer.watch(server)
+        return self.connection.post(server, DisconnectWatch(*self.connection.sender), _FOREVER_S)
 
     def join_restored(self, server: int) -> None:
         """Enter the session on a server that takes the place of one that was lost.
@@ -634,9 +528,20 @@ class Client:
             ServerLostError: it does not answer.
             WorkerLostError: the session is over.
         """
-        holding: Collection[int] = () if self.world_size else self._holding()
-        about = (self.session, self.worker, self.world_size, self._policy, False, self._after, server, True)
-        self.answer(server, self._send(server, Join(*about, tuple(sorted(holding)), self._heard.admitted)))
+        holding: Collection[int] = () if self.connection.world_size else self._holding()
+        about = (
+            self.connection.session,
+            self.connection.worker,
+            self.connection.world_size,
+            self._policy,
+            False,
+            self._after,
+            server,
+            True,
+        )
+        self.connection.result(
+            server, self.connection.post(server, Join(*about, tuple(sorted(holding)), self._heard.admitted))
+        )
 
     def _holding(self) -> set[int]:
         """Workers that may have pushed: a server that was restored without one of them could lack half a push.
@@ -645,19 +550,21 @@ class Client:
         does, what others may have pushed and this worker has not heard of is in no weights that are offered.
         """
         holding: set[int] = set()
-        for server in set(self._servers()) - self._being_restored:
-            beaten: HeartbeatReply = self.answer(server, self._send(server, Heartbeat(self.session, self.worker)))
+        for server in set(self.connection.servers) - self.connection.being_restored:
+            beaten: HeartbeatReply = self.connection.result(
+                server, self.connection.post(server, Heartbeat(*self.connection.sender))
+            )
             holding.update(beaten.holding)
             if server == COORDINATOR:
                 self.hear(beaten)
         heard = self._heard
-        holding.update(heard.holding, [self.worker])
+        holding.update(heard.holding, [self.connection.worker])
         pushers = set().union(*self._pushers)
         return holding | {worker for worker in pushers if worker in heard.living or worker > heard.admitted}
 
     def allocate(self, server: int, message: InitShard) -> bool:
         """Lay out a shard on one server; see :meth:`initialise`."""
-        return bool(self.answer(server, self._send(server, message)))
+        return bool(self.connection.result(server, self.connection.post(server, message)))
 
     def offer(self, shards: Mapping[int, Sequence[ReplicaState]], part: LeaseHoldings | None) -> None:
         """Tell servers what their predecessors knew, and wait until all workers have told.
@@ -670,11 +577,23 @@ class Client:
             ServerLostError: one does not answer.
             WorkerAwayError: the others have gone on without this worker.
         """
-        answered = max(self._answers, default=0)
-        about = {s: (tuple(held), answered, part if s == COORDINATOR else None) for s, held in shards.items()}
-        others = {s: (self._term[s], self._terms[s], self._left[s]) for s in shards}
-        notes = {s: self._notes if s == COORDINATOR else {} for s in shards}
-        self._ask_together({s: StateReport(self.session, self.worker, *about[s], *others[s], notes[s]) for s in shards})
+        answered, session = max(self._answers, default=0), self.connection.session
+        self.connection.ask_together(
+            {
+                s: StateReport(
+                    session,
+                    self.connection.worker,
+                    tuple(held),
+                    answered,
+                    part if s == COORDINATOR else None,
+                    self._term[s],
+                    self._terms[s],
+                    self._left[s],
+                    self._notes if s == COORDINATOR else {},
+                )
+                for s, held in shards.items()
+            }
+        )
 
     def check_trusted(self) -> None:
         """Ask the first server, whose word counts, whether it has gone on without this worker: others may not know.
@@ -682,84 +601,20 @@ class Client:
         Raises:
             WorkerAwayError: it has.
         """
-        beaten: HeartbeatReply = self.answer(COORDINATOR, self._send(COORDINATOR, Heartbeat(self.session, self.worker)))
+        beaten: HeartbeatReply = self.connection.result(
+            COORDINATOR, self.connection.post(COORDINATOR, Heartbeat(*self.connection.sender))
+        )
         if beaten.fenced:
-            raise WorkerAwayError(f"Worker {self.worker} was away. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {self.connection.worker} was away. Expected it to join again.")
 
     def repeat(self) -> None:
         """Send the part in collectives again that were answered here, and may not have been elsewhere."""
         for message, answer in self._answers.values():
-            self._send(COORDINATOR, replace(message, answer=answer), message.timeout_s + _GRACE_S)
+            self.connection.post(COORDINATOR, replace(message, answer=answer), message.timeout_s + GRACE_S)
 
     def settle(self, servers: Collection[int]) -> None:
         """Wait until all have sent again what restored servers had not got."""
-        self._ask_together({s: ReplayDone(self.session, self.worker) for s in servers})
-
-    # ------------------------------------------------------------------ helpers
-
-    def _servers(self) -> range:
-        return range(self.num_servers)
-
-    def _send(self, server: int, message: Any, timeout_s: float | None = None) -> Future[Any]:
-        try:
-            return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
-        except ASGDError:  # the message cannot be sent
-            raise
-        except RuntimeError as error:
-            raise self._lost(server, error) from error
-
-    def _ask(self, server: int, message: Any) -> Any:
-        """Send what may be sent again, and wait for the answer."""
-        while True:
-            restored = self.restored[server]
-            try:
-                return self.answer(server, self._send(server, message))
-            except ServerLostError as error:
-                self.recover(server, restored, error)
-
-    def _ask_together(self, messages: Mapping[int, Any]) -> None:
-        """Send a message to each server, and wait for answers that depend on the other workers."""
-        limit = self._patience_s + _GRACE_S
-        futures = {server: self._send(server, message, limit) for server, message in messages.items()}
-        for server, future in futures.items():
-            self.answer(server, future, self._patience_s)
-
-    def _done_within(self, future: Future[Any], seconds: float) -> bool:
-        """Wait; meanwhile restore servers that are lost, if that is possible."""
-        if self.restorer is None:
-            return done_within(future, seconds)
-        while not future.done():
-            self.attend()
-            if self._being_restored and self._lost_servers - self._being_restored:
-                raise AnotherLost
-            either = self._interrupt = Future()
-            future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
-            if not self._lost_servers - self._being_restored and not done_within(either, seconds):
-                return future.done()
-        self._interrupt = None
-        return True
-
-    def _wait_all(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        return [self.answer(server, future) for server, future in enumerate(futures)]
-
-    def _value(self, server: int, future: Future[Any]) -> Any:
-        try:
-            value = future.wait()
-        except RuntimeError as error:
-            raise self._lost(server, error) from error
-        if isinstance(value, Failure):
-            raise error_from(value.error, value.message)
-        return value
-
-    def _lost(self, server: int, error: Exception) -> ServerLostError:
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        lost = ServerLostError(
-            f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
-            "Expected a running server. Its last output stands in the main process's error or log."
-        )
-        if TIMED_OUT not in cause:  # else it may live: no other one takes its place
-            lost.server = server
-        return lost
+        self.connection.ask_together({s: ReplayDone(*self.connection.sender) for s in servers})
 
 
 def _closed(value: Any) -> Any:
@@ -779,22 +634,3 @@ def _opened(maker: str, value: Any) -> Any:
             f"An object of {maker} could not be read: {error!r}. Expected its class and module to be the same "
             "on every worker."
         ) from error
-
-
-_setting = threading.Lock()
-
-
-def _set(future: Future[None]) -> None:
-    """Complete a future that several may want to complete."""
-    with _setting:
-        if not future.done():
-            future.set_result(None)
-
-
-def done_within(future: Future[Any], seconds: float) -> bool:
-    """Wait without blocking signals, so that Ctrl-C ends the wait (``Future.wait`` would not return to Python)."""
-    if future.done():
-        return True
-    event = threading.Event()
-    future.add_done_callback(lambda _: event.set())
-    return event.wait(seconds) or future.done()

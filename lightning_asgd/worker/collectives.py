@@ -51,12 +51,12 @@ class Collectives:
     @property
     def real(self) -> bool:
         """Whether a call reaches other workers now."""
-        return self.phase is Phase.SYNC and self.client is not None and self.client.world_size > 1
+        return self.phase is Phase.SYNC and self.client is not None and self.client.connection.world_size > 1
 
     @property
     def rank(self) -> int:
         """This worker's."""
-        return self.client.worker if self.client is not None else 0
+        return self.client.connection.worker if self.client is not None else 0
 
     def gather(
         self, kind: str, name: str, payload: Any, *, target: int | None = None, stops: bool = False
@@ -82,7 +82,7 @@ class Collectives:
         """Worker ``source``'s value."""
         if not self.real or self.client is None:
             return value
-        mine = value if self.client.worker == source else None
+        mine = value if self.client.connection.worker == source else None
         answer: T = self._call(self.client, "broadcast", name, mine, source=source)[source]
         return answer
 

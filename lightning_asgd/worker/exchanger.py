@@ -35,7 +35,8 @@ from lightning_asgd.protocol import (
     nbytes,
 )
 from lightning_asgd.stats import ExchangeRecord, Verdict
-from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange_period import Pace
 from lightning_asgd.worker.replica import Replica
@@ -104,7 +105,7 @@ class Exchanger(Synchronizer):
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(replica.layout, client.num_servers)
+        super().__init__(replica.layout, len(client.connection.servers))
         self.client = client
         self.replica = replica
         self.config = config
@@ -112,13 +113,13 @@ class Exchanger(Synchronizer):
         # Where answers are held back a worker must not run away meanwhile.
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
-        self._alone = client.world_size == 1
+        self._alone = client.connection.world_size == 1
         self._on_refused = on_refused
         self._lr = lr
         self._fragment = fragment
         self._whole = whole
         self._lead = lead
-        self._codes = list(codes) or [None] * client.num_servers
+        self._codes = list(codes) or [None] * len(client.connection.servers)
         self._data = data or Data()
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
@@ -210,7 +211,7 @@ class Exchanger(Synchronizer):
 
     def advancing(self) -> Waits:
         """:meth:`advance`, stopping where it has to wait."""
-        self.client.attend()
+        self.client.connection.attend()
         if self._leaving is not None and self.replica.arrived:
             self._send(self._leaving)
         if self.answered:
@@ -250,7 +251,7 @@ class Exchanger(Synchronizer):
             park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
                 worker keep for itself.
         """
-        _go_through(self.fetching(park=park, common=self.client.world_size > 0))
+        _go_through(self.fetching(park=park, common=self.client.connection.world_size > 0))
 
     def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
         """:meth:`fetch`, stopping where it has to wait.
@@ -272,26 +273,27 @@ class Exchanger(Synchronizer):
 
     def _coming_back(self) -> Waits:
         pending, self._leaving = self._pending, None
-        if not self.client.restoring:  # else it may have to begin again, with one server more that is lost
+        restoring = bool(self.client.connection.being_restored)
+        if not restoring:  # else it may have to begin again, with one server more that is lost
             self._pending = None
         if pending is not None:
             if not all(f.done() for f in pending.futures):
                 yield pending.futures
-            if not self.client.restoring:  # else what was under way is not sent again: others train those data
+            if not restoring:  # else what was under way is not sent again: others train those data
                 with suppress(WorkerAwayError):
                     self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
             for future in pending.futures:  # another server may still read what is on the wire
-                done_within(future, self.client.timeout_s)
+                done_within(future, self.client.connection.timeout_s)
         owed = self._owed(pending)
         self.client.replayed, self._pending, self._pushed = False, None, []
         self._data.lose()
         self.client.join(again=True)
         for messages, futures in owed:
-            for server in self.client.may_lack:
+            for server in self.client.connection.may_lack:
                 if messages[server].push:
                     self.replica.pack_again(server)
                 futures[server] = self.client.replay(server, messages[server])
-                self.client.answer(server, futures[server])
+                self.client.connection.result(server, futures[server])
         self._since_push = 0
         self._forget_residuals()
         yield from self.fetching()
@@ -299,11 +301,11 @@ class Exchanger(Synchronizer):
     def _owed(self, pending: _Pending | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
         """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
         owed = []
-        if self.client.may_lack and self._pushed:
+        if self.client.connection.may_lack and self._pushed:
             owed.append((self._pushed, list[Future[Any]](Future() for _ in self._pushed)))
-        if self.client.may_lack and pending is not None:
+        if self.client.connection.may_lack and pending is not None:
             with suppress(WorkerAwayError):
-                self.client.answer(COORDINATOR, pending.futures[COORDINATOR])
+                self.client.connection.result(COORDINATOR, pending.futures[COORDINATOR])
                 owed.append((self.client.latest(self._fragment), pending.futures))
         return owed
 
@@ -311,11 +313,19 @@ class Exchanger(Synchronizer):
         """See :class:`Synchronizer`."""
         layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
         ref = None if block is None else block.ref
-        about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
+        about = (
+            self.client.connection.session,
+            self.client.connection.worker,
+            layout.shard(server),
+            config.algorithm,
+            None,
+            0,
+            ref,
+        )
         if not self.client.allocate(server, InitShard(*about, self._fragment, config.compression)) and ref is not None:
             raise ProtocolError(
                 f"Server {server}, which took a lost one's place, cannot see the memory that worker "
-                f"{self.client.worker} shares with the servers. Expected one on the same machine."
+                f"{self.client.connection.worker} shares with the servers. Expected one on the same machine."
             )
 
     def held(self, server: int) -> list[ReplicaState]:
@@ -327,17 +337,17 @@ class Exchanger(Synchronizer):
         """See :class:`Synchronizer`. The server treats a push that its weights hold as a duplicate."""
         if self._pushed:
             self.replica.pack_again(server)
-            self.client.answer(server, self.client.replay(server, self._pushed[server]))
+            self.client.connection.result(server, self.client.replay(server, self._pushed[server]))
         if self._pending is not None:
             if self._pending.push:
                 if server != COORDINATOR and not self._algorithm.waits:
                     # Where that goes on without this worker no other server may have this.
-                    self.client.answer(COORDINATOR, self._pending.futures[COORDINATOR])
+                    self.client.connection.result(COORDINATOR, self._pending.futures[COORDINATOR])
                 self.replica.pack_again(server)
             message = self.client.latest(self._fragment)[server]
             self._pending.answers = []
             self._pending.futures[server] = self.client.replay(server, message)
-            self.client.answer(server, self._pending.futures[server])
+            self.client.connection.result(server, self._pending.futures[server])
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`.

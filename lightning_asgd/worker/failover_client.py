@@ -21,7 +21,8 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import LeaseHoldings
-from lightning_asgd.worker.client import COORDINATOR, AnotherLost, Client
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["FailoverClient"]
@@ -65,17 +66,17 @@ class FailoverClient:
         self._find = find
         self._background = background
         self._awaited: dict[int, _Successor] = {}
-        self._replaced = [0] * client.num_servers  # how often each server was
+        self._replaced = [0] * len(client.connection.servers)  # how often each server was
         self._lock = threading.Lock()
         self._closed = False
-        client.restorer = self
-        for server in range(client.num_servers):
+        client.connection.restorer = self
+        for server in client.connection.servers:
             self.watch(server)
 
     def close(self) -> None:
         """Restore servers no more."""
         self._closed = True
-        self._client.restorer = None
+        self._client.connection.restorer = None
 
     def watch(self, server: int) -> None:
         """Look for another server as soon as this one is lost, and have the training thread interrupted then."""
@@ -97,17 +98,17 @@ class FailoverClient:
             if server in self._awaited:
                 return self._awaited[server]
             awaited = self._awaited[server] = _Successor()
-            self._client.gone.add(server)
+            self._client.connection.gone.add(server)
 
         def find() -> None:
             try:
-                self._client.transport.prepare(server, self._find(server))
+                self._client.connection.transport.prepare(server, self._find(server))
             except ASGDError as error:
                 awaited.error = error
             except Exception as error:
                 awaited.error = ServerLostError(f"Server {server} is gone. Another one was not reached: {error!r}.")
             finally:
-                self._client.interrupt(server)
+                self._client.connection.interrupt(server)
                 awaited.ready.set()
 
         self._background(find)
@@ -132,7 +133,7 @@ class FailoverClient:
                 raise
             with self._lock:
                 self._awaited.pop(error.server, None)
-            client.interrupt(error.server)
+            client.connection.interrupt(error.server)
             raise AnotherLost from error
         with self._lock:
             for server in servers:
@@ -143,8 +144,8 @@ class FailoverClient:
         try:
             for server in servers:
                 if not self._awaited[server].replaced:
-                    client.transport.replace(server)
-                    client.gone.discard(server)
+                    client.connection.transport.replace(server)
+                    client.connection.gone.discard(server)
                     self._awaited[server].replaced = True
                     self._replaced[server] += 1
                 client.join_restored(server)

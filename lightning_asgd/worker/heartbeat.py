@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.worker.client import COORDINATOR, Client
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import COORDINATOR
 
 __all__ = ["HeartbeatThread"]
 
@@ -60,8 +61,8 @@ class HeartbeatThread:
     def _run(self) -> None:
         restored = 0
         while not self._stopped.wait(self._period_s):
-            if self._client.restored[COORDINATOR] != restored:  # this one's news begin anew
-                restored, self._told = self._client.restored[COORDINATOR], 0
+            if self._client.connection.restored[COORDINATOR] != restored:  # this one's news begin anew
+                restored, self._told = self._client.connection.restored[COORDINATOR], 0
             try:
                 beaten = self._client.beat(self._told, self._period_s, self._board.mine)
             except ASGDError as error:

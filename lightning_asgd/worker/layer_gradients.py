@@ -73,7 +73,7 @@ class LayerGradients(Synchronizer):
         *,
         late: bool = False,
     ) -> None:
-        super().__init__(layout, client.num_servers)
+        super().__init__(layout, len(client.connection.servers))
         self._client = client
         self._layers = list(layers)
         self._delay = delay
@@ -130,8 +130,8 @@ class LayerGradients(Synchronizer):
             step.optimizer.zero_grad()
         self._under_way.clear()
         if self.moved:
-            for server in range(self._client.num_servers):
-                self._client.answer(server, self._client.gradient(server, self._phase, 0, -1, None))
+            for server in self._client.connection.servers:
+                self._client.connection.result(server, self._client.gradient(server, self._phase, 0, -1, None))
         self._phase += 1
         self._step = 0
 
@@ -213,7 +213,7 @@ class LayerGradients(Synchronizer):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parts.append((gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1))
         flat = torch.cat(parts).cpu()
-        server = index % self._client.num_servers
+        server = index % len(self._client.connection.servers)
         step.futures[index] = self._client.gradient(server, self._phase, self._step, index, flat)
         self.stats.bytes_pushed += flat.nbytes
         self.stats.bytes_fetched += flat.nbytes
@@ -236,7 +236,7 @@ class LayerGradients(Synchronizer):
 
     def _put(self, index: int, future: Future[Any]) -> None:
         """Wait for a layer's mean gradient, and make it the parameters'."""
-        mean = self._client.answer(index % self._client.num_servers, future)
+        mean = self._client.connection.result(index % len(self._client.connection.servers), future)
         offset = 0
         for parameter in self._layers[index].parameters:
             values = mean[offset : offset + parameter.numel()].view(parameter.shape)

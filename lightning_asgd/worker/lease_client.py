@@ -24,7 +24,8 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseHoldings
-from lightning_asgd.worker.client import COORDINATOR, Client, done_within
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.data import Data
 
 __all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
@@ -156,7 +157,7 @@ class DataLeases(Data):
         self._reset()
         self.pace, self._trip, self._flushes = known
         done = plan.epoch.done
-        if self._client().world_size:
+        if self._client().connection.world_size:
             self._opens = plan.epoch
         else:  # where workers do not meet, one that comes late has nothing to do with segments that are over
             done = self._open(plan.epoch)
@@ -409,7 +410,7 @@ class DataLeases(Data):
 
     def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> _Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
-        restored = client.restored[COORDINATOR]
+        restored = client.connection.restored[COORDINATOR]
         future = client.claim(
             self.plan.epoch.key,
             self.segment,
@@ -437,12 +438,14 @@ class DataLeases(Data):
         except WorkerAwayError:
             self._come_back()
         except ServerLostError as error:
-            client.recover(COORDINATOR, asked.restored, error)
+            client.connection.recover(COORDINATOR, asked.restored, error)
         if asked.timeout_s is None:
             self.granted_wait_s += self._clock() - waiting_since
         else:
             self.others_wait_s += self._clock() - waiting_since
-        if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
+        if (
+            grant is None or client.connection.restored[COORDINATOR] != asked.restored
+        ):  # one that is restored knows nothing of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
         if asked.timeout_s is None:  # else it was held back

@@ -53,11 +53,11 @@ def meet(
     Raises:
         CollectiveTimeoutError: a worker did not come; the message names it.
     """
-    restored = list(client.restored)
+    restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:
         # Most probably what all get. Where others have fetched something else, all do it again.
         synchronizer.fetch(park=True)
-        if client.restored == restored:
+        if client.connection.restored == restored:
             mine = replace(mine, versions=tuple(synchronizer.versions))
     met: dict[int, SyncReport] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
@@ -69,6 +69,6 @@ def meet(
     again = always or any(m.moved for m in met.values())
     while again:  # where a server was lost some may have fetched before others had pushed again
         synchronizer.fetch(park=True)
-        changed, restored = client.restored != restored, list(client.restored)
+        changed, restored = client.connection.restored != restored, list(client.connection.restored)
         again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())
     return met

@@ -87,9 +87,9 @@ def enter(
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
     if theirs is None:
-        _check_same(collectives, layout, client.worker)
+        _check_same(collectives, layout, client.connection.worker)
     else:
-        layout.check_same(theirs, f"worker {client.worker}", "the run")
+        layout.check_same(theirs, f"worker {client.connection.worker}", "the run")
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
     names = [spec.name for spec in layout.tensors]
     if isinstance(algorithm, Hogwild):
@@ -111,9 +111,9 @@ def enter(
         shards = [part.shard(s) for s in range(num_servers)]
         blocks = [shared_memory.create(shard) for shard in shards]
         source, gradients = _source(module, names), _gradients(module, names)
-        remembers = config.restorable and client.world_size != 1
+        remembers = config.restorable and client.connection.world_size != 1
         replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
-        first = client.worker == 0 if fill is None else fill
+        first = client.connection.worker == 0 if fill is None else fill
         seen = client.initialise(
             part,
             algorithm,

@@ -25,7 +25,9 @@ from lightning_asgd.protocol import (
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import client as client_module
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker import connection as connection_module
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection, done_within
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ASGDError)]
 LAYOUT = build_layout([("w", torch.zeros(4))], [], 2)
@@ -62,7 +64,7 @@ class Unreachable(Answers):
 
 
 def client(transport: Transport, timeout_s: float = 7.0) -> Client:
-    return Client(transport, "s", 3, 4, timeout_s=timeout_s)
+    return Client(Connection(transport, "s", 3, 4, timeout_s=timeout_s))
 
 
 def reply(version: int) -> Reply:
@@ -172,13 +174,13 @@ def test_an_error_without_text_is_named_by_its_class() -> None:
 
 @pytest.mark.parametrize("call", list(CALLS.values())[:3], ids=list(CALLS)[:3])
 def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     with pytest.raises(ServerLostError, match=r"Server 1 did not answer worker 3 within 0.01 s.*timeouts.exchange_s"):
         call(client(Answers(first(call), None), timeout_s=0.01))
 
 
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(client_module, "GRACE_S", 0.0)
     with pytest.raises(CollectiveTimeoutError, match=r"barrier 'epoch' of worker 3 was not answered within 0.01 s"):
         client(Answers(None, None)).collective("barrier", "epoch", timeout_s=0.01)
 
@@ -221,7 +223,7 @@ class Restores:
 def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed: int, again: list[int]) -> None:
     transport = Answers({3: "x"}, None)
     c = client(transport)
-    c.restorer = Restores()
+    c.connection.restorer = Restores()
     for _ in range(5):
         c.hear(HeartbeatReply(needed=needed))
         c.collective("barrier", "x", timeout_s=1.0)
@@ -240,7 +242,7 @@ def test_answers_are_not_kept_where_no_server_can_be_restored() -> None:
 def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     transport = Answers({3: "large"}, None)
     c = client(transport)
-    c.restorer = Restores()
+    c.connection.restorer = Restores()
     for _ in range(2):
         c.collective("gather", "x", "mine", target=3, timeout_s=1.0)
     transport.sent.clear()

@@ -50,11 +50,12 @@ from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchanger as exchange_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
@@ -205,7 +206,7 @@ class World:
 
     def run(self, choose: Choose) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client_module, exchange_module):
+            for module in (connection_module, exchange_module):
                 patch.setattr(module, "done_within", self.actors.done_within)
             for rank in range(self.plan.workers):
                 self.actors.add(str(rank), partial(self.live, rank))
@@ -217,7 +218,7 @@ class World:
         plan, weights = self.plan, self.weights[rank]
         who = (0, 0) if plan.comes else (rank, plan.workers)
         end = End(self, rank)
-        client = self.clients[rank] = Client(end, "s", *who, policy=Policy(silence_s=PATIENCE_S))
+        client = self.clients[rank] = Client(Connection(end, "s", *who), policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
         exchanger = Exchanger(client, replica, self.config, data=Back(self, rank), clock=lambda: 0.0)
         try:
@@ -234,7 +235,7 @@ class World:
         exchanger.begin()
         mine = weights.view(plan.servers, plan.workers, plan.pushes)[:, rank]
         for push in range(plan.pushes):
-            exchanger.client.attend()
+            exchanger.client.connection.attend()
             mine[:, push] += 1
             exchanger.count_step()
             before = self.back[rank]
@@ -245,8 +246,8 @@ class World:
             self.meet(rank, client, exchanger)
         self.done.add(rank)
         while True:
-            self.actors.wait_until(lambda: bool(client._lost_servers))
-            client.attend()
+            self.actors.wait_until(lambda: bool(client.connection._lost_servers))
+            client.connection.attend()
 
     def come(self, rank: int, client: Client, replica: Replica) -> None:
         """What the strategy does to enter a session, up to the first fetch."""
@@ -293,7 +294,9 @@ class World:
         events += [("notice", call.worker, call.number) for call in self.lost]
         living = [coordinator and coordinator.living for coordinator in self.coordinators()]
         dead = [(rank, server) for rank in sorted(self.dead) for server in range(self.plan.servers)]
-        return sorted(events) + [("bury", r, s) for r, s in dead if self.clients[r].worker in (living[s] or ())]
+        return sorted(events) + [
+            ("bury", r, s) for r, s in dead if self.clients[r].connection.worker in (living[s] or ())
+        ]
 
     def optional(self) -> list[Event]:
         """What may happen, or not."""
@@ -396,7 +399,7 @@ class World:
             at.now += 1.0
             for rank, client in self.clients.items():
                 if rank not in {worker, *self.dead}:
-                    at.service.handle(Heartbeat("s", client.worker))
+                    at.service.handle(Heartbeat("s", client.connection.worker))
             at.service.tick()
 
     def die(self, worker: int) -> None:

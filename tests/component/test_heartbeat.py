@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ DEADLINE_S = 10.0
 class Scripted:
     """Answers beats with what the test has put there, and tells the test of them."""
 
-    restored = (0,)
+    connection = SimpleNamespace(restored=(0,))
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Any] = queue.Queue()

@@ -26,11 +26,12 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchanger as exchange_module
 from lightning_asgd.worker import lease_client as leases_module
 from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
@@ -182,7 +183,7 @@ class World:
     def beat(self, rank: int, service: Service) -> None:
         client = self.clients.get(rank)
         if client is not None:
-            answer = service.handle(Heartbeat("s", client.worker))
+            answer = service.handle(Heartbeat("s", client.connection.worker))
             if service is self.services[0] and isinstance(answer, HeartbeatReply):
                 client.hear(answer)
 
@@ -200,7 +201,7 @@ class World:
 
     def run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client_module, exchange_module, leases_module):
+            for module in (connection_module, exchange_module, leases_module):
                 patch.setattr(module, "done_within", self.turns.done_within)
             try:
                 self.turns.run(lambda: self.over)
@@ -266,7 +267,7 @@ class World:
         """What the strategy does with a worker."""
         workers, weight = len(self.weights), self.weights[rank]
         end = End(self.wire, rank)
-        client = self.clients[rank] = Client(end, "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
+        client = self.clients[rank] = Client(Connection(end, "s", rank, workers), policy=Policy(silence_s=PATIENCE_S))
         collectives = Collectives(client)
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
@@ -297,7 +298,7 @@ class World:
         self.ended[rank] = True
         while True:  # others may not have been answered, and what they miss was lost with a server
             self.turns.wait_until(lambda: True)
-            client.attend()
+            client.connection.attend()
 
     def train_segment(self, rank: int, leases: DataLeases, exchanger: Exchanger) -> None:
         """Train until all of a segment is, and is pushed: what the strategy does with batches."""

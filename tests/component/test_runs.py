@@ -45,6 +45,7 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
@@ -439,7 +440,7 @@ class RunWorld(World):
 
     def take_part(self, rank: int) -> None:
         weight = self.weights[rank]
-        client = Client(End(self.wire, rank), "s", 0, 0, policy=Policy(silence_s=PATIENCE_S))
+        client = Client(Connection(End(self.wire, rank), "s", 0, 0), policy=Policy(silence_s=PATIENCE_S))
         attachment = Attachment(client)
         attachment.arrive("cpu")
         self.clients[rank] = client
@@ -474,7 +475,7 @@ class RunWorld(World):
         self.ended[rank] = True
         while True:
             self.turns.wait_until(lambda: True)
-            client.attend()
+            client.connection.attend()
 
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:

@@ -20,6 +20,7 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica import replica_for
@@ -37,7 +38,7 @@ class Cluster:
         self.transport: Transport = InProcessTransport([s.handle for s in self.services])
 
     def client(self, rank: int = 0) -> Client:
-        return Client(self.transport, SESSION, rank, self.workers, timeout_s=10.0)
+        return Client(Connection(self.transport, SESSION, rank, self.workers, timeout_s=10.0))
 
     def enter(
         self,

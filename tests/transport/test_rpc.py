@@ -21,19 +21,20 @@ from lightning_asgd.errors import ServerLostError
 from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest
 from lightning_asgd.transports import rpc_transport
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
 
 
 def client_of(transport: Transport, session: str, workers: int = 1) -> Client:
-    return Client(transport, session, 0, workers, timeout_s=20.0)
+    return Client(Connection(transport, session, 0, workers, timeout_s=20.0))
 
 
 def exchange_once(client: Client) -> list[list[float]]:
     """Join, fill the servers with zeros, push ones; what the servers answer."""
-    n = client.num_servers
+    n = len(client.connection.servers)
     client.join()
     client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
     replies = client.replies(
@@ -202,7 +203,7 @@ def break_connections(servers: Sequence[ServerProcess]) -> int:
 
 def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.LogCaptureFixture) -> None:
     transport = processes.connect()
-    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first, second = (Client(Connection(transport, "broken", worker, 2, timeout_s=20.0)) for worker in range(2))
     first.join()
     second.join()
     waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
@@ -219,7 +220,7 @@ class Step:
 
     def __init__(self, client: Client, number: int, granted: int) -> None:
         self.client, self.number, self.granted = client, number, granted
-        n = client.num_servers
+        n = len(client.connection.servers)
         updates = [(torch.ones(2),) for _ in range(n)]
         self.futures = client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
         self.claim = client.claim("storm/0", 0, granted, granted, 0.001, 0.0)
@@ -229,7 +230,7 @@ class Step:
         grant = self.client.granted(self.claim)
         assert grant.first == self.granted, "units were granted that the worker does not know of"
         replies = self.client.replies(self.futures)
-        assert [r.version for r in replies] == [self.number] * self.client.num_servers
+        assert [r.version for r in replies] == [self.number] * len(self.client.connection.servers)
         assert all(r.weights is not None and r.weights[0].tolist() == [self.number] * 2 for r in replies)
         assert self.client.collective("barrier", "x", timeout_s=10.0) == {0: None}
         return grant.last
@@ -238,7 +239,7 @@ class Step:
     def begin(transport: Transport) -> Client:
         client = client_of(transport, "storm")
         client.join()
-        n = client.num_servers
+        n = len(client.connection.servers)
         client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
         client.open_epoch(Epoch("storm/0", 100_000, (100_000,)))
         return client

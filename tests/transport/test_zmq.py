@@ -26,7 +26,8 @@ from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.zmq_server import Server
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection, done_within
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import SECRET, ServerProcess
 from tests.transport.conftest import Processes
@@ -52,7 +53,7 @@ def transport(server: Server) -> Iterator[ZmqTransport]:
 
 
 def push(client: Any, number: int) -> Any:
-    n = client.num_servers
+    n = len(client.connection.servers)
     updates = [(torch.ones(2),) for _ in range(n)]
     return client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
 
@@ -60,7 +61,7 @@ def push(client: Any, number: int) -> Any:
 def begin(transport: Any, session: str) -> Any:
     client = client_of(transport, session)
     client.join()
-    n = client.num_servers
+    n = len(client.connection.servers)
     client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
     return client
 
@@ -145,7 +146,7 @@ def test_a_worker_that_sends_rubbish_harms_nobody(server: Server, transport: Zmq
 
 def test_a_broken_connection_is_made_again(processes: Processes, encrypted: ZmqTransport) -> None:
     transport = encrypted
-    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first, second = (Client(Connection(transport, "broken", worker, 2, timeout_s=20.0)) for worker in range(2))
     first.join()
     second.join()
     waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
@@ -185,7 +186,7 @@ def test_a_killed_server_is_lost_at_once() -> None:
     server = ServerProcess(Rendezvous.host(), "server0", "zmq")
     try:
         transport = ZmqTransport([server.address()], SECRET)
-        client = Client(transport, "killed", 0, 2, timeout_s=20.0)
+        client = Client(Connection(transport, "killed", 0, 2, timeout_s=20.0))
         client.join()
         waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
         server.popen.kill()
@@ -204,7 +205,7 @@ def test_a_killed_server_is_lost_at_once() -> None:
 
 
 def test_a_call_that_is_not_answered_in_time_fails(transport: ZmqTransport) -> None:
-    Client(transport, "time-out", 0, 2, timeout_s=20.0).join()
+    Client(Connection(transport, "time-out", 0, 2, timeout_s=20.0)).join()
     future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
     with pytest.raises(RuntimeError, match="than set timeout"):
         future.wait()

@@ -258,7 +258,7 @@ def test_samples_of_another_session_are_refused() -> None:
     weight = torch.zeros(2)
     exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=SGMCMC())
     assert exchanger.client.samples() == []
-    exchanger.client.session = "another"
+    exchanger.client.connection.session = "another"
     with pytest.raises(ProtocolError, match="Session 'another' is not the current one"):
         exchanger.client.samples()
     client = cluster.client()
