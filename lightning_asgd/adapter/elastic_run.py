@@ -29,9 +29,8 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 
 __all__ = ["RunMembership", "check_attaches", "check_is_one_worker"]
 
@@ -118,7 +117,7 @@ class RunMembership(Membership):
 
     # ------------------------------------------------------------------ coming and leaving
 
-    def _connect(self, session: str, after: str = "") -> Client:
+    def _connect(self, session: str, after: str = "") -> SessionClient:
         self._job.find_run()
         timeouts = self._config.timeouts
         connection = Connection(
@@ -129,7 +128,7 @@ class RunMembership(Membership):
             timeout_s=timeouts.exchange_s,
             patience_s=timeouts.collective_s,
         )
-        return Client(connection, policy=self._policy)
+        return SessionClient(connection, policy=self._policy)
 
     def join(self) -> None:
         """Attach the worker; waits while another one brings the run's first weights."""

@@ -24,11 +24,10 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Membership", "leave_resting", "resting"]
@@ -108,7 +107,7 @@ class Membership:
         # Who is alone is missed by nobody; and what these algorithms share as they go cannot be taken back.
         return not self.alone and self._config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
 
-    def _connect(self, session: str, after: str = "") -> Client:
+    def _connect(self, session: str, after: str = "") -> SessionClient:
         timeouts = self._config.timeouts
         connection = Connection(
             self._job.connect(),
@@ -120,9 +119,9 @@ class Membership:
             patience_s=timeouts.collective_s,
         )
         policy = self._policy if self._watched else replace(self._policy, silence_s=0.0)
-        return Client(connection, policy=policy, after=after)
+        return SessionClient(connection, policy=policy, after=after)
 
-    def _use(self, client: Client) -> None:
+    def _use(self, client: SessionClient) -> None:
         self.client, self.collectives = client, Collectives(client, self._config.timeouts.collective_s)
 
     def join(self) -> None:
@@ -213,7 +212,7 @@ class Membership:
             part: of the present epoch, if there is one.
         """
         if self._config.restorable and not self.alone:
-            self._recovery = FailoverClient(self.client, synchronizer, part, self._job.successor)
+            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def check_goes_on(self) -> None:
         """Do not train on until the next exchange if the session was ended.

@@ -25,7 +25,8 @@ from typing import Any
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
 from lightning_asgd.adapter.joint_decisions import count_steps, shift
 from lightning_asgd.protocol import Epoch
-from lightning_asgd.worker.lease_client import DataLeases, LeasedBatches, Plan, digest, in_common_order
+from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
 
 __all__ = ["LeasedLoop"]
 

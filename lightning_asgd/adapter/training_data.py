@@ -164,7 +164,7 @@ class TrainingData(Data):
     @property
     def halted(self) -> bool:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
-        return self._membership.client.others_stopped if self._loop is None else self._loop.halted
+        return self._membership.collectives.others_stopped if self._loop is None else self._loop.halted
 
     @property
     def batches(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.protocol import BOOTSTRAPPED
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Attachment"]
 
@@ -35,7 +35,7 @@ class Attachment:
         on_chief: told when this worker becomes the chief, or is it no more.
     """
 
-    def __init__(self, client: Client, on_chief: Callable[[bool], None] = lambda _: None) -> None:
+    def __init__(self, client: SessionClient, on_chief: Callable[[bool], None] = lambda _: None) -> None:
         self.client = client
         self._on_chief = on_chief
         self.chief = False

@@ -7,8 +7,8 @@ push), so a slow network never stops the training, up to ``max_offline_steps``. 
 would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
 be sent leaves after the step in which the device was through with that.
 
-What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
-the futures that it would wait for, so that one thread can go on with another worker meanwhile.
+What may have to wait is a generator of the futures that it waits for, so that the simulator's one thread can go on with
+another worker meanwhile; :func:`run` runs it without a break.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lightning_asgd.protocol import (
     nbytes,
 )
 from lightning_asgd.stats import ExchangeRecord, Verdict
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange_period import Pace
 from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Exchanger", "Waits"]
@@ -50,6 +50,22 @@ _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 Waits = Iterator[list[Future[Any]]]
 """What a worker does, which stops wherever it has to wait until all of these futures are done."""
+
+
+def run(waits: Waits) -> None:
+    """Run a waiting generator to its end on this thread; calls inside it block."""
+    for _ in waits:
+        pass
+
+
+def _blocking(waiting: Callable[[Any], Waits]) -> Callable[[Any], None]:
+    """A method that does the same without a break."""
+
+    def block(self: Any) -> None:
+        for _ in waiting(self):
+            pass
+
+    return block
 
 
 @dataclass
@@ -75,12 +91,11 @@ class Exchanger(Synchronizer):
     """Drives the exchange of one worker.
 
     Args:
-        client: connection to the servers, joined and initialised.
+        shards: on the servers, initialised.
         replica: the worker's weights.
         config: when to exchange.
         on_refused: called after a server refused an update; the weights are the servers' again by then.
         lr: the worker's present learning rate.
-        fragment: number of the part of the module that it exchanges.
         whole: whether that is all of it. Else its pushes count no units: one is done when all fragments have it.
         lead: steps by which its first exchange comes earlier than after ``nsync``.
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
@@ -91,13 +106,12 @@ class Exchanger(Synchronizer):
 
     def __init__(
         self,
-        client: Client,
+        shards: ShardClient,
         replica: Replica,
         config: ExchangeConfig,
         *,
         on_refused: Callable[[], None] = lambda: None,
         lr: Callable[[], float] = lambda: 0.0,
-        fragment: int = 0,
         whole: bool = True,
         lead: int = 0,
         codes: Sequence[CodecState | None] = (),
@@ -105,21 +119,22 @@ class Exchanger(Synchronizer):
         measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(replica.layout, len(client.connection.servers))
-        self.client = client
+        super().__init__(replica.layout, len(shards.connection.servers))
+        self.shards = shards
+        self.client = shards.client
+        self.connection = shards.connection
         self.replica = replica
         self.config = config
         self._algorithm = config.algorithm
         # Where answers are held back a worker must not run away meanwhile.
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
-        self._alone = client.connection.world_size == 1
+        self._alone = self.connection.world_size == 1
         self._on_refused = on_refused
         self._lr = lr
-        self._fragment = fragment
         self._whole = whole
         self._lead = lead
-        self._codes = list(codes) or [None] * len(client.connection.servers)
+        self._codes = list(codes) or [None] * len(self.connection.servers)
         self._data = data or Data()
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
@@ -151,12 +166,8 @@ class Exchanger(Synchronizer):
 
     # ------------------------------------------------------------------ the asynchronous phase
 
-    def begin(self) -> None:
-        """Leave a sync point: to be called before the first batch after it."""
-        _go_through(self.beginning())
-
     def beginning(self) -> Waits:
-        """:meth:`begin`, stopping where it has to wait."""
+        """See :class:`Synchronizer`."""
         if self._pushed and self.replica.remembers:
             # Nothing was trained since the flush. With two pushes between two fetches a lost server could not be told
             # what its weights held of them.
@@ -168,6 +179,8 @@ class Exchanger(Synchronizer):
         if any(t.holds_at_start for t in self._algorithm.transforms):
             self._start(push=False, fetch=True, full=True)
             yield from self._finish(adopt=True)
+
+    begin = _blocking(beginning)
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
@@ -200,18 +213,9 @@ class Exchanger(Synchronizer):
         """Whether an exchange is under way and its answer has come."""
         return self._pending is not None and all(f.done() for f in self._pending.futures)
 
-    def advance(self) -> None:
-        """Merge what has come, and start an exchange if one is due. To be called between two batches.
-
-        Raises:
-            ServerLostError: a server is gone.
-            ASGDError: what a server reported.
-        """
-        _go_through(self.advancing())
-
     def advancing(self) -> Waits:
-        """:meth:`advance`, stopping where it has to wait."""
-        self.client.connection.attend()
+        """Merge what has come, and start an exchange if one is due. To be called between two batches."""
+        self.connection.attend()
         if self._leaving is not None and self.replica.arrived:
             self._send(self._leaving)
         if self.answered:
@@ -231,34 +235,23 @@ class Exchanger(Synchronizer):
         if not self.config.overlap:
             yield from self._finish()
 
+    advance = _blocking(advancing)
+
     # ------------------------------------------------------------------ sync points
 
-    def flush(self) -> None:
-        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
-        _go_through(self.flushing())
-
     def flushing(self) -> Waits:
-        """:meth:`flush`, stopping where it has to wait."""
+        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
         yield from self._finish(sync=True)
         if self._since_push or self._algorithm.waits:
             self._start(push=self._since_push > 0, fetch=False, rest=True)
             yield from self._finish(sync=True)
 
-    def fetch(self, *, park: bool = False) -> None:
-        """Take the servers' weights as they are. What was not flushed is lost.
-
-        Args:
-            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
-                worker keep for itself.
-        """
-        _go_through(self.fetching(park=park, common=self.client.connection.world_size > 0))
+    flush = _blocking(flushing)
 
     def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
-        """:meth:`fetch`, stopping where it has to wait.
+        """Take the servers' weights as they are, what was not flushed being lost; see :class:`Synchronizer`.
 
-        Args:
-            park: see there.
-            common: whether all workers fetch, while nobody pushes.
+        ``common`` says whether all workers fetch, while nobody pushes.
         """
         yield from self._finish(sync=True)
         self._trip_s *= _FORGET  # else one that took very long would be the last
@@ -267,13 +260,14 @@ class Exchanger(Synchronizer):
         self._since_push = 0
         self.moved = False
 
-    def come_back(self) -> None:
-        """See :class:`Synchronizer`. What was not applied is lost: others train those data."""
-        _go_through(self._coming_back())
+    def fetch(self, *, park: bool = False) -> None:
+        """Fetch at a sync point, without a break."""
+        run(self.fetching(park=park, common=self.connection.world_size > 0))
 
     def _coming_back(self) -> Waits:
+        """Join again. What was not applied is lost: others train those data."""
         pending, self._leaving = self._pending, None
-        restoring = bool(self.client.connection.being_restored)
+        restoring = bool(self.connection.being_restored)
         if not restoring:  # else it may have to begin again, with one server more that is lost
             self._pending = None
         if pending is not None:
@@ -281,73 +275,74 @@ class Exchanger(Synchronizer):
                 yield pending.futures
             if not restoring:  # else what was under way is not sent again: others train those data
                 with suppress(WorkerAwayError):
-                    self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
+                    self.shards.replies(pending.futures)  # if the first server took the push, all must
             for future in pending.futures:  # another server may still read what is on the wire
-                done_within(future, self.client.connection.timeout_s)
+                done_within(future, self.connection.timeout_s)
         owed = self._owed(pending)
-        self.client.replayed, self._pending, self._pushed = False, None, []
+        self.client.must_rejoin, self._pending, self._pushed = False, None, []
         self._data.lose()
         self.client.join(again=True)
         for messages, futures in owed:
-            for server in self.client.connection.may_lack:
+            for server in self.connection.may_lack:
                 if messages[server].push:
                     self.replica.pack_again(server)
-                futures[server] = self.client.replay(server, messages[server])
-                self.client.connection.result(server, futures[server])
+                futures[server] = self.connection.post(server, messages[server])
+                self.connection.result(server, futures[server])
         self._since_push = 0
         self._forget_residuals()
         yield from self.fetching()
 
+    come_back = _blocking(_coming_back)
+
     def _owed(self, pending: _Pending | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
         """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
         owed = []
-        if self.client.connection.may_lack and self._pushed:
+        if self.connection.may_lack and self._pushed:
             owed.append((self._pushed, list[Future[Any]](Future() for _ in self._pushed)))
-        if self.client.connection.may_lack and pending is not None:
+        if self.connection.may_lack and pending is not None:
             with suppress(WorkerAwayError):
-                self.client.connection.result(COORDINATOR, pending.futures[COORDINATOR])
-                owed.append((self.client.latest(self._fragment), pending.futures))
+                self.connection.result(COORDINATOR, pending.futures[COORDINATOR])
+                owed.append((self.shards.latest, pending.futures))
         return owed
 
     def allocate(self, server: int) -> None:
         """See :class:`Synchronizer`."""
         layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
         ref = None if block is None else block.ref
-        about = (
-            self.client.connection.session,
-            self.client.connection.worker,
+        message = InitShard(
+            *self.connection.sender,
             layout.shard(server),
             config.algorithm,
-            None,
-            0,
-            ref,
+            shared=ref,
+            fragment=self.shards.fragment,
+            compression=config.compression,
         )
-        if not self.client.allocate(server, InitShard(*about, self._fragment, config.compression)) and ref is not None:
+        sees = self.connection.result(server, self.connection.post(server, message))
+        if not sees and ref is not None:
             raise ProtocolError(
                 f"Server {server}, which took a lost one's place, cannot see the memory that worker "
-                f"{self.client.connection.worker} shares with the servers. Expected one on the same machine."
+                f"{self.connection.worker} shares with the servers. Expected one on the same machine."
             )
 
     def held(self, server: int) -> list[ReplicaState]:
         """See :class:`Synchronizer`."""
         fetched, pushes = self.replica.fetched(server), self._pushes[server]
-        return [ReplicaState(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
+        return [ReplicaState(self.shards.fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
 
     def replay(self, server: int) -> None:
         """See :class:`Synchronizer`. The server treats a push that its weights hold as a duplicate."""
         if self._pushed:
             self.replica.pack_again(server)
-            self.client.connection.result(server, self.client.replay(server, self._pushed[server]))
+            self.connection.result(server, self.connection.post(server, self._pushed[server]))
         if self._pending is not None:
             if self._pending.push:
                 if server != COORDINATOR and not self._algorithm.waits:
                     # Where that goes on without this worker no other server may have this.
-                    self.client.connection.result(COORDINATOR, self._pending.futures[COORDINATOR])
+                    self.connection.result(COORDINATOR, self._pending.futures[COORDINATOR])
                 self.replica.pack_again(server)
-            message = self.client.latest(self._fragment)[server]
             self._pending.answers = []
-            self._pending.futures[server] = self.client.replay(server, message)
-            self.client.connection.result(server, self._pending.futures[server])
+            self._pending.futures[server] = self.connection.post(server, self.shards.latest[server])
+            self.connection.result(server, self._pending.futures[server])
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`.
@@ -368,7 +363,7 @@ class Exchanger(Synchronizer):
                 return {}  # what has happened is seen to before the next batch
             self.caught_up = pending.replies[0].epoch, pending.replies[0].done
             return self.replica.ahead(pending.answers, alone=self._alone)
-        _go_through(self._finish(sync=True))
+        run(self._finish(sync=True))
         replies = self._look()
         self.caught_up = replies[0].epoch, replies[0].done
         return self.replica.ahead(self._answers(replies), alone=self._alone)
@@ -381,45 +376,44 @@ class Exchanger(Synchronizer):
         """
         if not pending.answers:
             try:
-                replies = self.client.replies(pending.futures, self._fragment)
+                replies = self.shards.replies(pending.futures)
             except WorkerAwayError:
                 return False
-            if self._pending is not pending or self.client.replayed or _refused(replies):
+            if self._pending is not pending or self.client.must_rejoin or _refused(replies):
                 return False
             pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
         return True
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
-        _go_through(self._finish())
+        run(self._finish())
         return self.replica.read(self._answers(self._look()))
 
     def _look(self) -> list[Reply]:
         """The servers' present weights, while nothing is on its way through the memory that they come through."""
         self.replica.await_arrival()
-        return self.client.replies(  # never refused: only pushes are
-            self.client.exchange(
+        return self.shards.replies(  # never refused: only pushes are
+            self.shards.exchange(
                 self._seq,
                 self.versions,
                 push=False,
                 fetch=True,
                 updates=self.replica.updates(),
-                fragment=self._fragment,
                 full=True,
             )
         )
 
     def state(self) -> list[list[Any]]:
         """See :class:`Synchronizer`."""
-        return [self.client.state(self._fragment)]
+        return [self.shards.state()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """See :class:`Synchronizer`."""
-        self.client.state(self._fragment, state[0])
+        self.shards.state(state[0])
 
     def samples(self) -> list[dict[str, Tensor]]:
         """See :class:`Synchronizer`. Neither the module nor the exchange is touched."""
-        return [self.replica.read(shards) for _, shards in self.client.samples()]
+        return [self.replica.read(shards) for _, shards in self.shards.samples()]
 
     def close(self) -> None:
         """Forget the exchange under way and give the buffers back."""
@@ -488,11 +482,10 @@ class Exchanger(Synchronizer):
                 update if code is None or update is None else code.updates.encode(update)
                 for code, update in zip(self._codes, updates, strict=True)
             ]
-        pending.futures = self.client.exchange(
+        pending.futures = self.shards.exchange(
             self._seq,
             self.versions,
             updates=updates,
-            fragment=self._fragment,
             common=self._common() if pending.common else None,
             **pending.about,
         )
@@ -514,13 +507,13 @@ class Exchanger(Synchronizer):
         if not self.answered:
             yield pending.futures
         try:
-            replies = self.client.replies(pending.futures, self._fragment)
+            replies = self.shards.replies(pending.futures)
         except WorkerAwayError:
             yield from self._coming_back()
             return
         if self._pending is not pending:  # while it waited for a server to be restored it has come back
             return
-        if self.client.replayed:  # before the next push reaches some servers and not others
+        if self.client.must_rejoin:  # before the next push reaches some servers and not others
             yield from self._coming_back()
             return
         self._pending = None
@@ -545,7 +538,7 @@ class Exchanger(Synchronizer):
                 fresh, alone = refused or self._since_push == 0, self._alone and not refused
                 self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
         elif pending.push:
-            self._pushed = self.client.latest(self._fragment)
+            self._pushed = self.shards.latest
         wishes = [r.nsync for r in replies if r.nsync]
         self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
@@ -627,9 +620,3 @@ def _decoded(parts: Any, code: CodecState | None, wire: tuple[Tensor, ...], comm
     else:
         weights = code.weights.decode(parts, wire)
     return weights
-
-
-def _go_through(waits: Waits) -> None:
-    """Do without a break what may have to wait: whoever needs an answer that is not there waits for it by itself."""
-    for _ in waits:
-        pass

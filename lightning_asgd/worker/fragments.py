@@ -26,7 +26,7 @@ class Fragments(Synchronizer):
 
     def __init__(self, layout: Layout, exchangers: Sequence[Exchanger]) -> None:
         self._exchangers = list(exchangers)
-        super().__init__(layout, len(exchangers[0].client.connection.servers))
+        super().__init__(layout, len(exchangers[0].connection.servers))
 
     @property
     def stats(self) -> ExchangeStats:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_asgd.protocol import Place, SyncReport
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["all_together", "meet"]
@@ -25,7 +25,7 @@ def all_together(places: Iterable[Place]) -> Place:
 
 
 def meet(
-    client: Client,
+    client: SessionClient,
     collectives: Collectives,
     synchronizer: Synchronizer,
     name: str,

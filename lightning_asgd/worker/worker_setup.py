@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.replica import gradients_of, tensors_of
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
 from lightning_asgd.worker.synchronizer import Synchronizer
 
@@ -33,7 +35,7 @@ __all__ = ["agree", "enter", "named_state", "newly_trainable"]
 
 
 def enter(
-    client: Client,
+    client: SessionClient,
     collectives: Collectives,
     module: Module,
     config: ExchangeConfig,
@@ -93,11 +95,11 @@ def enter(
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
     names = [spec.name for spec in layout.tensors]
     if isinstance(algorithm, Hogwild):
-        return SharedWeights(collectives, layout, _source(module, names, data=False), algorithm, num_servers)
+        return SharedWeights(collectives, layout, tensors_of(module, names, data=False), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
         agree(collectives, state)
         return LayerGradients(
-            client,
+            client.connection,
             layout,
             layers_of(module, set(trainable)),
             algorithm.delay,
@@ -110,17 +112,17 @@ def enter(
         names = [spec.name for spec in part.tensors]
         shards = [part.shard(s) for s in range(num_servers)]
         blocks = [shared_memory.create(shard) for shard in shards]
-        source, gradients = _source(module, names), _gradients(module, names)
+        source, gradients = tensors_of(module, names), gradients_of(module, names)
         remembers = config.restorable and client.connection.world_size != 1
         replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
         first = client.connection.worker == 0 if fill is None else fill
-        seen = client.initialise(
+        shard_client = ShardClient(client, number)
+        seen = shard_client.initialise(
             part,
             algorithm,
             [block.ref if block is not None else None for block in blocks],
             weights=replica.weights() if first else None,
             versions=versions if first else None,
-            fragment=number,
             compression=config.compression,
         )
         for server, sees in enumerate(seen):
@@ -130,12 +132,11 @@ def enter(
         lead = config.npush * (len(parts) - 1 - number) // len(parts)
         exchangers.append(
             Exchanger(
-                client,
+                shard_client,
                 replica,
                 config,
                 on_refused=on_refused,
                 lr=lr,
-                fragment=number,
                 whole=len(parts) == 1,
                 lead=lead,
                 codes=codes,
@@ -201,26 +202,9 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
                 tensors[name].copy_(value)
 
 
-def _source(module: Module, names: Sequence[str], *, data: bool = True) -> Callable[[], list[Tensor]]:
-    """Look tensors up where the module keeps them, since a program may put others in their place."""
-    places = [_place(module, name) for name in names]
-    return lambda: [place[name].data if data else place[name] for place, name in places]
-
-
 def _tied(module: Module) -> bool:
     """Whether a parameter has several places in the module."""
     return len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.named_parameters()))
-
-
-def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:
-    places = [_place(module, name) for name in names]
-    return lambda: [place[name].grad for place, name in places]
-
-
-def _place(module: Module, name: str) -> tuple[Any, str]:
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.session_client import HeartbeatThread
 
 DEADLINE_S = 10.0
 

@@ -18,7 +18,7 @@ from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.device_staging import DeviceLane, DeviceStaging, lane_for
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.replica_kinds import replica_for
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
 
