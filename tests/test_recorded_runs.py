@@ -162,7 +162,7 @@ def scripted(**settings: Any) -> Record:
             client = cluster.client(rank)
             client.join()
             config = ExchangeConfig.create(**{"nsync": 3, **settings})
-            synchronizers.append(enter(client, Collectives(), module, config, 2))
+            synchronizers.append(enter(client, Collectives(), module, config))
 
     def train(rank: int) -> None:
         module, synchronizer, generator = modules[rank], synchronizers[rank], torch.Generator().manual_seed(rank)

@@ -46,7 +46,6 @@ class LeasedLoop:
 
     Args:
         trainer: its training data have been set up, and :func:`why_split` knows no reason.
-        client: gives the connection to the servers, which may change.
         run: name of the fit.
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.

@@ -17,13 +17,12 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import LeaseHoldings
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, WorkFeed
 
 __all__ = ["TrainingData"]
 
 
-class TrainingData(Data):
+class TrainingData(WorkFeed):
     """The training data of one fit of one worker.
 
     Args:

@@ -36,13 +36,12 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.stats import ExchangeRecord, Verdict
 from lightning_asgd.worker.connection import COORDINATOR, done_within
-from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchange_period import Pace
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import OwnData, Synchronizer, WorkFeed
 
-__all__ = ["Exchanger", "Waits"]
+__all__ = ["Exchanger", "Training", "Waits"]
 
 _FORGET = 0.8  # what remains at a sync point of how long an exchange took
 _MEASURE_S = 5.0  # between two measurements of the distance to the servers
@@ -87,20 +86,28 @@ class _Pending:
     answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # the weights in them
 
 
+@dataclass(frozen=True)
+class Training:
+    """What an exchanger asks of the training that it serves, and tells it."""
+
+    # Called after a server rejected an update; the weights are the servers' again by then.
+    on_refused: Callable[[], None] = lambda: None
+    lr: Callable[[], float] = lambda: 0.0  # the present learning rate
+    data: WorkFeed = field(default_factory=OwnData)
+    measure: bool = False  # whether the distance to the servers is measured now and then
+
+
 class Exchanger(Synchronizer):
-    """Drives the exchange of one worker.
+    """Drives the exchange of one worker, or of one of its module's fragments.
 
     Args:
         shards: on the servers, initialised.
         replica: the worker's weights.
         config: when to exchange.
-        on_refused: called after a server refused an update; the weights are the servers' again by then.
-        lr: the worker's present learning rate.
-        whole: whether that is all of it. Else its pushes count no units: one is done when all fragments have it.
-        lead: steps by which its first exchange comes earlier than after ``nsync``.
+        training: that it serves.
+        fragments: in how many parts the module is exchanged. If these are several, pushes count no units: one is done
+            when all fragments have it.
         codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
-        data: what this worker trains; None if nobody shares that.
-        measure: whether the distance to the servers is to be measured now and then.
         clock: seconds; given by tests.
     """
 
@@ -109,16 +116,13 @@ class Exchanger(Synchronizer):
         shards: ShardClient,
         replica: Replica,
         config: ExchangeConfig,
+        training: Training | None = None,
         *,
-        on_refused: Callable[[], None] = lambda: None,
-        lr: Callable[[], float] = lambda: 0.0,
-        whole: bool = True,
-        lead: int = 0,
+        fragments: int = 1,
         codes: Sequence[CodecState | None] = (),
-        data: Data | None = None,
-        measure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        training = training or Training()
         super().__init__(replica.layout, len(shards.connection.servers))
         self.shards = shards
         self.client = shards.client
@@ -130,16 +134,17 @@ class Exchanger(Synchronizer):
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
         self._alone = self.connection.world_size == 1
-        self._on_refused = on_refused
-        self._lr = lr
-        self._whole = whole
-        self._lead = lead
+        self._on_refused = training.on_refused
+        self._lr = training.lr
+        self._whole = fragments == 1
+        # Fragments take turns: the first exchange comes so many steps earlier than after ``nsync``.
+        self._lead = config.npush * (fragments - 1 - shards.fragment) // fragments
         self._codes = list(codes) or [None] * len(self.connection.servers)
-        self._data = data or Data()
+        self._data = training.data
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
         self._clock = clock
-        self._measure_at = clock() if measure else math.inf
+        self._measure_at = clock() if training.measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._auto = Pace(config.npush) if config.auto else None
         self._busy_s = 0.0  # with exchanges, since the latest one began

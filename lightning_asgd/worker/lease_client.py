@@ -22,8 +22,8 @@ from torch.futures import Future
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
-from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.synchronizer import WorkFeed
 
 __all__ = ["DataLeases", "Plan"]
 
@@ -82,7 +82,7 @@ class _Asked:
     answered: list[float] = field(default_factory=list)
 
 
-class DataLeases(Data):
+class DataLeases(WorkFeed):
     """A worker's part of the epochs that all share.
 
     ``come_back`` joins again when the others have gone on without this worker, and calls :meth:`lose`.

@@ -36,7 +36,7 @@ from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
 from lightning_asgd.numerics import is_sane
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.device_staging import DeviceStaging, lane_for
+from lightning_asgd.worker.device_staging import lane_for
 
 __all__ = ["Replica", "Span", "gradients_of", "tensors_of"]
 
@@ -104,7 +104,6 @@ class Replica:
         remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
         mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
             ``x = mix x + (1 - mix) r``.
-        lane: between the module's device and this machine's memory; None for the usual one.
     """
 
     _derives = True
@@ -118,14 +117,13 @@ class Replica:
         mix: float | None = None,
         *,
         remembers: bool = False,
-        lane: DeviceStaging | None = None,
     ) -> None:
         self.layout = layout
         self.mix = mix
         self.remembers = remembers
         self._source = source
         self.device = source()[0].device
-        self._lane = lane or lane_for(self.device)
+        self._lane = lane_for(self.device)
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -418,15 +416,15 @@ class Replica:
                     tensor.detach().copy_(values.view(tensor.shape))
 
 
-def tensors_of(module: Module, names: Sequence[str], *, data: bool = True) -> Callable[[], list[Tensor]]:
+def tensors_of(module: Module, layout: Layout, *, data: bool = True) -> Callable[[], list[Tensor]]:
     """Look tensors up where the module keeps them, since a program may put others in their place."""
-    places = [_place(module, name) for name in names]
+    places = [_place(module, spec.name) for spec in layout.tensors]
     return lambda: [place[name].data if data else place[name] for place, name in places]
 
 
-def gradients_of(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:
+def gradients_of(module: Module, layout: Layout) -> Callable[[], list[Tensor | None]]:
     """Look their gradients up."""
-    places = [_place(module, name) for name in names]
+    places = [_place(module, spec.name) for spec in layout.tensors]
     return lambda: [place[name].grad for place, name in places]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.layout import Layout, Role
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.device_staging import DeviceStaging
 from lightning_asgd.worker.replica import Replica, Span
 
 __all__ = ["ElasticReplica", "GradientReplica", "replica_for"]
@@ -33,9 +32,8 @@ class GradientReplica(Replica):
         gradients: Callable[[], Sequence[Tensor | None]],
         *,
         remembers: bool = False,
-        lane: DeviceStaging | None = None,
     ) -> None:
-        super().__init__(layout, source, blocks, remembers=remembers, lane=lane)
+        super().__init__(layout, source, blocks, remembers=remembers)
         self._gradients = gradients
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
         self._pushed = {
@@ -135,14 +133,13 @@ def replica_for(
     mix: float | None = None,
     *,
     remembers: bool = False,
-    lane: DeviceStaging | None = None,
 ) -> Replica:
     """The replica that pushes what an algorithm wants; see the classes for the arguments."""
     if payload is Payload.GRADIENT:
-        return GradientReplica(layout, source, blocks, gradients, remembers=remembers, lane=lane)
+        return GradientReplica(layout, source, blocks, gradients, remembers=remembers)
     if payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, source, blocks, mix, lane=lane)
-    return Replica(layout, source, blocks, mix, remembers=remembers, lane=lane)
+        return ElasticReplica(layout, source, blocks, mix)
+    return Replica(layout, source, blocks, mix, remembers=remembers)
 
 
 def _dense(gradient: Tensor) -> Tensor:

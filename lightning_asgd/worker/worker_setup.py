@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
 from lightning_asgd.worker.replica import gradients_of, tensors_of
@@ -31,7 +31,16 @@ from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["agree", "enter", "named_state", "newly_trainable"]
+__all__ = ["Start", "agree", "enter", "named_state", "newly_trainable"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker knows of its session when it enters."""
+
+    versions: list[int] | None = None  # per server, to count on from; the first worker's count
+    fill: bool | None = None  # whether the servers are to have this worker's weights; None: if it is worker 0
+    layout: Any = None  # description of the one that servers have already; None if they have none
 
 
 def enter(
@@ -39,63 +48,32 @@ def enter(
     collectives: Collectives,
     module: Module,
     config: ExchangeConfig,
-    num_servers: int,
+    training: Training | None = None,
+    start: Start | None = None,
     *,
-    versions: list[int] | None = None,
-    on_refused: Callable[[], None] = lambda: None,
-    lr: Callable[[], float] = lambda: 0.0,
-    data: Data | None = None,
     late: bool = False,
-    fill: bool | None = None,
-    theirs: Any = None,
-    measure: bool = False,
 ) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
-    Args:
-        client: has joined.
-        collectives: all workers call this together.
-        module: changed in place.
-        config: when to exchange.
-        num_servers: shards to make.
-        versions: per server, to count on from; worker 0's count.
-        on_refused: see :class:`Exchanger`.
-        lr: see :class:`Exchanger`.
-        data: see :class:`Exchanger`.
-        late: whether nobody looks at gradients between backward and the optimizer's step.
-        fill: whether the servers are to have this worker's weights; None: if it is worker 0.
-        theirs: description of the layout that servers have already; None if they have none.
-        measure: see :class:`Exchanger`.
-
-    Returns:
-        what the worker shares through, with fresh statistics.
-
-    Raises:
-        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
-        LayoutMismatchError: the modules differ; the message names the first parameter that does.
+    All workers call it together; the module is changed in place. ``late`` says that nobody looks at gradients between
+    backward and the optimizer's step. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or
+    one without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
     """
+    start = start or Start()
     state = named_state(module)
-    for name, tensor in state.items():
-        if torch.nn.parameter.is_lazy(tensor):
-            raise ConfigurationError(
-                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
-                "known when fit begins: run a batch through the module in configure_model()."
-            )
-    trainable = {n: t for n, t in state.items() if t.requires_grad}
-    persistent = set(module.state_dict())
-    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
-    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
-    algorithm = config.algorithm
+    _check_shapes(state)
+    trainable, buffers = _exchanged(module, state)
+    algorithm, num_servers = config.algorithm, len(client.connection.servers)
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
-    if theirs is None:
+    if start.layout is None:
         _check_same(collectives, layout, client.connection.worker)
     else:
-        layout.check_same(theirs, f"worker {client.connection.worker}", "the run")
+        layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
-    names = [spec.name for spec in layout.tensors]
     if isinstance(algorithm, Hogwild):
-        return SharedWeights(collectives, layout, tensors_of(module, names, data=False), algorithm, num_servers)
+        tensors = tensors_of(module, layout, data=False)
+        return SharedWeights(collectives, layout, tensors, algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
         agree(collectives, state)
         return LayerGradients(
@@ -107,48 +85,69 @@ def enter(
             late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
-    exchangers = []
-    for number, part in enumerate(parts):
-        names = [spec.name for spec in part.tensors]
-        shards = [part.shard(s) for s in range(num_servers)]
-        blocks = [shared_memory.create(shard) for shard in shards]
-        source, gradients = tensors_of(module, names), gradients_of(module, names)
-        remembers = config.restorable and client.connection.world_size != 1
-        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
-        first = client.connection.worker == 0 if fill is None else fill
-        shard_client = ShardClient(client, number)
-        seen = shard_client.initialise(
-            part,
-            algorithm,
-            [block.ref if block is not None else None for block in blocks],
-            weights=replica.weights() if first else None,
-            versions=versions if first else None,
-            compression=config.compression,
-        )
-        for server, sees in enumerate(seen):
-            if not sees:
-                replica.drop_block(server)
-        codes = streams(config.compression, shards, seen)
-        lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        exchangers.append(
-            Exchanger(
-                shard_client,
-                replica,
-                config,
-                on_refused=on_refused,
-                lr=lr,
-                whole=len(parts) == 1,
-                lead=lead,
-                codes=codes,
-                data=data,
-                measure=measure,
-            )
-        )
+    training = training or Training()
+    exchangers = [_exchanger(client, module, config, training, start, parts, k) for k in range(len(parts))]
     collectives.barrier("servers have the weights")
     synchronizer = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
     synchronizer.fetch()
     synchronizer.stats = ExchangeStats()
     return synchronizer
+
+
+def _check_shapes(state: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
+                "known when fit begins: run a batch through the module in configure_model()."
+            )
+
+
+def _exchanged(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The module's parameters and buffers that are exchanged."""
+    persistent = set(module.state_dict())
+    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
+    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+    return {n: t for n, t in state.items() if t.requires_grad}, buffers
+
+
+def _exchanger(
+    client: SessionClient,
+    module: Module,
+    config: ExchangeConfig,
+    training: Training,
+    start: Start,
+    parts: Sequence[Layout],
+    number: int,
+) -> Exchanger:
+    """Allocate one fragment's shards, fill them if this worker is to, and exchange them from now on."""
+    part, algorithm, connection = parts[number], config.algorithm, client.connection
+    groups = [part.shard(s) for s in connection.servers]
+    blocks = [shared_memory.create(each) for each in groups]
+    replica = replica_for(
+        algorithm.payload,
+        part,
+        tensors_of(module, part),
+        blocks,
+        gradients_of(module, part),
+        algorithm.mix,
+        remembers=config.restorable and connection.world_size != 1,
+    )
+    first = connection.worker == 0 if start.fill is None else start.fill
+    shards = ShardClient(client, number)
+    seen = shards.initialise(
+        part,
+        algorithm,
+        [block.ref if block is not None else None for block in blocks],
+        weights=replica.weights() if first else None,
+        versions=start.versions if first else None,
+        compression=config.compression,
+    )
+    for server, sees in enumerate(seen):
+        if not sees:
+            replica.drop_block(server)
+    codes = streams(config.compression, groups, seen)
+    return Exchanger(shards, replica, config, training, fragments=len(parts), codes=codes)
 
 
 def _fragments(

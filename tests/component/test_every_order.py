@@ -56,13 +56,13 @@ from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.synchronizer import WorkFeed
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0
@@ -163,7 +163,7 @@ class End(Transport):
         pass
 
 
-class Back(Data):
+class Back(WorkFeed):
     """Notes that a worker came back."""
 
     def __init__(self, world: World, worker: int) -> None:
@@ -223,7 +223,7 @@ class World:
         client = self.clients[rank] = SessionClient(Connection(end, "s", *who), policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
         shards, collectives = ShardClient(client), Collectives(client)
-        exchanger = Exchanger(shards, replica, self.config, data=Back(self, rank), clock=lambda: 0.0)
+        exchanger = Exchanger(shards, replica, self.config, Training(data=Back(self, rank)), clock=lambda: 0.0)
         try:
             self.come(rank, shards, replica)
             exchanger.fetch()

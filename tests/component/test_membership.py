@@ -32,7 +32,7 @@ from lightning_asgd.worker import lease_client as leases_module
 from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.replica import Replica
@@ -278,7 +278,7 @@ class World:
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         shard_client = ShardClient(client)
-        exchanger = Exchanger(shard_client, replica, self.config, data=leases, clock=self.clock)
+        exchanger = Exchanger(shard_client, replica, self.config, Training(data=leases), clock=self.clock)
         client.join()
         if rank > 0:
             self.turns.wait_until(lambda: self.joined > 0)

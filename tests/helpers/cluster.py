@@ -20,11 +20,11 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.synchronizer import OwnData, WorkFeed
 
 T = TypeVar("T")
 SESSION = "test"
@@ -51,7 +51,7 @@ class Cluster:
         on_refused: Callable[[], None] = lambda: None,
         shared: bool = False,
         measure: bool = False,
-        data: Data | None = None,
+        data: WorkFeed | None = None,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -87,8 +87,8 @@ class Cluster:
         assert seen == [ref is not None for ref in refs]
         shards = [layout.shard(s) for s in range(layout.num_servers)]
         codes = streams(config.compression, shards, seen)
-        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure, "data": data}
-        exchanger = Exchanger(shard_client, replica, config, codes=codes, **about)
+        training = Training(on_refused, data=data or OwnData(), measure=measure)
+        exchanger = Exchanger(shard_client, replica, config, training, codes=codes, clock=clock)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
         return exchanger
