@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
-from lightning_asgd.codec_streams import CodecState
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import (
     Exchange,
-    InitShard,
     ReplicaState,
     Reply,
     nbytes,
@@ -107,7 +105,6 @@ class Exchanger(Synchronizer):
         training: that it serves.
         fragments: in how many parts the module is exchanged. If these are several, pushes count no units: one is done
             when all fragments have it.
-        codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
         clock: seconds; given by tests.
     """
 
@@ -119,7 +116,6 @@ class Exchanger(Synchronizer):
         training: Training | None = None,
         *,
         fragments: int = 1,
-        codes: Sequence[CodecState | None] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         training = training or Training()
@@ -139,7 +135,6 @@ class Exchanger(Synchronizer):
         self._whole = fragments == 1
         # Fragments take turns: the first exchange comes so many steps earlier than after ``nsync``.
         self._lead = config.npush * (fragments - 1 - shards.fragment) // fragments
-        self._codes = list(codes) or [None] * len(self.connection.servers)
         self._data = training.data
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
@@ -294,7 +289,7 @@ class Exchanger(Synchronizer):
                 futures[server] = self.connection.post(server, messages[server])
                 self.connection.result(server, futures[server])
         self._since_push = 0
-        self._forget_residuals()
+        self.shards.forget_residuals()
         yield from self.fetching()
 
     come_back = _blocking(_coming_back)
@@ -312,17 +307,9 @@ class Exchanger(Synchronizer):
 
     def allocate(self, server: int) -> None:
         """See :class:`Synchronizer`."""
-        layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
+        block = self.replica.blocks[server]
         ref = None if block is None else block.ref
-        message = InitShard(
-            *self.connection.sender,
-            layout.shard(server),
-            config.algorithm,
-            shared=ref,
-            fragment=self.shards.fragment,
-            compression=config.compression,
-        )
-        sees = self.connection.result(server, self.connection.post(server, message))
+        sees = self.shards.allocate(server, ref)
         if not sees and ref is not None:
             raise ProtocolError(
                 f"Server {server}, which took a lost one's place, cannot see the memory that worker "
@@ -371,13 +358,12 @@ class Exchanger(Synchronizer):
         run(self._finish(sync=True))
         replies = self._look()
         self.caught_up = replies[0].epoch, replies[0].done
-        return self.replica.ahead(self._answers(replies), alone=self._alone)
+        return self.replica.ahead(self.shards.answers(replies, self.replica.wire), alone=self._alone)
 
     def _keep_answers(self, pending: _Pending) -> bool:
         """Wait for the weights that an exchange brings, and leave them to be merged later.
 
-        Returns:
-            False if there are none: the update was refused, or the others have gone on without this worker.
+        False if there are none: the update was rejected, or the others have gone on without this worker.
         """
         if not pending.answers:
             try:
@@ -386,13 +372,16 @@ class Exchanger(Synchronizer):
                 return False
             if self._pending is not pending or self.client.must_rejoin or _refused(replies):
                 return False
-            pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
+            pending.replies, pending.answers = (
+                replies,
+                self.shards.answers(replies, self.replica.wire, common=pending.common),
+            )
         return True
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
         run(self._finish())
-        return self.replica.read(self._answers(self._look()))
+        return self.replica.read(self.shards.answers(self._look(), self.replica.wire))
 
     def _look(self) -> list[Reply]:
         """The servers' present weights, while nothing is on its way through the memory that they come through."""
@@ -481,20 +470,15 @@ class Exchanger(Synchronizer):
     def _send(self, pending: _Pending) -> None:
         """Send an exchange's messages."""
         begun, self._leaving = self._clock(), None
-        updates: list[Any] = self.replica.updates()
-        if pending.push:
-            updates = [
-                update if code is None or update is None else code.updates.encode(update)
-                for code, update in zip(self._codes, updates, strict=True)
-            ]
         pending.futures = self.shards.exchange(
             self._seq,
             self.versions,
-            updates=updates,
-            common=self._common() if pending.common else None,
+            updates=self.replica.updates(),
+            common=self.shards.common_names(self.replica.weights) if pending.common else None,
             **pending.about,
         )
-        pending.nbytes = sum(map(self._nbytes, range(len(updates)), updates)) if pending.push else 0
+        if pending.push:
+            pending.nbytes = sum(self._nbytes(s, message.update) for s, message in enumerate(self.shards.latest))
         pending.cost_s += self._clock() - begun
         self._busy_s += pending.cost_s
         self._pending = pending
@@ -534,7 +518,7 @@ class Exchanger(Synchronizer):
             self._pushes = [r.pushes for r in replies]
             self._done, self._epoch = replies[0].done, replies[0].epoch
             self._pushed = []
-            answers = pending.answers or self._answers(replies, common=pending.common)
+            answers = pending.answers or self.shards.answers(replies, self.replica.wire, common=pending.common)
             if adopt:
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
@@ -556,7 +540,7 @@ class Exchanger(Synchronizer):
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0
-            self._forget_residuals()
+            self.shards.forget_residuals()
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetching()
             self._on_refused()
@@ -569,26 +553,6 @@ class Exchanger(Synchronizer):
             self.stats.distance = distance
         now = self._clock()
         self._measure_at = now + max(_MEASURE_S, (now - begun) / _MEASURE_SHARE)
-
-    def _forget_residuals(self) -> None:
-        for code in self._codes:
-            if code is not None:
-                code.updates.forget()
-
-    def _common(self) -> list[str]:
-        """Per server, the name of the weights of the last sync point; before the first one those that are here."""
-        codes = [code.common for code in self._codes if code is not None]
-        if any(not common.digest for common in codes):
-            for code, weights in zip(self._codes, self.replica.weights(), strict=True):
-                if code is not None:
-                    code.common.hold(weights)
-        return ["" if code is None else code.common.digest for code in self._codes]
-
-    def _answers(self, replies: list[Reply], *, common: bool = False) -> list[tuple[Tensor, ...]]:
-        return [
-            wire if reply.weights is None else _decoded(reply.weights, code, wire, common)
-            for reply, wire, code in zip(replies, self.replica.wire, self._codes, strict=True)
-        ]
 
     def _nbytes(self, server: int, parts: Any) -> int:
         """Bytes of a shard that went one way, also where they went through shared memory."""
@@ -614,14 +578,3 @@ class Exchanger(Synchronizer):
 
 def _refused(replies: Sequence[Reply]) -> bool:
     return any(r.verdict is Verdict.REFUSED for r in replies)
-
-
-def _decoded(parts: Any, code: CodecState | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
-    if code is None:
-        weights: tuple[Tensor, ...] = parts
-    elif common:
-        weights = code.common.decode(parts, wire)
-        code.weights.hold(weights)
-    else:
-        weights = code.weights.decode(parts, wire)
-    return weights

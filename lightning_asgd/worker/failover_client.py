@@ -130,11 +130,9 @@ class FailoverClient:
         return awaited
 
     def restore(self, servers: Collection[int]) -> None:
-        """Restore servers that are lost, together with all other workers.
+        """Restore lost servers, together with all other workers.
 
-        Raises:
-            ServerLostError: none took a server's place.
-            AnotherLost: begin again, with more of them.
+        Raises a :class:`ServerLostError` if none took a server's place, :class:`AnotherLost` if another one is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
             awaited.ready.wait()

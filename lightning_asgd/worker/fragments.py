@@ -17,12 +17,7 @@ __all__ = ["Fragments"]
 
 
 class Fragments(Synchronizer):
-    """Does everything for one fragment after the other. :attr:`versions` are the first fragment's.
-
-    Args:
-        layout: all of the module.
-        exchangers: one per fragment.
-    """
+    """Does everything for one fragment after the other. :attr:`versions` are the first fragment's."""
 
     def __init__(self, layout: Layout, exchangers: Sequence[Exchanger]) -> None:
         self._exchangers = list(exchangers)

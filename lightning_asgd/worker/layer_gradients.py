@@ -263,11 +263,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers_of(module: Module, names: set[str]) -> list[Layer]:
-    """The submodules that own trainable parameters, in the module's order; a parameter is the first one's that has it.
+    """The submodules that own parameters among ``names``, in the module's order.
 
-    Args:
-        module: all of it.
-        names: the parameters that are shared.
+    A parameter is the first one's that has it.
     """
     layers: dict[tuple[str, torch.dtype], Layer] = {}
     for name, parameter in module.named_parameters():

@@ -28,7 +28,7 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, done_within
 
-__all__ = ["HeartbeatThread", "SessionClient", "pickled", "unpickled"]
+__all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
 
 _PER_PATIENCE = 5  # heartbeats within the time after which a worker that sends none is excluded
 

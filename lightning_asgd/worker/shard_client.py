@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.codec_streams import Coded
+from lightning_asgd.codec_streams import CodecState, Coded, streams
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.layout import Layout
@@ -36,6 +37,9 @@ class ShardClient:
         self.connection = client.connection
         self.fragment = fragment
         self.latest: list[Exchange] = []
+        self._allocations: list[InitShard] = []
+        # Per server, how updates and weights are compressed; None where they are not.
+        self._codes: list[CodecState | None] = [None for _ in self.connection.servers]
 
     def initialise(
         self,
@@ -51,17 +55,25 @@ class ShardClient:
         Returns, per server, whether it sees the block of memory that is ``shared`` with it.
         """
         connection, about = self.connection, (self.fragment, compression)
+        groups = [layout.shard(s) for s in connection.servers]
         messages = []
         for s in connection.servers:
             first = None if weights is None else weights[s]
             version = 0 if versions is None else versions[s]
-            messages.append(
-                InitShard(*connection.sender, layout.shard(s), algorithm, first, version, shared[s], *about)
-            )
+            messages.append(InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about))
+        self._allocations = [replace(message, weights=None, version=0) for message in messages]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
-        seen = bool(connection.result(COORDINATOR, connection.post(COORDINATOR, messages[COORDINATOR])))
+        first_seen = bool(connection.result(COORDINATOR, connection.post(COORDINATOR, messages[COORDINATOR])))
         futures = [connection.post(s, messages[s]) for s in connection.servers if s != COORDINATOR]
-        return [seen, *(bool(connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1))]
+        others = [bool(connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1)]
+        seen = [first_seen, *others]
+        self._codes = streams(compression, groups, seen)
+        return seen
+
+    def allocate(self, server: int, shared: SharedRef | None) -> bool:
+        """Allocate the shard on a lost server's replacement; whether it sees the block of memory."""
+        message = replace(self._allocations[server], shared=shared)
+        return bool(self.connection.result(server, self.connection.post(server, message)))
 
     def exchange(
         self,
@@ -70,7 +82,7 @@ class ShardClient:
         *,
         push: bool,
         fetch: bool,
-        updates: Sequence[tuple[Coded, ...] | None],
+        updates: Sequence[tuple[Tensor, ...] | None],
         common: Sequence[str] | None = None,
         **fields: Any,
     ) -> list[Future[Any]]:
@@ -92,7 +104,7 @@ class ShardClient:
                 base_versions[s],
                 push,
                 fetch,
-                updates[s] if push else None,
+                self._encoded(s, updates[s]) if push else None,
                 shared=updates[s] is None,
                 common=None if common is None else common[s],
                 fragment=self.fragment,
@@ -137,6 +149,48 @@ class ShardClient:
                 connection.recover(server, restored, error)
                 if futures[server] is future:
                     futures[server] = connection.post(server, self.latest[server])
+
+    def answers(
+        self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]], *, common: bool = False
+    ) -> list[tuple[Tensor, ...]]:
+        """The weights in an exchange's replies: per server, one tensor per group; ``wire`` itself where it is shared.
+
+        ``common`` says whether all workers fetch them, at a sync point.
+        """
+        return [
+            out if reply.weights is None else self._decoded(server, reply.weights, out, common)
+            for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
+        ]
+
+    def common_names(self, weights: Callable[[], list[tuple[Tensor, ...]]]) -> list[str]:
+        """Per server, the name of the weights of the last sync point; before the first one of those that are here."""
+        codes = [code.common for code in self._codes if code is not None]
+        if any(not common.digest for common in codes):
+            for code, each in zip(self._codes, weights(), strict=True):
+                if code is not None:
+                    code.common.hold(each)
+        return ["" if code is None else code.common.digest for code in self._codes]
+
+    def forget_residuals(self) -> None:
+        """Drop what compression has kept back of updates that were not applied."""
+        for code in self._codes:
+            if code is not None:
+                code.updates.forget()
+
+    def _encoded(self, server: int, update: tuple[Tensor, ...] | None) -> tuple[Coded, ...] | None:
+        code = self._codes[server]
+        return update if code is None or update is None else code.updates.encode(update)
+
+    def _decoded(self, server: int, parts: Any, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+        code = self._codes[server]
+        if code is None:
+            weights: tuple[Tensor, ...] = parts
+        elif common:
+            weights = code.common.decode(parts, wire)
+            code.weights.hold(weights)
+        else:
+            weights = code.weights.decode(parts, wire)
+        return weights
 
     def state(self, states: Sequence[Any] | None = None) -> list[Any]:
         """Per server, what it keeps beside the weights; or, given what was returned before, put it back."""

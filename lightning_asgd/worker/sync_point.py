@@ -36,22 +36,9 @@ def meet(
 ) -> dict[int, SyncReport]:
     """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
 
-    All workers call it together. Each has pushed what it trained.
-
-    Args:
-        client: this worker's.
-        collectives: this worker's.
-        synchronizer: what it shares through.
-        name: which sync point, for error texts.
-        mine: what this worker says.
-        all_have_pushed: whether this worker knows that the others have pushed what they trained, too.
-        always: whether weights are fetched although nobody has trained.
-
-    Returns:
-        what all say, by rank.
-
-    Raises:
-        CollectiveTimeoutError: a worker did not come; the message names it.
+    All workers call it together, each having pushed what it trained; ``all_have_pushed`` says that this worker knows
+    that the others have, too. With ``always`` weights are fetched although nobody has trained. Returns what all say, by
+    rank; raises a :class:`CollectiveTimeoutError` that names a worker that did not come.
     """
     restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:

@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.layout import Layout, build_layout
@@ -122,8 +121,7 @@ def _exchanger(
 ) -> Exchanger:
     """Allocate one fragment's shards, fill them if this worker is to, and exchange them from now on."""
     part, algorithm, connection = parts[number], config.algorithm, client.connection
-    groups = [part.shard(s) for s in connection.servers]
-    blocks = [shared_memory.create(each) for each in groups]
+    blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
     replica = replica_for(
         algorithm.payload,
         part,
@@ -146,8 +144,7 @@ def _exchanger(
     for server, sees in enumerate(seen):
         if not sees:
             replica.drop_block(server)
-    codes = streams(config.compression, groups, seen)
-    return Exchanger(shards, replica, config, training, fragments=len(parts), codes=codes)
+    return Exchanger(shards, replica, config, training, fragments=len(parts))
 
 
 def _fragments(
@@ -171,13 +168,10 @@ def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
 
 
 def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
-    """Give everybody the same values of tensors that are not exchanged; sent only if somebody's differ.
+    """Give everybody the same values of tensors that are not exchanged, in place; sent only if somebody's differ.
 
-    Args:
-        collectives: all workers call this together.
-        tensors: by name; changed in place.
-        mean: everybody's mean (the largest, of integers) instead of worker 0's value. All workers must give the same
-            names.
+    These are worker 0's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must give
+    the same names.
     """
     if not collectives.real or not tensors:
         return

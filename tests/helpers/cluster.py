@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.protocol import InitShard, Join
@@ -85,10 +84,8 @@ class Cluster:
         shard_client = ShardClient(client)
         seen = shard_client.initialise(layout, config.algorithm, refs, weights, compression=config.compression)
         assert seen == [ref is not None for ref in refs]
-        shards = [layout.shard(s) for s in range(layout.num_servers)]
-        codes = streams(config.compression, shards, seen)
         training = Training(on_refused, data=data or OwnData(), measure=measure)
-        exchanger = Exchanger(shard_client, replica, config, training, codes=codes, clock=clock)
+        exchanger = Exchanger(shard_client, replica, config, training, clock=clock)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
         return exchanger
