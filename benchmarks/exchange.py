@@ -50,8 +50,10 @@ from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry, shared_memory
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 COPIES, FRESH = "two copies", "two copies into fresh memory"
@@ -70,14 +72,15 @@ class Worker:
     """
 
     def __init__(self, transport: Transport, name: str, n: int, shared: bool) -> None:
-        self.client = Client(transport, name, 0, 1)
-        self.client.join()
+        client = SessionClient(Connection(transport, name, 0, 1))
+        client.join()
+        self.shards = ShardClient(client)
         self.weights = torch.randn(n)
         layout = build_layout([("w", self.weights)], [], 1)
         block = shared_memory.create(layout.shard(0)) if shared else None
         self.replica = Replica(layout, lambda: [self.weights], [block])
         rule = ExchangeConfig.create(nsync=1).algorithm
-        self.client.initialise(layout, rule, [block.ref if block else None], self.replica.weights())
+        self.shards.initialise(layout, rule, [block.ref if block else None], self.replica.weights())
         self.versions = [0]
         self.seq = 0
 
@@ -89,7 +92,7 @@ class Worker:
     def exchange(self) -> Any:
         """Push and fetch."""
         self.seq += 1
-        futures = self.client.exchange(
+        futures = self.shards.exchange(
             *(self.seq, self.versions),
             push=True,
             fetch=True,
@@ -97,7 +100,7 @@ class Worker:
             sane=self.replica.sane,
             steps=1,
         )
-        replies = self.client.replies(futures)
+        replies = self.shards.replies(futures)
         self.versions = [r.version for r in replies]
         return [r.weights if r.weights is not None else w for r, w in zip(replies, self.replica.wire, strict=True)]
 

@@ -46,7 +46,9 @@ from lightning_asgd.server.server_process import ServerArguments, ServerSettings
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 
 GROWTH_MB = 5.0
 BURST = 500  # messages of up to 100,000 bytes
@@ -59,10 +61,11 @@ class Pusher(threading.Thread):
 
     def __init__(self, transport: ZmqTransport) -> None:
         super().__init__(daemon=True)
-        self.client = Client(transport, SESSION, 0, 2, timeout_s=30.0)
-        self.client.join()
+        client = SessionClient(Connection(transport, SESSION, 0, 2, timeout_s=30.0))
+        client.join()
+        self.shards = ShardClient(client)
         layout = build_layout([("w", torch.zeros(1000))], [], 1)
-        self.client.initialise(layout, ASGD("sum"), [None], [(torch.zeros(1000),)])
+        self.shards.initialise(layout, ASGD("sum"), [None], [(torch.zeros(1000),)])
         self.over = threading.Event()
         self.pushed = 0
         self.held = 0.0
@@ -71,8 +74,8 @@ class Pusher(threading.Thread):
         while not self.over.wait(0.01):
             number = self.pushed + 1
             updates = [(torch.ones(1000),)]
-            (reply,) = self.client.replies(
-                self.client.exchange(number, [self.pushed], push=True, fetch=True, updates=updates)
+            (reply,) = self.shards.replies(
+                self.shards.exchange(number, [self.pushed], push=True, fetch=True, updates=updates)
             )
             self.pushed, self.held = number, float(reply.weights[0].mean()) if reply.weights else 0.0
 
@@ -205,7 +208,7 @@ def main() -> int:
             pusher.over.set()
             pusher.join(30)
             late = ZmqTransport([address], secret)
-            Client(late, SESSION, 1, 2, timeout_s=10.0).join()
+            SessionClient(Connection(late, SESSION, 1, 2, timeout_s=10.0)).join()
             late.close()
             transport.close()
             exact = not pusher.is_alive() and pusher.held == pusher.pushed

@@ -109,10 +109,10 @@ TORCH: dict[str, set[str]] = {
     # modules and loaders
     "_BatchNorm": {"adapter.world"},
     "_num_workers": {"adapter.leased_loop"},
-    "_parameters": {"worker.worker_setup"},
+    "_parameters": {"worker.replica"},
     "_prefetch_factor": {"adapter.leased_loop"},
     "_try_put_index": {"adapter.leased_loop"},
-    "owner._buffers": {"worker.worker_setup"},
+    "owner._buffers": {"worker.replica"},
     # torch.distributed
     "_channels": {"transports.tensorpipe"},
     "_get_current_rpc_agent": {"transports.tensorpipe"},

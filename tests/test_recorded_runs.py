@@ -41,7 +41,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.optim import SGHMC
 from lightning_asgd.simulation import Constant, Crash, Link, LogNormal, ModuleProblem, Network, Quadratic, Simulation
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.worker_setup import enter
 from tests.helpers.cluster import Cluster
@@ -162,7 +162,7 @@ def scripted(**settings: Any) -> Record:
             client = cluster.client(rank)
             client.join()
             config = ExchangeConfig.create(**{"nsync": 3, **settings})
-            synchronizers.append(enter(client, Collectives(), module, config, 2))
+            synchronizers.append(enter(client, Collectives(), module, config))
 
     def train(rank: int) -> None:
         module, synchronizer, generator = modules[rank], synchronizers[rank], torch.Generator().manual_seed(rank)
@@ -179,7 +179,7 @@ def scripted(**settings: Any) -> Record:
 
     for rank in range(2):
         turns.add(f"worker {rank}", functools.partial(train, rank))
-    with mock.patch.object(client_module, "done_within", turns.done_within):
+    with mock.patch.object(connection_module, "done_within", turns.done_within):
         turns.run(
             lambda: all(
                 synchronizer.unacknowledged == 0 and synchronizer.stats.steps == 20 for synchronizer in synchronizers

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from lightning_asgd.worker.lease_client import LeasedBatches
+from lightning_asgd.worker.leased_sampler import LeasedBatches
 
 __all__ = ["accumulation", "batch_size_of", "count_in", "why_split"]
 

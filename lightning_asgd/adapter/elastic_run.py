@@ -29,8 +29,8 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 
 __all__ = ["RunMembership", "check_attaches", "check_is_one_worker"]
 
@@ -102,13 +102,13 @@ class RunMembership(Membership):
     @property
     def rank(self) -> int:
         """The chief's is 0, that of others their number."""
-        return 0 if self._attachment.chief else self.client.worker
+        return 0 if self._attachment.chief else self.client.connection.worker
 
     @property
     def standing(self) -> tuple[int, int]:
         """The worker's place among those that lived when its epoch began, and their number."""
-        living = sorted({*self._living, self.client.worker})
-        return living.index(self.client.worker), len(living)
+        living = sorted({*self._living, self.client.connection.worker})
+        return living.index(self.client.connection.worker), len(living)
 
     @property
     def alone(self) -> bool:
@@ -117,24 +117,24 @@ class RunMembership(Membership):
 
     # ------------------------------------------------------------------ coming and leaving
 
-    def _connect(self, session: str, after: str = "") -> Client:
+    def _connect(self, session: str, after: str = "") -> SessionClient:
         self._job.find_run()
         timeouts = self._config.timeouts
-        return Client(
+        connection = Connection(
             self._job.connect(),
             session,
             worker=0,  # until it is told
             world_size=0,
             timeout_s=timeouts.exchange_s,
             patience_s=timeouts.collective_s,
-            policy=self._policy,
         )
+        return SessionClient(connection, policy=self._policy)
 
     def join(self) -> None:
         """Attach the worker; waits while another one brings the run's first weights."""
         self._heard = heard = self._arrive()
         become_global_zero(self.rank)
-        self.board.living = (self.client.worker,)
+        self.board.living = (self.client.connection.worker,)
         self.begin_epoch()
         about = (self._tell, self.board, self._attachment.follow, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
@@ -156,7 +156,7 @@ class RunMembership(Membership):
                 # It has just been lost: come again, as somebody else, when another one has taken its place.
                 self.client.leave()
                 self._job.successor(error.server)
-                self._use(self._connect(self.client.session))
+                self._use(self._connect(self.client.connection.session))
                 self._attachment = Attachment(self.client, self._change_chief)
 
     def leave(self) -> None:
@@ -165,7 +165,7 @@ class RunMembership(Membership):
         become_global_zero(0)
 
     def _change_chief(self, chief: bool) -> None:
-        worker = self.client.worker
+        worker = self.client.connection.worker
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
         become_global_zero(0 if chief else worker)
         if chief and self._trainer is not None:

@@ -30,9 +30,10 @@ from lightning_asgd.numerics import zero_what_is_not_finite
 from lightning_asgd.processes.supervisor import with_last_words
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.exchanger import Training
 from lightning_asgd.worker.sync_point import all_together, meet
 from lightning_asgd.worker.synchronizer import Synchronizer
-from lightning_asgd.worker.worker_setup import agree, enter, named_state, newly_trainable
+from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
 
 __all__ = ["Fit"]
 
@@ -114,15 +115,9 @@ class Fit:
             membership.collectives,
             module,
             self._config,
-            membership.num_servers,
-            versions=self._resume.take_versions(),
-            on_refused=self._heal_optimizers,
-            lr=self._lr,
-            data=self.data,
+            Training(self._heal_optimizers, self._lr, self.data, self._measure),
+            Start(self._resume.take_versions(), membership.fills, membership.layout),
             late=not looks_at_gradients(module),
-            fill=membership.fills,
-            theirs=membership.layout,
-            measure=self._measure,
         )
         exchanged = {spec.name for spec in synchronizer.layout.tensors}
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}

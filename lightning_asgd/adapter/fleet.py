@@ -24,10 +24,10 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Membership", "leave_resting", "resting"]
@@ -107,9 +107,9 @@ class Membership:
         # Who is alone is missed by nobody; and what these algorithms share as they go cannot be taken back.
         return not self.alone and self._config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
 
-    def _connect(self, session: str, after: str = "") -> Client:
+    def _connect(self, session: str, after: str = "") -> SessionClient:
         timeouts = self._config.timeouts
-        return Client(
+        connection = Connection(
             self._job.connect(),
             session,
             self._rank,
@@ -117,11 +117,11 @@ class Membership:
             # Where answers are held back for other workers, those may take as long as to a sync point.
             timeout_s=timeouts.collective_s if self._config.algorithm.waits else timeouts.exchange_s,
             patience_s=timeouts.collective_s,
-            policy=self._policy if self._watched else replace(self._policy, silence_s=0.0),
-            after=after,
         )
+        policy = self._policy if self._watched else replace(self._policy, silence_s=0.0)
+        return SessionClient(connection, policy=policy, after=after)
 
-    def _use(self, client: Client) -> None:
+    def _use(self, client: SessionClient) -> None:
         self.client, self.collectives = client, Collectives(client, self._config.timeouts.collective_s)
 
     def join(self) -> None:
@@ -139,7 +139,7 @@ class Membership:
         """Leave for a session with another layout, together with all others."""
         self._layouts += 1
         waited_s = self.collectives.waited_s
-        self._use(self._connect(f"{self.session}.{self._layouts}", after=self.client.session))
+        self._use(self._connect(f"{self.session}.{self._layouts}", after=self.client.connection.session))
         self._stop()
         self.collectives.waited_s = waited_s
         self.join()
@@ -151,8 +151,8 @@ class Membership:
         except ServerLostError as error:  # it has ended since the latest session, when nobody needed it
             if error.server is None:
                 raise
-            client.transport.prepare(error.server, self._job.successor(error.server))
-            client.transport.replace(error.server)
+            client.connection.transport.prepare(error.server, self._job.successor(error.server))
+            client.connection.transport.replace(error.server)
             client.join()
 
     def _report_exit(self, rank: int, code: int) -> None:
@@ -212,7 +212,7 @@ class Membership:
             part: of the present epoch, if there is one.
         """
         if self._config.restorable and not self.alone:
-            self._recovery = FailoverClient(self.client, synchronizer, part, self._job.successor)
+            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def check_goes_on(self) -> None:
         """Do not train on until the next exchange if the session was ended.

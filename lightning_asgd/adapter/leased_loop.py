@@ -25,7 +25,8 @@ from typing import Any
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
 from lightning_asgd.adapter.joint_decisions import count_steps, shift
 from lightning_asgd.protocol import Epoch
-from lightning_asgd.worker.lease_client import DataLeases, LeasedBatches, Plan, digest, in_common_order
+from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
 
 __all__ = ["LeasedLoop"]
 
@@ -45,7 +46,6 @@ class LeasedLoop:
 
     Args:
         trainer: its training data have been set up, and :func:`why_split` knows no reason.
-        client: gives the connection to the servers, which may change.
         run: name of the fit.
         timeout_s: seconds to wait for the others at a segment's end.
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
@@ -248,7 +248,7 @@ class LeasedLoop:
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
-        if self._comes and not self._client().world_size:
+        if self._comes and not self._client().connection.world_size:
             self._catch_up()
         self._comes = False
 

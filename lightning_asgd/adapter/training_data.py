@@ -17,13 +17,12 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import LeaseHoldings
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, WorkFeed
 
 __all__ = ["TrainingData"]
 
 
-class TrainingData(Data):
+class TrainingData(WorkFeed):
     """The training data of one fit of one worker.
 
     Args:
@@ -164,7 +163,7 @@ class TrainingData(Data):
     @property
     def halted(self) -> bool:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
-        return self._membership.client.others_stopped if self._loop is None else self._loop.halted
+        return self._membership.collectives.others_stopped if self._loop is None else self._loop.halted
 
     @property
     def batches(self) -> int:

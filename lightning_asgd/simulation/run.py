@@ -26,7 +26,8 @@ from lightning_asgd.simulation.setting_checks import number, whole
 from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker
 from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Crash", "Simulation"]
 
@@ -180,7 +181,7 @@ class _Running:
         make = plan.optimizer or (lambda parameters: SGD(parameters, lr=0.1))
         self.workers = [
             SimulatedWorker(
-                Client(self.wires.transport(rank), _SESSION, rank, plan.workers),
+                SessionClient(Connection(self.wires.transport(rank), _SESSION, rank, plan.workers)),
                 self.clock,
                 problem,
                 layout,

@@ -21,9 +21,10 @@ from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.speeds import Speed
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 
 __all__ = ["Life", "SimulatedWorker"]
 
@@ -35,7 +36,7 @@ class SimulatedWorker:
     """One worker, which exists in virtual time.
 
     Args:
-        client: connection to the servers, not yet joined.
+        client: not yet joined.
         clock: virtual time.
         problem: what it trains.
         layout: of its weights, one vector.
@@ -57,7 +58,7 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        client: Client,
+        client: SessionClient,
         clock: VirtualClock,
         problem: Problem,
         layout: Layout,
@@ -66,7 +67,7 @@ class SimulatedWorker:
         speed: Speed,
         seed: int,
     ) -> None:
-        self.rank = client.worker
+        self.rank = client.connection.worker
         self.crashed = False
         self.ended_s: float | None = None
         self.epochs_s: list[float] = []
@@ -89,10 +90,11 @@ class SimulatedWorker:
             lambda: [self.weights.grad],
         )
         client.join()
-        client.initialise(
+        shards = ShardClient(client)
+        shards.initialise(
             layout, config.algorithm, [None] * layout.num_servers, replica.weights() if self.rank == 0 else None
         )
-        self.exchanger = Exchanger(client, replica, config, on_refused=self._heal, lr=self._lr, clock=clock)
+        self.exchanger = Exchanger(shards, replica, config, Training(self._heal, self._lr), clock=clock)
         self.exchanger.fetch()
         self.exchanger.stats = ExchangeStats()
 
@@ -148,10 +150,16 @@ class SimulatedWorker:
         """
         self._meetings += 1
         message = Contribution(
-            self._client.session, self.rank, self._meetings, "all_gather", name, payload, timeout_s=float("inf")
+            self._client.connection.session,
+            self.rank,
+            self._meetings,
+            "all_gather",
+            name,
+            payload,
+            timeout_s=float("inf"),
         )
         since = self._clock.now
-        future = self._client.transport.call(0, message, float("inf"))
+        future = self._client.connection.transport.call(0, message, float("inf"))
         yield [future]
         self.meeting_s += self._clock.now - since
         value = future.value()

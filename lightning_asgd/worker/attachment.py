@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.protocol import BOOTSTRAPPED
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Attachment"]
 
@@ -28,14 +28,9 @@ _STOPS = "stops"  # how often a chief has ended training before its time
 
 
 class Attachment:
-    """One worker's part in a run.
+    """One worker's part in a run. ``on_chief`` is told when this worker becomes the chief, or is it no more."""
 
-    Args:
-        client: connection to the servers; not attached yet.
-        on_chief: told when this worker becomes the chief, or is it no more.
-    """
-
-    def __init__(self, client: Client, on_chief: Callable[[bool], None] = lambda _: None) -> None:
+    def __init__(self, client: SessionClient, on_chief: Callable[[bool], None] = lambda _: None) -> None:
         self.client = client
         self._on_chief = on_chief
         self.chief = False
@@ -46,13 +41,9 @@ class Attachment:
         """Whether the run had no weights when this worker came."""
 
     def arrive(self, device: Any) -> int:
-        """Attach the worker; waits while another one brings the run's first weights.
+        """Attach the worker, which trains on ``device``; waits for the run's first weights.
 
-        Args:
-            device: what it trains on, for people.
-
-        Returns:
-            number of news that were there before.
+        Returns how many news there were before.
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
         self._notes, self.bootstraps = attached.notes, attached.bootstraps
@@ -66,7 +57,7 @@ class Attachment:
 
     def update(self) -> None:
         """Become the chief, or cease to be, if that has been heard of: between two batches, and at sync points."""
-        mine = self._heard == self.client.worker
+        mine = self._heard == self.client.connection.worker
         if mine is not self.chief:
             self.chief = mine
             self._on_chief(mine)
@@ -87,13 +78,7 @@ class Attachment:
         return bool((self.progress or {}).get("between_epochs"))
 
     def found(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
-        """The servers have this worker's weights: let the others in.
-
-        Args:
-            layout: its description.
-            constants: the module's tensors that are not exchanged.
-            progress: where the run begins, if that is with a checkpoint.
-        """
+        """Publish the layout and what is not exchanged, the servers having this worker's weights: others may enter."""
         if progress is not None:
             self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)
@@ -101,22 +86,14 @@ class Attachment:
         self.client.note(BOOTSTRAPPED, True)
 
     def adopt(self, constants: Mapping[str, Tensor]) -> None:
-        """Take the founder's values.
-
-        Args:
-            constants: the module's tensors that are not exchanged; changed in place.
-        """
+        """Take the bootstrap worker's values of the tensors that are not exchanged; these are changed in place."""
         theirs = self._notes.get(_CONSTANTS, {})
         for name, tensor in constants.items():
             if name in theirs:
                 tensor.detach().copy_(theirs[name])
 
     def common_batch(self, mine: int) -> int:
-        """Samples of a batch of the size that all count in: the first worker's.
-
-        Args:
-            mine: this worker's.
-        """
+        """The reference batch size: that of the run's first worker."""
         return int(self.client.note(_BATCH, mine, first=True))
 
     def wrote(self, files: Any) -> None:
@@ -129,14 +106,10 @@ class Attachment:
         return self.client.note(_FILES)
 
     def end_epoch(self, progress: Callable[[], dict[str, Any]], should_stop: bool) -> bool:
-        """Tell, or be told, that an epoch is over.
+        """Publish or read the end of an epoch; whether training is to end with it.
 
-        Args:
-            progress: what a worker that comes later has to know. The chief's is kept.
-            should_stop: whether this worker is to end training.
-
-        Returns:
-            whether it is: the run ends where the chief does, and any other worker may leave it.
+        The run ends where the chief does, and any other worker may leave it. The chief's progress is kept for
+        those that attach later.
         """
         self.update()
         if self.chief:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_asgd.worker.client import Client
+from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError
+from lightning_asgd.protocol import Contribution
+from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection
+from lightning_asgd.worker.session_client import SessionClient, pickled, unpickled
 
 __all__ = ["Collectives", "Phase", "combine", "reduce_op_name"]
 
@@ -35,44 +39,48 @@ class Collectives:
     """The collectives of one worker.
 
     Args:
-        client: connection to the coordinator; None where there is nobody else.
+        client: the worker's membership in a session; None where there is nobody else.
         timeout_s: how long to wait for the others.
 
     Attributes:
         waited_s: seconds that calls have taken.
     """
 
-    def __init__(self, client: Client | None = None, timeout_s: float = 1800.0) -> None:
+    def __init__(self, client: SessionClient | None = None, timeout_s: float = 1800.0) -> None:
         self.client = client
         self.timeout_s = timeout_s
         self.phase = Phase.OFFLINE if client is None else Phase.SYNC
         self.waited_s = 0.0
+        self._seq = 0
+        # Those that were answered, by number, and the answers: the latest, and those that others may need yet.
+        self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
 
     @property
     def real(self) -> bool:
         """Whether a call reaches other workers now."""
-        return self.phase is Phase.SYNC and self.client is not None and self.client.world_size > 1
+        return self.phase is Phase.SYNC and self.client is not None and self.client.connection.world_size > 1
 
     @property
     def rank(self) -> int:
         """This worker's."""
-        return self.client.worker if self.client is not None else 0
+        return self.client.connection.worker if self.client is not None else 0
+
+    @property
+    def others_stopped(self) -> bool:
+        """Whether another worker trains no more, and waits in this one's next collective."""
+        return self.client is not None and self.client.stopped > self._seq
 
     def gather(
         self, kind: str, name: str, payload: Any, *, target: int | None = None, stops: bool = False
     ) -> dict[int, Any]:
-        """Everybody's payload by rank.
+        """Everybody's payload by rank: any picklable value; tensors must be on the CPU.
 
-        Args:
-            kind: what for, in error texts.
-            name: which one, in error texts.
-            payload: any picklable value; tensors must be on the CPU.
-            target: the only worker that gets it (the others get nothing); None: everybody.
-            stops: whether this worker trains no more: the others are to come soon.
+        ``kind`` and ``name`` are for error texts; ``target`` is the only worker that gets the payloads (others get
+        nothing), None for everybody; ``stops`` says that this worker trains no more: the others are to come soon.
         """
-        if not self.real or self.client is None:
+        if not self.real:
             return {self.rank: payload}
-        return self._call(self.client, kind, name, payload, target=target, stops=stops)
+        return self.contribute(kind, name, payload, target=target, stops=stops)
 
     def barrier(self, name: str = "") -> None:
         """Wait for everybody."""
@@ -82,21 +90,12 @@ class Collectives:
         """Worker ``source``'s value."""
         if not self.real or self.client is None:
             return value
-        mine = value if self.client.worker == source else None
-        answer: T = self._call(self.client, "broadcast", name, mine, source=source)[source]
+        mine = value if self.client.connection.worker == source else None
+        answer: T = self.contribute("broadcast", name, mine, source=source)[source]
         return answer
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
-        """Combine everybody's tensor.
-
-        Args:
-            tensor: equal in shape on all workers.
-            op: one of :func:`reduce_op_name`'s results.
-            name: in error texts.
-
-        Returns:
-            a new tensor on ``tensor``'s device, see :func:`combine`; ``tensor`` itself where nobody else is reached.
-        """
+        """Combine everybody's tensors, see :func:`combine`; ``tensor`` itself where nobody else is reached."""
         if not self.real:
             return tensor
         parts = self.gather("reduce", name or op, tensor.detach().cpu()).values()
@@ -113,12 +112,73 @@ class Collectives:
         answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
         return bool(min(answers) if all else max(answers))
 
-    def _call(self, client: Client, kind: str, name: str, payload: Any, **about: Any) -> dict[int, Any]:
+    def contribute(
+        self,
+        kind: str,
+        name: str,
+        payload: Any = None,
+        *,
+        source: int | None = None,
+        target: int | None = None,
+        stops: bool = False,
+    ) -> dict[int, Any]:
+        """Take part in a collective, and wait for the living workers' values by rank.
+
+        ``source`` is the only worker whose value is wanted, ``target`` the only one that wants them; None: everybody.
+        """
+        client = self.client
+        if client is None:
+            return {self.rank: payload}
         begun = time.perf_counter()
+        self._seq += 1
+        about = (*client.connection.sender, self._seq, kind, name)
+        message = Contribution(*about, pickled(payload), source, target, self.timeout_s, stops)
         try:
-            return client.collective(kind, name, payload, timeout_s=self.timeout_s, **about)
+            answer = self._answer(client.connection, message)
+            self._remember(client, message, answer)
+            return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
         finally:
             self.waited_s += time.perf_counter() - begun
+
+    def _answer(self, connection: Connection, message: Contribution) -> dict[int, Any]:
+        limit = message.timeout_s + GRACE_S
+        while True:
+            restored = connection.restored[COORDINATOR]
+            try:
+                future = connection.post(COORDINATOR, message, limit)
+                if not connection.wait(future, limit):
+                    raise CollectiveTimeoutError(
+                        f"{message.kind} {message.name!r} of worker {message.worker} was not answered within {limit:g} "
+                        f"s by server {COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop "
+                        "the job and look at its machine."
+                    )
+                answer: dict[int, Any] = connection.result(COORDINATOR, future)
+                return answer
+            except ServerLostError as error:
+                connection.recover(COORDINATOR, restored, error)
+
+    # ------------------------------------------------------------------ what a replacement of the coordinator needs
+
+    @property
+    def answered(self) -> int:
+        """Number of the latest collective that was answered."""
+        return max(self._answers, default=0)
+
+    def _remember(self, client: SessionClient, message: Contribution, answer: dict[int, Any]) -> None:
+        """Keep a collective's result for workers that need it yet if the coordinator is lost."""
+        for seq, (earlier, _) in list(self._answers.items()):
+            if client.connection.restorer is None or seq < client.heard.needed:
+                del self._answers[seq]
+            elif earlier.target is not None:  # that one has its answer, and the others get nothing
+                self._answers[seq] = replace(earlier, payload=None), {}
+        if message.target is None:
+            message = replace(message, payload=None)  # the answer has it
+        self._answers[message.seq] = message, answer
+
+    def repeat(self, connection: Connection) -> None:
+        """Send the contributions again that were answered here, and may not have been elsewhere."""
+        for message, answer in self._answers.values():
+            connection.post(COORDINATOR, replace(message, answer=answer), message.timeout_s + GRACE_S)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -134,14 +194,9 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors of equal shape to one.
+    """Reduce tensors of equal shape to one of the same dtype; ``op`` is one of :func:`reduce_op_name`'s results.
 
-    Args:
-        op: one of :func:`reduce_op_name`'s results.
-        parts: at least one.
-
-    Returns:
-        a tensor of the same dtype; but the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
+    But the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
     """
     result = _REDUCTIONS[op](torch.stack(list(parts)))
     if parts[0].dtype is torch.bool:

@@ -46,15 +46,7 @@ class DeviceStaging:
         return 0.0
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Memory of this machine to copy to and from.
-
-        Args:
-            length: number of scalars.
-            dtype: of them.
-
-        Returns:
-            a tensor of so many scalars of any value.
-        """
+        """A flat vector of host memory for what is sent and what comes back; pinned where there is a device."""
         return torch.empty(length, dtype=dtype)
 
     def pin(self, block: SharedBlock) -> None:

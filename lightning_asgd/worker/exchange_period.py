@@ -33,10 +33,8 @@ class Pace:
     def note(self, *, step_s: float, trip_s: float, cost_s: float) -> None:
         """Take notice of an exchange.
 
-        Args:
-            step_s: seconds that an optimizer step has taken since the one before, exchanges not counted.
-            trip_s: seconds until it was answered.
-            cost_s: seconds in which nothing was trained because of it.
+        It took ``step_s`` per optimizer step since the one before and ``trip_s`` until it was answered; for ``cost_s``
+        nothing was trained because of it.
         """
         if step_s <= 0:
             return

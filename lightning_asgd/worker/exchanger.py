@@ -7,8 +7,8 @@ push), so a slow network never stops the training, up to ``max_offline_steps``. 
 would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
 be sent leaves after the step in which the device was through with that.
 
-What may have to wait exists twice: :meth:`Exchanger.advance` waits, and :meth:`Exchanger.advancing` is a generator of
-the futures that it would wait for, so that one thread can go on with another worker meanwhile.
+What may have to wait is a generator of the futures that it waits for, so that the simulator's one thread can go on with
+another worker meanwhile; :func:`run` runs it without a break.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms.base import Answer
-from lightning_asgd.codec_streams import CodecState
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import (
     Exchange,
-    InitShard,
     ReplicaState,
     Reply,
     nbytes,
 )
 from lightning_asgd.stats import ExchangeRecord, Verdict
-from lightning_asgd.worker.client import COORDINATOR, Client, done_within
-from lightning_asgd.worker.data import Data
+from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.exchange_period import Pace
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.synchronizer import OwnData, Synchronizer, WorkFeed
 
-__all__ = ["Exchanger", "Waits"]
+__all__ = ["Exchanger", "Training", "Waits"]
 
 _FORGET = 0.8  # what remains at a sync point of how long an exchange took
 _MEASURE_S = 5.0  # between two measurements of the distance to the servers
@@ -49,6 +47,22 @@ _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 Waits = Iterator[list[Future[Any]]]
 """What a worker does, which stops wherever it has to wait until all of these futures are done."""
+
+
+def run(waits: Waits) -> None:
+    """Run a waiting generator to its end on this thread; calls inside it block."""
+    for _ in waits:
+        pass
+
+
+def _blocking(waiting: Callable[[Any], Waits]) -> Callable[[Any], None]:
+    """A method that does the same without a break."""
+
+    def block(self: Any) -> None:
+        for _ in waiting(self):
+            pass
+
+    return block
 
 
 @dataclass
@@ -70,60 +84,62 @@ class _Pending:
     answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # the weights in them
 
 
+@dataclass(frozen=True)
+class Training:
+    """What an exchanger asks of the training that it serves, and tells it."""
+
+    # Called after a server rejected an update; the weights are the servers' again by then.
+    on_refused: Callable[[], None] = lambda: None
+    lr: Callable[[], float] = lambda: 0.0  # the present learning rate
+    data: WorkFeed = field(default_factory=OwnData)
+    measure: bool = False  # whether the distance to the servers is measured now and then
+
+
 class Exchanger(Synchronizer):
-    """Drives the exchange of one worker.
+    """Drives the exchange of one worker, or of one of its module's fragments.
 
     Args:
-        client: connection to the servers, joined and initialised.
+        shards: on the servers, initialised.
         replica: the worker's weights.
         config: when to exchange.
-        on_refused: called after a server refused an update; the weights are the servers' again by then.
-        lr: the worker's present learning rate.
-        fragment: number of the part of the module that it exchanges.
-        whole: whether that is all of it. Else its pushes count no units: one is done when all fragments have it.
-        lead: steps by which its first exchange comes earlier than after ``nsync``.
-        codes: per server, how updates and weights are compressed; None, or nothing at all, if they are not.
-        data: what this worker trains; None if nobody shares that.
-        measure: whether the distance to the servers is to be measured now and then.
+        training: that it serves.
+        fragments: in how many parts the module is exchanged. If these are several, pushes count no units: one is done
+            when all fragments have it.
         clock: seconds; given by tests.
     """
 
     def __init__(
         self,
-        client: Client,
+        shards: ShardClient,
         replica: Replica,
         config: ExchangeConfig,
+        training: Training | None = None,
         *,
-        on_refused: Callable[[], None] = lambda: None,
-        lr: Callable[[], float] = lambda: 0.0,
-        fragment: int = 0,
-        whole: bool = True,
-        lead: int = 0,
-        codes: Sequence[CodecState | None] = (),
-        data: Data | None = None,
-        measure: bool = False,
+        fragments: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(replica.layout, client.num_servers)
-        self.client = client
+        training = training or Training()
+        super().__init__(replica.layout, len(shards.connection.servers))
+        self.shards = shards
+        self.client = shards.client
+        self.connection = shards.connection
         self.replica = replica
         self.config = config
         self._algorithm = config.algorithm
         # Where answers are held back a worker must not run away meanwhile.
         self._max_offline_steps = 0 if self._algorithm.waits else config.max_offline_steps
         # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
-        self._alone = client.world_size == 1
-        self._on_refused = on_refused
-        self._lr = lr
-        self._fragment = fragment
-        self._whole = whole
-        self._lead = lead
-        self._codes = list(codes) or [None] * client.num_servers
-        self._data = data or Data()
+        self._alone = self.connection.world_size == 1
+        self._on_refused = training.on_refused
+        self._lr = training.lr
+        self._whole = fragments == 1
+        # Fragments take turns: the first exchange comes so many steps earlier than after ``nsync``.
+        self._lead = config.npush * (fragments - 1 - shards.fragment) // fragments
+        self._data = training.data
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
         self._latest_s = 0.0  # that the latest one did
         self._clock = clock
-        self._measure_at = clock() if measure else math.inf
+        self._measure_at = clock() if training.measure else math.inf
         self._wished: int | None = None  # steps between two exchanges that the servers want
         self._auto = Pace(config.npush) if config.auto else None
         self._busy_s = 0.0  # with exchanges, since the latest one began
@@ -150,12 +166,8 @@ class Exchanger(Synchronizer):
 
     # ------------------------------------------------------------------ the asynchronous phase
 
-    def begin(self) -> None:
-        """Leave a sync point: to be called before the first batch after it."""
-        _go_through(self.beginning())
-
     def beginning(self) -> Waits:
-        """:meth:`begin`, stopping where it has to wait."""
+        """See :class:`Synchronizer`."""
         if self._pushed and self.replica.remembers:
             # Nothing was trained since the flush. With two pushes between two fetches a lost server could not be told
             # what its weights held of them.
@@ -167,6 +179,8 @@ class Exchanger(Synchronizer):
         if any(t.holds_at_start for t in self._algorithm.transforms):
             self._start(push=False, fetch=True, full=True)
             yield from self._finish(adopt=True)
+
+    begin = _blocking(beginning)
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
@@ -199,18 +213,9 @@ class Exchanger(Synchronizer):
         """Whether an exchange is under way and its answer has come."""
         return self._pending is not None and all(f.done() for f in self._pending.futures)
 
-    def advance(self) -> None:
-        """Merge what has come, and start an exchange if one is due. To be called between two batches.
-
-        Raises:
-            ServerLostError: a server is gone.
-            ASGDError: what a server reported.
-        """
-        _go_through(self.advancing())
-
     def advancing(self) -> Waits:
-        """:meth:`advance`, stopping where it has to wait."""
-        self.client.attend()
+        """Merge what has come, and start an exchange if one is due. To be called between two batches."""
+        self.connection.attend()
         if self._leaving is not None and self.replica.arrived:
             self._send(self._leaving)
         if self.answered:
@@ -230,34 +235,23 @@ class Exchanger(Synchronizer):
         if not self.config.overlap:
             yield from self._finish()
 
+    advance = _blocking(advancing)
+
     # ------------------------------------------------------------------ sync points
 
-    def flush(self) -> None:
-        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
-        _go_through(self.flushing())
-
     def flushing(self) -> Waits:
-        """:meth:`flush`, stopping where it has to wait."""
+        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
         yield from self._finish(sync=True)
         if self._since_push or self._algorithm.waits:
             self._start(push=self._since_push > 0, fetch=False, rest=True)
             yield from self._finish(sync=True)
 
-    def fetch(self, *, park: bool = False) -> None:
-        """Take the servers' weights as they are. What was not flushed is lost.
-
-        Args:
-            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
-                worker keep for itself.
-        """
-        _go_through(self.fetching(park=park, common=self.client.world_size > 0))
+    flush = _blocking(flushing)
 
     def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
-        """:meth:`fetch`, stopping where it has to wait.
+        """Take the servers' weights as they are, what was not flushed being lost; see :class:`Synchronizer`.
 
-        Args:
-            park: see there.
-            common: whether all workers fetch, while nobody pushes.
+        ``common`` says whether all workers fetch, while nobody pushes.
         """
         yield from self._finish(sync=True)
         self._trip_s *= _FORGET  # else one that took very long would be the last
@@ -266,78 +260,81 @@ class Exchanger(Synchronizer):
         self._since_push = 0
         self.moved = False
 
-    def come_back(self) -> None:
-        """See :class:`Synchronizer`. What was not applied is lost: others train those data."""
-        _go_through(self._coming_back())
+    def fetch(self, *, park: bool = False) -> None:
+        """Fetch at a sync point, without a break."""
+        run(self.fetching(park=park, common=self.connection.world_size > 0))
 
     def _coming_back(self) -> Waits:
+        """Join again. What was not applied is lost: others train those data."""
         pending, self._leaving = self._pending, None
-        if not self.client.restoring:  # else it may have to begin again, with one server more that is lost
+        restoring = bool(self.connection.being_restored)
+        if not restoring:  # else it may have to begin again, with one server more that is lost
             self._pending = None
         if pending is not None:
             if not all(f.done() for f in pending.futures):
                 yield pending.futures
-            if not self.client.restoring:  # else what was under way is not sent again: others train those data
+            if not restoring:  # else what was under way is not sent again: others train those data
                 with suppress(WorkerAwayError):
-                    self.client.replies(pending.futures, self._fragment)  # if the first server took the push, all must
+                    self.shards.replies(pending.futures)  # if the first server took the push, all must
             for future in pending.futures:  # another server may still read what is on the wire
-                done_within(future, self.client.timeout_s)
+                done_within(future, self.connection.timeout_s)
         owed = self._owed(pending)
-        self.client.replayed, self._pending, self._pushed = False, None, []
+        self.client.must_rejoin, self._pending, self._pushed = False, None, []
         self._data.lose()
         self.client.join(again=True)
         for messages, futures in owed:
-            for server in self.client.may_lack:
+            for server in self.connection.may_lack:
                 if messages[server].push:
                     self.replica.pack_again(server)
-                futures[server] = self.client.replay(server, messages[server])
-                self.client.answer(server, futures[server])
+                futures[server] = self.connection.post(server, messages[server])
+                self.connection.result(server, futures[server])
         self._since_push = 0
-        self._forget_residuals()
+        self.shards.forget_residuals()
         yield from self.fetching()
+
+    come_back = _blocking(_coming_back)
 
     def _owed(self, pending: _Pending | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
         """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
         owed = []
-        if self.client.may_lack and self._pushed:
+        if self.connection.may_lack and self._pushed:
             owed.append((self._pushed, list[Future[Any]](Future() for _ in self._pushed)))
-        if self.client.may_lack and pending is not None:
+        if self.connection.may_lack and pending is not None:
             with suppress(WorkerAwayError):
-                self.client.answer(COORDINATOR, pending.futures[COORDINATOR])
-                owed.append((self.client.latest(self._fragment), pending.futures))
+                self.connection.result(COORDINATOR, pending.futures[COORDINATOR])
+                owed.append((self.shards.latest, pending.futures))
         return owed
 
     def allocate(self, server: int) -> None:
         """See :class:`Synchronizer`."""
-        layout, block, config = self.replica.layout, self.replica.blocks[server], self.config
+        block = self.replica.blocks[server]
         ref = None if block is None else block.ref
-        about = (self.client.session, self.client.worker, layout.shard(server), config.algorithm, None, 0, ref)
-        if not self.client.allocate(server, InitShard(*about, self._fragment, config.compression)) and ref is not None:
+        sees = self.shards.allocate(server, ref)
+        if not sees and ref is not None:
             raise ProtocolError(
                 f"Server {server}, which took a lost one's place, cannot see the memory that worker "
-                f"{self.client.worker} shares with the servers. Expected one on the same machine."
+                f"{self.connection.worker} shares with the servers. Expected one on the same machine."
             )
 
     def held(self, server: int) -> list[ReplicaState]:
         """See :class:`Synchronizer`."""
         fetched, pushes = self.replica.fetched(server), self._pushes[server]
-        return [ReplicaState(self._fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
+        return [ReplicaState(self.shards.fragment, self.versions[server], fetched, pushes, self._epoch, self._done)]
 
     def replay(self, server: int) -> None:
         """See :class:`Synchronizer`. The server treats a push that its weights hold as a duplicate."""
         if self._pushed:
             self.replica.pack_again(server)
-            self.client.answer(server, self.client.replay(server, self._pushed[server]))
+            self.connection.result(server, self.connection.post(server, self._pushed[server]))
         if self._pending is not None:
             if self._pending.push:
                 if server != COORDINATOR and not self._algorithm.waits:
                     # Where that goes on without this worker no other server may have this.
-                    self.client.answer(COORDINATOR, self._pending.futures[COORDINATOR])
+                    self.connection.result(COORDINATOR, self._pending.futures[COORDINATOR])
                 self.replica.pack_again(server)
-            message = self.client.latest(self._fragment)[server]
             self._pending.answers = []
-            self._pending.futures[server] = self.client.replay(server, message)
-            self.client.answer(server, self._pending.futures[server])
+            self._pending.futures[server] = self.connection.post(server, self.shards.latest[server])
+            self.connection.result(server, self._pending.futures[server])
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`.
@@ -358,58 +355,59 @@ class Exchanger(Synchronizer):
                 return {}  # what has happened is seen to before the next batch
             self.caught_up = pending.replies[0].epoch, pending.replies[0].done
             return self.replica.ahead(pending.answers, alone=self._alone)
-        _go_through(self._finish(sync=True))
+        run(self._finish(sync=True))
         replies = self._look()
         self.caught_up = replies[0].epoch, replies[0].done
-        return self.replica.ahead(self._answers(replies), alone=self._alone)
+        return self.replica.ahead(self.shards.answers(replies, self.replica.wire), alone=self._alone)
 
     def _keep_answers(self, pending: _Pending) -> bool:
         """Wait for the weights that an exchange brings, and leave them to be merged later.
 
-        Returns:
-            False if there are none: the update was refused, or the others have gone on without this worker.
+        False if there are none: the update was rejected, or the others have gone on without this worker.
         """
         if not pending.answers:
             try:
-                replies = self.client.replies(pending.futures, self._fragment)
+                replies = self.shards.replies(pending.futures)
             except WorkerAwayError:
                 return False
-            if self._pending is not pending or self.client.replayed or _refused(replies):
+            if self._pending is not pending or self.client.must_rejoin or _refused(replies):
                 return False
-            pending.replies, pending.answers = replies, self._answers(replies, common=pending.common)
+            pending.replies, pending.answers = (
+                replies,
+                self.shards.answers(replies, self.replica.wire, common=pending.common),
+            )
         return True
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' present weights by name; neither the module nor the exchange is touched."""
-        _go_through(self._finish())
-        return self.replica.read(self._answers(self._look()))
+        run(self._finish())
+        return self.replica.read(self.shards.answers(self._look(), self.replica.wire))
 
     def _look(self) -> list[Reply]:
         """The servers' present weights, while nothing is on its way through the memory that they come through."""
         self.replica.await_arrival()
-        return self.client.replies(  # never refused: only pushes are
-            self.client.exchange(
+        return self.shards.replies(  # never refused: only pushes are
+            self.shards.exchange(
                 self._seq,
                 self.versions,
                 push=False,
                 fetch=True,
                 updates=self.replica.updates(),
-                fragment=self._fragment,
                 full=True,
             )
         )
 
     def state(self) -> list[list[Any]]:
         """See :class:`Synchronizer`."""
-        return [self.client.state(self._fragment)]
+        return [self.shards.state()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """See :class:`Synchronizer`."""
-        self.client.state(self._fragment, state[0])
+        self.shards.state(state[0])
 
     def samples(self) -> list[dict[str, Tensor]]:
         """See :class:`Synchronizer`. Neither the module nor the exchange is touched."""
-        return [self.replica.read(shards) for _, shards in self.client.samples()]
+        return [self.replica.read(shards) for _, shards in self.shards.samples()]
 
     def close(self) -> None:
         """Forget the exchange under way and give the buffers back."""
@@ -472,21 +470,15 @@ class Exchanger(Synchronizer):
     def _send(self, pending: _Pending) -> None:
         """Send an exchange's messages."""
         begun, self._leaving = self._clock(), None
-        updates: list[Any] = self.replica.updates()
-        if pending.push:
-            updates = [
-                update if code is None or update is None else code.updates.encode(update)
-                for code, update in zip(self._codes, updates, strict=True)
-            ]
-        pending.futures = self.client.exchange(
+        pending.futures = self.shards.exchange(
             self._seq,
             self.versions,
-            updates=updates,
-            fragment=self._fragment,
-            common=self._common() if pending.common else None,
+            updates=self.replica.updates(),
+            common=self.shards.common_names(self.replica.weights) if pending.common else None,
             **pending.about,
         )
-        pending.nbytes = sum(map(self._nbytes, range(len(updates)), updates)) if pending.push else 0
+        if pending.push:
+            pending.nbytes = sum(self._nbytes(s, message.update) for s, message in enumerate(self.shards.latest))
         pending.cost_s += self._clock() - begun
         self._busy_s += pending.cost_s
         self._pending = pending
@@ -504,13 +496,13 @@ class Exchanger(Synchronizer):
         if not self.answered:
             yield pending.futures
         try:
-            replies = self.client.replies(pending.futures, self._fragment)
+            replies = self.shards.replies(pending.futures)
         except WorkerAwayError:
             yield from self._coming_back()
             return
         if self._pending is not pending:  # while it waited for a server to be restored it has come back
             return
-        if self.client.replayed:  # before the next push reaches some servers and not others
+        if self.client.must_rejoin:  # before the next push reaches some servers and not others
             yield from self._coming_back()
             return
         self._pending = None
@@ -526,7 +518,7 @@ class Exchanger(Synchronizer):
             self._pushes = [r.pushes for r in replies]
             self._done, self._epoch = replies[0].done, replies[0].epoch
             self._pushed = []
-            answers = pending.answers or self._answers(replies, common=pending.common)
+            answers = pending.answers or self.shards.answers(replies, self.replica.wire, common=pending.common)
             if adopt:
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
@@ -535,7 +527,7 @@ class Exchanger(Synchronizer):
                 fresh, alone = refused or self._since_push == 0, self._alone and not refused
                 self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
         elif pending.push:
-            self._pushed = self.client.latest(self._fragment)
+            self._pushed = self.shards.latest
         wishes = [r.nsync for r in replies if r.nsync]
         self._wished = max(wishes) if wishes and max(wishes) != self._npush else None
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
@@ -548,7 +540,7 @@ class Exchanger(Synchronizer):
         self._record(pending, replies, wait_s, sync)
         if refused:
             self._since_push = 0
-            self._forget_residuals()
+            self.shards.forget_residuals()
             if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetching()
             self._on_refused()
@@ -561,26 +553,6 @@ class Exchanger(Synchronizer):
             self.stats.distance = distance
         now = self._clock()
         self._measure_at = now + max(_MEASURE_S, (now - begun) / _MEASURE_SHARE)
-
-    def _forget_residuals(self) -> None:
-        for code in self._codes:
-            if code is not None:
-                code.updates.forget()
-
-    def _common(self) -> list[str]:
-        """Per server, the name of the weights of the last sync point; before the first one those that are here."""
-        codes = [code.common for code in self._codes if code is not None]
-        if any(not common.digest for common in codes):
-            for code, weights in zip(self._codes, self.replica.weights(), strict=True):
-                if code is not None:
-                    code.common.hold(weights)
-        return ["" if code is None else code.common.digest for code in self._codes]
-
-    def _answers(self, replies: list[Reply], *, common: bool = False) -> list[tuple[Tensor, ...]]:
-        return [
-            wire if reply.weights is None else _decoded(reply.weights, code, wire, common)
-            for reply, wire, code in zip(replies, self.replica.wire, self._codes, strict=True)
-        ]
 
     def _nbytes(self, server: int, parts: Any) -> int:
         """Bytes of a shard that went one way, also where they went through shared memory."""
@@ -606,20 +578,3 @@ class Exchanger(Synchronizer):
 
 def _refused(replies: Sequence[Reply]) -> bool:
     return any(r.verdict is Verdict.REFUSED for r in replies)
-
-
-def _decoded(parts: Any, code: CodecState | None, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
-    if code is None:
-        weights: tuple[Tensor, ...] = parts
-    elif common:
-        weights = code.common.decode(parts, wire)
-        code.weights.hold(weights)
-    else:
-        weights = code.weights.decode(parts, wire)
-    return weights
-
-
-def _go_through(waits: Waits) -> None:
-    """Do without a break what may have to wait: whoever needs an answer that is not there waits for it by itself."""
-    for _ in waits:
-        pass

@@ -15,16 +15,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import LeaseHoldings
-from lightning_asgd.worker.client import COORDINATOR, AnotherLost, Client
+from lightning_asgd.protocol import (
+    DisconnectWatch,
+    Heartbeat,
+    HeartbeatReply,
+    LeaseHoldings,
+    ReplayDone,
+    StateReport,
+)
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
+from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["FailoverClient"]
+
+_FOREVER_S = 0.0  # for a transport: no time-out
 
 
 @dataclass
@@ -44,7 +55,8 @@ class FailoverClient:
     """See the module's docstring.
 
     Args:
-        client: connection to the servers, in a session that has begun. Restores servers by this object from now on.
+        client: in a session that has begun. Its connection restores servers by this object from now on.
+        collectives: the worker's in this session.
         synchronizer: what the worker shares through.
         part: of the present epoch, if there is one.
         find: waits for the server in a lost one's place, and returns its address.
@@ -53,29 +65,32 @@ class FailoverClient:
 
     def __init__(
         self,
-        client: Client,
+        client: SessionClient,
+        collectives: Collectives,
         synchronizer: Synchronizer,
         part: Callable[[], LeaseHoldings | None],
         find: Callable[[int], str],
         background: Callable[[Callable[[], None]], None] = _in_a_thread,
     ) -> None:
         self._client = client
+        self._connection = client.connection
+        self._collectives = collectives
         self._synchronizer = synchronizer
         self._part = part
         self._find = find
         self._background = background
         self._awaited: dict[int, _Successor] = {}
-        self._replaced = [0] * client.num_servers  # how often each server was
+        self._replaced = [0] * len(client.connection.servers)  # how often each server was
         self._lock = threading.Lock()
         self._closed = False
-        client.restorer = self
-        for server in range(client.num_servers):
+        self._connection.restorer = self
+        for server in self._connection.servers:
             self.watch(server)
 
     def close(self) -> None:
         """Restore servers no more."""
         self._closed = True
-        self._client.restorer = None
+        self._connection.restorer = None
 
     def watch(self, server: int) -> None:
         """Look for another server as soon as this one is lost, and have the training thread interrupted then."""
@@ -90,41 +105,39 @@ class FailoverClient:
                 if recovery is not None and not recovery._closed and recovery._replaced[server] == replaced:
                     recovery._await(server)
 
-        self._client.watch(server).add_done_callback(ended)
+        watched = self._connection.post(server, DisconnectWatch(*self._connection.sender), _FOREVER_S)
+        watched.add_done_callback(ended)
 
     def _await(self, server: int) -> _Successor:
         with self._lock:
             if server in self._awaited:
                 return self._awaited[server]
             awaited = self._awaited[server] = _Successor()
-            self._client.gone.add(server)
+            self._connection.gone.add(server)
 
         def find() -> None:
             try:
-                self._client.transport.prepare(server, self._find(server))
+                self._connection.transport.prepare(server, self._find(server))
             except ASGDError as error:
                 awaited.error = error
             except Exception as error:
                 awaited.error = ServerLostError(f"Server {server} is gone. Another one was not reached: {error!r}.")
             finally:
-                self._client.interrupt(server)
+                self._connection.interrupt(server)
                 awaited.ready.set()
 
         self._background(find)
         return awaited
 
     def restore(self, servers: Collection[int]) -> None:
-        """Restore servers that are lost, together with all other workers.
+        """Restore lost servers, together with all other workers.
 
-        Raises:
-            ServerLostError: none took a server's place.
-            AnotherLost: begin again, with more of them.
+        Raises a :class:`ServerLostError` if none took a server's place, :class:`AnotherLost` if another one is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
             awaited.ready.wait()
             if awaited.error is not None:
                 raise awaited.error
-        client = self._client
         try:
             self._take_part(servers)
         except ServerLostError as error:
@@ -132,32 +145,86 @@ class FailoverClient:
                 raise
             with self._lock:
                 self._awaited.pop(error.server, None)
-            client.interrupt(error.server)
+            self._connection.interrupt(error.server)
             raise AnotherLost from error
         with self._lock:
             for server in servers:
                 self._awaited.pop(server, None)
 
     def _take_part(self, servers: Collection[int]) -> None:
-        client, synchronizer = self._client, self._synchronizer
+        connection, synchronizer = self._connection, self._synchronizer
         try:
             for server in servers:
                 if not self._awaited[server].replaced:
-                    client.transport.replace(server)
-                    client.gone.discard(server)
+                    connection.transport.replace(server)
+                    connection.gone.discard(server)
                     self._awaited[server].replaced = True
                     self._replaced[server] += 1
-                client.join_restored(server)
+                self._join(server)
                 synchronizer.allocate(server)
             # All servers must be restored by the same workers, or one could hold a push that another lacks.
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
-                client.offer({s: synchronizer.held(s) for s in group}, self._part())
+                part = self._part()
+                connection.ask_together({server: self._report(server, part) for server in group})
             if COORDINATOR not in servers:  # the new ones would take what that one refuses
-                client.check_trusted()
+                self._check_not_fenced()
             for server in sorted(servers):
                 synchronizer.replay(server)
         except WorkerAwayError:
             synchronizer.come_back()
         if COORDINATOR in servers:
-            client.repeat()
-        client.settle(servers)
+            self._collectives.repeat(connection)
+        connection.ask_together({server: ReplayDone(*connection.sender) for server in servers})
+
+    def _join(self, server: int) -> None:
+        """Enter the session on a replacement."""
+        holding: Collection[int] = () if self._connection.world_size else self._holding()
+        message = replace(
+            self._client.join_message(server),
+            restore=True,
+            holding=tuple(sorted(holding)),
+            admitted=self._client.heard.admitted,
+        )
+        self._connection.result(server, self._connection.post(server, message))
+
+    def _holding(self) -> set[int]:
+        """Workers that may have pushed: a server that was restored without one of them could lack half a push.
+
+        Servers that live know who has just come, since everybody fetches from all before the first push. Where none
+        does, what others may have pushed and this worker has not heard of is in no weights that are reported.
+        """
+        holding: set[int] = set()
+        for server in set(self._connection.servers) - self._connection.being_restored:
+            beaten = self._beat(server)
+            holding.update(beaten.holding)
+            if server == COORDINATOR:
+                self._client.hear(beaten)
+        heard = self._client.heard
+        holding.update(heard.holding, [self._connection.worker])
+        pushers = set().union(*(each.pushers for each in self._client.members))
+        return holding | {worker for worker in pushers if worker in heard.living or worker > heard.admitted}
+
+    def _report(self, server: int, part: LeaseHoldings | None) -> StateReport:
+        """What this worker knows of a lost server. It is answered when all workers have reported."""
+        members, coordinator = self._client.members[server], server == COORDINATOR
+        return StateReport(
+            *self._connection.sender,
+            tuple(self._synchronizer.held(server)),
+            self._collectives.answered,
+            part if coordinator else None,
+            members.incarnation,
+            members.incarnations,
+            members.left,
+            self._client.metadata if coordinator else {},
+        )
+
+    def _check_not_fenced(self) -> None:
+        """Ask the coordinator, which is authoritative, whether this worker was excluded: others may not know."""
+        if self._beat(COORDINATOR).fenced:
+            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to join again.")
+
+    def _beat(self, server: int) -> HeartbeatReply:
+        beaten: HeartbeatReply = self._connection.result(
+            server, self._connection.post(server, Heartbeat(*self._connection.sender))
+        )
+        return beaten

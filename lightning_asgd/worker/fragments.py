@@ -17,16 +17,11 @@ __all__ = ["Fragments"]
 
 
 class Fragments(Synchronizer):
-    """Does everything for one fragment after the other. :attr:`versions` are the first fragment's.
-
-    Args:
-        layout: all of the module.
-        exchangers: one per fragment.
-    """
+    """Does everything for one fragment after the other. :attr:`versions` are the first fragment's."""
 
     def __init__(self, layout: Layout, exchangers: Sequence[Exchanger]) -> None:
         self._exchangers = list(exchangers)
-        super().__init__(layout, exchangers[0].client.num_servers)
+        super().__init__(layout, len(exchangers[0].connection.servers))
 
     @property
     def stats(self) -> ExchangeStats:

@@ -19,7 +19,8 @@ from torch.futures import Future
 from torch.nn import Module, Parameter
 
 from lightning_asgd.layout import Layout
-from lightning_asgd.worker.client import Client
+from lightning_asgd.protocol import LayerGradient
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
@@ -55,7 +56,7 @@ class LayerGradients(Synchronizer):
     """Puts the mean of all workers' gradients in place of this worker's, layer by layer.
 
     Args:
-        client: connection to the servers; layer *l* is summed by server *l* modulo their number.
+        connection: to the servers; layer *l* is summed by server *l* modulo their number.
         layout: the module's tensors.
         layers: the module's layers.
         delay: steps between a gradient and its use.
@@ -65,7 +66,7 @@ class LayerGradients(Synchronizer):
 
     def __init__(
         self,
-        client: Client,
+        connection: Connection,
         layout: Layout,
         layers: Sequence[Layer],
         delay: int,
@@ -73,8 +74,8 @@ class LayerGradients(Synchronizer):
         *,
         late: bool = False,
     ) -> None:
-        super().__init__(layout, client.num_servers)
-        self._client = client
+        super().__init__(layout, len(connection.servers))
+        self._connection = connection
         self._layers = list(layers)
         self._delay = delay
         self._agree = agree
@@ -130,8 +131,8 @@ class LayerGradients(Synchronizer):
             step.optimizer.zero_grad()
         self._under_way.clear()
         if self.moved:
-            for server in range(self._client.num_servers):
-                self._client.answer(server, self._client.gradient(server, self._phase, 0, -1, None))
+            for server in self._connection.servers:
+                self._connection.result(server, self._post(server, 0, -1, None))
         self._phase += 1
         self._step = 0
 
@@ -213,10 +214,16 @@ class LayerGradients(Synchronizer):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parts.append((gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1))
         flat = torch.cat(parts).cpu()
-        server = index % self._client.num_servers
-        step.futures[index] = self._client.gradient(server, self._phase, self._step, index, flat)
+        step.futures[index] = self._post(self._server(index), self._step, index, flat)
         self.stats.bytes_pushed += flat.nbytes
         self.stats.bytes_fetched += flat.nbytes
+
+    def _server(self, index: int) -> int:
+        return index % len(self._connection.servers)
+
+    def _post(self, server: int, step: int, index: int, gradient: Tensor | None) -> Future[Any]:
+        message = LayerGradient(*self._connection.sender, self._phase, step, index, gradient)
+        return self._connection.post(server, message)
 
     def _use(self, step: _Step, mine: set[int], *, may_be_late: bool = False) -> None:
         """Make a step's mean gradients the parameters', now or later; those of a step that was not are left out."""
@@ -236,7 +243,7 @@ class LayerGradients(Synchronizer):
 
     def _put(self, index: int, future: Future[Any]) -> None:
         """Wait for a layer's mean gradient, and make it the parameters'."""
-        mean = self._client.answer(index % self._client.num_servers, future)
+        mean = self._connection.result(self._server(index), future)
         offset = 0
         for parameter in self._layers[index].parameters:
             values = mean[offset : offset + parameter.numel()].view(parameter.shape)
@@ -256,11 +263,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers_of(module: Module, names: set[str]) -> list[Layer]:
-    """The submodules that own trainable parameters, in the module's order; a parameter is the first one's that has it.
+    """The submodules that own parameters among ``names``, in the module's order.
 
-    Args:
-        module: all of it.
-        names: the parameters that are shared.
+    A parameter is the first one's that has it.
     """
     layers: dict[tuple[str, torch.dtype], Layer] = {}
     for name, parameter in module.named_parameters():

@@ -7,9 +7,7 @@ through.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 import statistics
 import time
 from bisect import bisect_right
@@ -19,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.futures import Future
 
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseHoldings
-from lightning_asgd.worker.client import COORDINATOR, Client, done_within
-from lightning_asgd.worker.data import Data
+from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.synchronizer import WorkFeed
 
-__all__ = ["DataLeases", "LeasedBatches", "Plan", "digest", "in_common_order"]
+__all__ = ["DataLeases", "Plan"]
 
 _SMOOTH = 0.3  # weight of the latest step in the pace
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
@@ -35,19 +33,12 @@ _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more bef
 
 @dataclass(frozen=True)
 class Plan:
-    """An epoch as a worker sees it.
+    """An epoch as a worker sees it."""
 
-    Attributes:
-        epoch: units and segments.
-        items: what the units are, of all workers, in order: samples, or batches.
-        batch: units per batch of this worker, where they are samples; None where they are batches.
-        accumulate: batches per optimizer step.
-    """
-
-    epoch: Epoch
-    items: Sequence[Any]
-    batch: int | None = None
-    accumulate: int = 1
+    epoch: Epoch  # units and segments
+    items: Sequence[Any]  # what the units are, of all workers, in order: samples, or batches
+    batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
+    accumulate: int = 1  # batches per optimizer step
 
     @property
     def step(self) -> int:
@@ -86,19 +77,15 @@ class _Asked:
     timeout_s: float | None
     stop: bool
     halt: bool
-    client: Client  # that it went through: a new layout brings another one
+    client: SessionClient  # that it went through: a new layout brings another one
     restored: int  # how often the coordinator had been restored
     answered: list[float] = field(default_factory=list)
 
 
-class DataLeases(Data):
+class DataLeases(WorkFeed):
     """A worker's part of the epochs that all share.
 
-    Args:
-        client: gives the connection to the servers, which may change.
-        timeout_s: seconds to wait for the others at a segment's end.
-        come_back: joins again when the others have gone on without this worker; calls :meth:`lose`.
-        clock: seconds; given by tests.
+    ``come_back`` joins again when the others have gone on without this worker, and calls :meth:`lose`.
 
     Attributes:
         granted_wait_s: seconds in which training stood still until data were granted.
@@ -108,7 +95,7 @@ class DataLeases(Data):
 
     def __init__(
         self,
-        client: Callable[[], Client],
+        client: Callable[[], SessionClient],
         *,
         timeout_s: float = 1800.0,
         come_back: Callable[[], None] = lambda: None,
@@ -156,7 +143,7 @@ class DataLeases(Data):
         self._reset()
         self.pace, self._trip, self._flushes = known
         done = plan.epoch.done
-        if self._client().world_size:
+        if self._client().connection.world_size:
             self._opens = plan.epoch
         else:  # where workers do not meet, one that comes late has nothing to do with segments that are over
             done = self._open(plan.epoch)
@@ -245,13 +232,9 @@ class DataLeases(Data):
             self._begun = self._clock()
 
     def end_batch(self, steps: int) -> bool:
-        """A batch is through.
+        """A batch is through; whether its update counts. If not, it must not reach the servers.
 
-        Args:
-            steps: optimizer steps that this worker has taken since fit began.
-
-        Returns:
-            whether what was made of it counts. If not, it must not reach the servers.
+        ``steps`` are the optimizer steps that this worker has taken since fit began.
         """
         if not self._loading:
             return True
@@ -315,8 +298,7 @@ class DataLeases(Data):
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch in this segment, as far as is known without waiting.
 
-        Args:
-            acknowledged: optimizer steps of this worker that the servers have.
+        ``acknowledged`` are the optimizer steps of this worker that the servers have, here and below.
         """
         self._note(acknowledged)
         return bool(self._loading or self._waiting) or self._get()
@@ -327,11 +309,7 @@ class DataLeases(Data):
         return statistics.median(self._flushes) if self._flushes else self._exchange_s / 2
 
     def ask_ahead(self, seconds: float) -> None:
-        """Ask for as much as lasts for so long, if there is less: an exchange is about to fill the network's queues.
-
-        Args:
-            seconds: that it takes; 0 if that is not known.
-        """
+        """Ask for as much as lasts for an exchange (0 s: unknown), which is about to fill the network's queues."""
         self._exchange_s = seconds
         if self._plan is None:
             return
@@ -346,11 +324,7 @@ class DataLeases(Data):
         self._flushes.append(self._clock() - begun)
 
     def wait(self, acknowledged: int) -> bool:
-        """Whether there is another batch, known once all have trained the segment. Nothing may be left to push.
-
-        Args:
-            acknowledged: see :meth:`more`.
-        """
+        """Whether there is another batch, known once all have trained the segment. Nothing may be left to push."""
         self._note(acknowledged)
         more = self._take(self._ask(wait=True))
         self._begun = None
@@ -365,12 +339,7 @@ class DataLeases(Data):
             self._final = False
 
     def stop(self, acknowledged: int, *, halt: bool = False) -> None:
-        """Train no more in this epoch: let the others have what is left.
-
-        Args:
-            acknowledged: see :meth:`more`.
-            halt: whether the others are to train no more of it either.
-        """
+        """Train no more in this epoch: let the others have what is left, unless it is to ``halt`` for them too."""
         self.halted |= halt
         self._note(acknowledged)
         self._settle()  # lest it arrive after what follows
@@ -388,7 +357,9 @@ class DataLeases(Data):
     def _open(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
         while True:
             try:
-                return self._client().open_epoch(epoch)
+                connection = self._client().connection
+                done: tuple[tuple[int, int], ...] = connection.ask(COORDINATOR, OpenEpoch(*connection.sender, epoch))
+                return done
             except WorkerAwayError:
                 self._come_back()
 
@@ -409,8 +380,9 @@ class DataLeases(Data):
 
     def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> _Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
-        restored = client.restored[COORDINATOR]
-        future = client.claim(
+        connection, restored = client.connection, client.connection.restored[COORDINATOR]
+        message = LeaseRequest(
+            *connection.sender,
             self.plan.epoch.key,
             self.segment,
             self._trained,
@@ -423,8 +395,8 @@ class DataLeases(Data):
             halt=halt,
             size=self.plan.step,
             opens=self._opens,
-            timeout_s=timeout_s,
         )
+        future = connection.post(COORDINATOR, message, None if timeout_s is None else timeout_s + GRACE_S)
         asked = _Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
@@ -433,16 +405,18 @@ class DataLeases(Data):
         """Take what is granted; whether that is anything."""
         client, grant, waiting_since = asked.client, None, self._clock()
         try:
-            grant = client.granted(asked.future, asked.timeout_s)
+            grant = self._grant(asked)
         except WorkerAwayError:
             self._come_back()
         except ServerLostError as error:
-            client.recover(COORDINATOR, asked.restored, error)
+            client.connection.recover(COORDINATOR, asked.restored, error)
         if asked.timeout_s is None:
             self.granted_wait_s += self._clock() - waiting_since
         else:
             self.others_wait_s += self._clock() - waiting_since
-        if grant is None or client.restored[COORDINATOR] != asked.restored:  # one that is restored knows nothing of it
+        if (
+            grant is None or client.connection.restored[COORDINATOR] != asked.restored
+        ):  # one that is restored knows nothing of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
         if asked.timeout_s is None:  # else it was held back
@@ -458,87 +432,19 @@ class DataLeases(Data):
                 self._granted.append((grant.first, grant.last))
         return grant.last > grant.first
 
-
-class LeasedBatches:
-    """A batch sampler that yields the batches that are granted to this worker. Else like the one it stands for.
-
-    Args:
-        inner: batch sampler over the samples of all workers.
-        leases: what is granted.
-        plan: what epoch it is, if it is Lightning that begins to iterate; None if it is a program.
-        part: this worker's batches if all were equally fast, for a program.
-        length: their number.
-    """
-
-    def __init__(
-        self,
-        inner: Any,
-        leases: DataLeases,
-        plan: Callable[[], Plan | None],
-        part: Callable[[], Sequence[Any]],
-        length: int,
-    ) -> None:
-        self.inner = inner
-        self._leases = leases
-        self._new_plan = plan
-        self._part = part
-        self._length = length
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is being copied
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        plan = self._new_plan()
-        if plan is None:
-            return iter(self._part())
-        self._leases.open(plan)
-        return _Granted(self._leases)
-
-
-class _Granted(Iterator[Any]):
-    """Not a generator: after it has said that there is nothing, there may be something again."""
-
-    def __init__(self, leases: DataLeases) -> None:
-        self._leases = leases
-
-    def __next__(self) -> Any:
-        samples = self._leases.take()
-        if samples is None:
-            raise StopIteration
-        return samples
+    def _grant(self, asked: _Asked) -> LeaseGrant:
+        """Wait for a lease request's answer; if the time is up nothing is granted, and the segment counts as over."""
+        connection = asked.client.connection
+        if asked.timeout_s is not None and not connection.wait(asked.future, asked.timeout_s):
+            return LeaseGrant(over=True)
+        grant: LeaseGrant = connection.result(COORDINATOR, asked.future)
+        members = asked.client.members[COORDINATOR]
+        members.incarnations |= grant.incarnations
+        members.left |= grant.left
+        return grant
 
 
 def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
     """Cut a range into as few as possible of at most a size, and these nearly equal."""
     parts, length = math.ceil((last - first) / size), last - first
     return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]
-
-
-def in_common_order(sampler: Any, seed: int) -> list[Any]:
-    """All that a sampler yields, in the order that every worker gets with the same seed.
-
-    Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
-    of these is afterwards as before.
-    """
-    import numpy
-
-    python, array = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-            return list(sampler)
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
-
-
-def digest(items: Sequence[Any]) -> bytes:
-    """Short bytes that are equal on two workers exactly if their samples, or batches, are."""
-    return hashlib.sha256(repr(items).encode()).digest()[:16]

@@ -30,15 +30,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
 from lightning_asgd.numerics import is_sane
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.device_staging import DeviceStaging, lane_for
+from lightning_asgd.worker.device_staging import lane_for
 
-__all__ = ["ElasticReplica", "GradientReplica", "Replica", "replica_for"]
+__all__ = ["Replica", "Span", "gradients_of", "tensors_of"]
 
 # Scalars per pass: 1 MiB of float32 on a CPU, so that a temporary stays in the cache. A piece of a tensor that is not
 # larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
@@ -46,7 +46,7 @@ _CHUNK, _SMALL = 1 << 18, 1 << 14
 _DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
 
 
-class _Run:
+class Span:
     """Pieces that follow each other on a server, and go through every pass together.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Run:
         return found
 
 
-def _runs(layout: Layout, device: torch.device) -> list[_Run]:
+def _spans(layout: Layout, device: torch.device) -> list[Span]:
     most, small = (_CHUNK, _SMALL) if device.type == "cpu" else (_DEVICE_CHUNK, _DEVICE_SMALL)
     gathered: list[list[Piece]] = []
     latest: dict[tuple[int, int], list[Piece]] = {}  # by server and group: small pieces, to which more may come
@@ -90,7 +90,7 @@ def _runs(layout: Layout, device: torch.device) -> list[_Run]:
         row.append(piece)
         if piece.length <= small:
             latest[place] = row
-    return [_Run(layout, row) for row in gathered]
+    return [Span(layout, row) for row in gathered]
 
 
 class Replica:
@@ -104,7 +104,6 @@ class Replica:
         remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
         mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
             ``x = mix x + (1 - mix) r``.
-        lane: between the module's device and this machine's memory; None for the usual one.
     """
 
     _derives = True
@@ -118,14 +117,13 @@ class Replica:
         mix: float | None = None,
         *,
         remembers: bool = False,
-        lane: DeviceStaging | None = None,
     ) -> None:
         self.layout = layout
         self.mix = mix
         self.remembers = remembers
         self._source = source
         self.device = source()[0].device
-        self._lane = lane or lane_for(self.device)
+        self._lane = lane_for(self.device)
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -144,10 +142,10 @@ class Replica:
             self._spare.append(tuple(map(torch.empty_like, base)) if spare else None)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._row: dict[torch.dtype, Tensor] = {}
-        self._runs = _runs(layout, self.device)
-        for run in self._runs:
-            run.base, spares = run.of(self._base), self._spare[run.server]
-            run.spare = None if spares is None else spares[run.group][run.offset : run.offset + run.length]
+        self._spans = _spans(layout, self.device)
+        for span in self._spans:
+            span.base, spares = span.of(self._base), self._spare[span.server]
+            span.spare = None if spares is None else spares[span.group][span.offset : span.offset + span.length]
         self.sane = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
@@ -160,9 +158,9 @@ class Replica:
             self.wire[server] = tuple(self._lane.buffer(t.numel(), t.dtype) for t in block.tensors)
             if self._derives:
                 self._spare[server] = None
-                for run in self._runs:
-                    if run.server == server:
-                        run.spare = None
+                for span in self._spans:
+                    if span.server == server:
+                        span.spare = None
             self._lane.unpin(block)
             block.close()
             self.blocks[server] = None
@@ -183,10 +181,7 @@ class Replica:
         return shards
 
     def pack(self) -> None:
-        """Put the update since the last :meth:`pack`, :meth:`merge` or :meth:`adopt` on the wire.
-
-        It is there once it has :attr:`arrived`.
-        """
+        """Put the update since the last pack, merge or adopt on the wire; it is there once it has :attr:`arrived`."""
         self._keeps = self.remembers and not self._packed
         self.sane = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._lane.turn():
@@ -266,8 +261,7 @@ class Replica:
             answers: per server, one tensor per group; :attr:`wire` itself where it is shared.
             pushed: whether they answer a push.
             fresh: whether nothing was trained since, so that the answer can be taken as it is.
-            alone: whether no other worker pushes to these servers: then this one keeps its own rounding, and its own
-                integer buffers.
+            alone: whether no other worker pushes: then this one keeps its own rounding, and its own integer buffers.
         """
         self._packed = False
         near = self._lane.bring(answers)
@@ -282,11 +276,7 @@ class Replica:
                     self._rebase(r, x, answer, fresh and not alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
-        """Euclidean norm of the module's parameters minus the servers'.
-
-        Args:
-            answers: to a push; see :meth:`merge`.
-        """
+        """Norm of the module's parameters minus the servers', from the answers to a push."""
         norms = []
         with torch.no_grad():
             for r, x in self._values(write=False):
@@ -301,21 +291,21 @@ class Replica:
     def resume(self) -> None:
         """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
 
-    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
         self._pack_difference(r, x, wire)
 
-    def _pack_again(self, r: _Run, wire: Tensor) -> None:
+    def _pack_again(self, r: Span, wire: Tensor) -> None:
         if r.spare is not None:
             wire.copy_(r.base - r.spare)
 
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if self.mix is None:
             self._rebase(r, x, answer, fresh and not alone)
         else:
             x.lerp_(answer.to(x.device), 1 - self.mix)
             r.base.copy_(answer)
 
-    def _merge_largest(self, r: _Run, x: Tensor, answer: Tensor, alone: bool) -> None:
+    def _merge_largest(self, r: Span, x: Tensor, answer: Tensor, alone: bool) -> None:
         if not alone:  # else a program may have set its counter back
             torch.maximum(x, answer.to(x.device), out=x)
         r.base.copy_(answer)
@@ -323,7 +313,7 @@ class Replica:
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return torch.sub(x, answer, out=self._scratch_for(x))
 
-    def _pack_difference(self, r: _Run, x: Tensor, wire: Tensor) -> None:
+    def _pack_difference(self, r: Span, x: Tensor, wire: Tensor) -> None:
         if x.device == wire.device:
             update = torch.sub(x, r.base, out=wire)
         else:
@@ -334,7 +324,7 @@ class Replica:
             r.base, r.spare = r.spare, r.base
         torch.add(before, update, out=r.base)
 
-    def _rebase(self, r: _Run, x: Tensor, answer: Tensor, fresh: bool) -> None:
+    def _rebase(self, r: Span, x: Tensor, answer: Tensor, fresh: bool) -> None:
         if fresh:
             x.copy_(answer)
             r.base.copy_(x)
@@ -349,12 +339,9 @@ class Replica:
         return _at_least(self._scratch, x.numel(), x)
 
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
-        """Take the servers' weights as they are.
+        """Take the servers' weights as they are; if ``alone``, all of the worker's steps must be in them.
 
-        Args:
-            answers: see :meth:`merge`.
-            park: whether :meth:`resume` is to bring back what the algorithm has each worker keep for itself.
-            alone: see :meth:`merge`; all of the worker's steps must be in the answers.
+        With ``park``, :meth:`resume` brings back what the algorithm has each worker keep for itself.
         """
         self._packed = False
         with torch.no_grad():
@@ -367,22 +354,14 @@ class Replica:
                 else:
                     self._rebase(r, x, answer, not alone)
 
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
+    def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         self._rebase(r, x, answer, not alone)
 
     def ahead(self, answers: Sequence[tuple[Tensor, ...]], *, alone: bool = False) -> dict[str, Tensor]:
-        """What :meth:`merge` of a fetch would make of the weights, as named tensors, without touching the module.
-
-        Args:
-            answers: see :meth:`merge`.
-            alone: see :meth:`merge`.
-
-        Returns:
-            fresh CPU tensors by name: the servers' weights, and what was trained here since the latest push.
-        """
+        """What :meth:`merge` of a fetch would make of the weights, as named CPU tensors; the module is not touched."""
         shards = self.weights()
         with torch.no_grad():
-            for r in self._runs:
+            for r in self._spans:
                 x, answer = r.of(shards), r.of(answers)
                 if r.role is Role.PARAMETER:
                     self._go_ahead(r, x, answer)
@@ -392,18 +371,11 @@ class Replica:
                     torch.maximum(x, answer, out=x)
         return self.read(shards)
 
-    def _go_ahead(self, r: _Run, x: Tensor, answer: Tensor) -> None:
+    def _go_ahead(self, r: Span, x: Tensor, answer: Tensor) -> None:
         _real(x).sub_(_real(r.base.cpu()) - _real(answer))
 
     def read(self, answers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-        """The servers' weights as named tensors, without touching the module.
-
-        Args:
-            answers: see :meth:`merge`.
-
-        Returns:
-            fresh CPU tensors by name.
-        """
+        """The servers' weights as fresh, named CPU tensors; the module stays as it is."""
         values = [
             torch.empty(spec.shape, dtype=dtype_from_name(self.layout.groups[spec.group].dtype))
             for spec in self.layout.tensors
@@ -421,8 +393,8 @@ class Replica:
                 self._lane.unpin(block)
                 block.close()
 
-    def _values(self, *, write: bool) -> Iterator[tuple[_Run, Tensor]]:
-        """Every run, and the module's values in it, which are put back after their turn if ``write``."""
+    def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
+        """Every span, and the module's values in it, which are put back after their turn if ``write``."""
         tensors = self._source()
         for tensor, spec in zip(tensors, self.layout.tensors, strict=True):
             if tensor.shape != spec.shape:
@@ -431,7 +403,7 @@ class Replica:
                     "when fit began: change shapes before fit, or in configure_model()."
                 )
         flat = [t.detach().reshape(-1) for t in tensors]  # strided ones are copied
-        for r in self._runs:
+        for r in self._spans:
             parts = r.parts(flat)
             row = parts[0] if len(parts) == 1 else torch.cat(parts, out=_at_least(self._row, r.length, parts[0]))
             yield r, row
@@ -444,140 +416,22 @@ class Replica:
                     tensor.detach().copy_(values.view(tensor.shape))
 
 
-class GradientReplica(Replica):
-    """Pushes the sum of its gradients since the last push.
-
-    Takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
-
-    Args:
-        layout: see :class:`Replica`.
-        source: see :class:`Replica`.
-        blocks: see :class:`Replica`.
-        gradients: gives the gradients of the module's tensors in the layout's order, None where there is none.
-        remembers: see :class:`Replica`.
-        lane: see :class:`Replica`.
-    """
-
-    _derives = False
-
-    def __init__(
-        self,
-        layout: Layout,
-        source: Callable[[], Sequence[Tensor]],
-        blocks: Sequence[SharedBlock | None],
-        gradients: Callable[[], Sequence[Tensor | None]],
-        *,
-        remembers: bool = False,
-        lane: DeviceStaging | None = None,
-    ) -> None:
-        super().__init__(layout, source, blocks, remembers=remembers, lane=lane)
-        self._gradients = gradients
-        self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._runs) if r.role is Role.PARAMETER}
-        self._pushed = {
-            i: torch.zeros_like(accrued)
-            for i, accrued in self._accrued.items()
-            if remembers and self.blocks[self._runs[i].server] is not None
-        }
-        self._index = {id(r): i for i, r in enumerate(self._runs)}
-
-    def accrue(self) -> None:
-        """Add this step's gradients."""
-        with torch.no_grad():
-            gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
-            for i, accrued in self._accrued.items():
-                r = self._runs[i]
-                for part, gradient in zip(torch.split(accrued, r.sizes), r.parts(gradients), strict=True):
-                    if gradient is not None:
-                        part.add_(gradient)
-
-    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
-        index = self._index[id(r)]
-        accrued = self._accrued[index]
-        wire.copy_(accrued, non_blocking=True)
-        if index in self._pushed:
-            self._accrued[index], self._pushed[index] = self._pushed[index], accrued
-        self._accrued[index].zero_()
-        if self._keeps and r.spare is not None:
-            r.base, r.spare = r.spare, r.base
-        r.base.copy_(x)
-
-    def drop_block(self, server: int) -> None:
-        """See :class:`Replica`."""
-        super().drop_block(server)
-        if self.blocks[server] is None:
-            for i in [i for i in self._pushed if self._runs[i].server == server]:
-                del self._pushed[i]
-
-    def _pack_again(self, r: _Run, wire: Tensor) -> None:
-        wire.copy_(self._pushed[self._index[id(r)]])
-
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
-
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
-        self._accrued[self._index[id(r)]].zero_()
-        self._rebase(r, x, answer, True)
+def tensors_of(module: Module, layout: Layout, *, data: bool = True) -> Callable[[], list[Tensor]]:
+    """Look tensors up where the module keeps them, since a program may put others in their place."""
+    places = [_place(module, spec.name) for spec in layout.tensors]
+    return lambda: [place[name].data if data else place[name] for place, name in places]
 
 
-class ElasticReplica(Replica):
-    """Keeps weights of its own, which a force pulls towards the servers'. ``base`` holds them during a sync point."""
-
-    _parked = False
-
-    def _pack(self, r: _Run, x: Tensor, wire: Tensor) -> None:
-        wire.copy_(x, non_blocking=True)
-
-    def _merge(self, r: _Run, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        if pushed:
-            x.sub_(answer.to(x.device))
-
-    def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
-        return answer  # the force: the difference times a factor that the servers know
-
-    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
-        """See :class:`Replica`."""
-        super().adopt(answers, park=park and not self._parked, alone=alone)
-        self._parked = self._parked or park
-
-    def _go_ahead(self, r: _Run, x: Tensor, answer: Tensor) -> None:
-        x.copy_(answer)  # the centre is the model
-
-    def _adopt(self, r: _Run, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
-        wire = r.of(self.wire)
-        if park:
-            r.base.copy_(x)
-        x.copy_(answer)
-        if wire.data_ptr() != answer.data_ptr():
-            wire.copy_(answer)
-
-    def resume(self) -> None:
-        """See :class:`Replica`. What a program has changed meanwhile is kept."""
-        if not self._parked:
-            return
-        self._parked = False
-        with torch.no_grad():
-            for r, x in self._values(write=True):
-                if r.role is Role.PARAMETER:
-                    x.sub_(r.of(self.wire).to(x.device)).add_(r.base)
+def gradients_of(module: Module, layout: Layout) -> Callable[[], list[Tensor | None]]:
+    """Look their gradients up."""
+    places = [_place(module, spec.name) for spec in layout.tensors]
+    return lambda: [place[name].grad for place, name in places]
 
 
-def replica_for(
-    payload: Payload,
-    layout: Layout,
-    source: Callable[[], Sequence[Tensor]],
-    blocks: Sequence[SharedBlock | None],
-    gradients: Callable[[], Sequence[Tensor | None]],
-    mix: float | None = None,
-    *,
-    remembers: bool = False,
-    lane: DeviceStaging | None = None,
-) -> Replica:
-    """The replica that pushes what an algorithm wants; see the classes for the arguments."""
-    if payload is Payload.GRADIENT:
-        return GradientReplica(layout, source, blocks, gradients, remembers=remembers, lane=lane)
-    if payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, source, blocks, mix, lane=lane)
-    return Replica(layout, source, blocks, mix, remembers=remembers, lane=lane)
+def _place(module: Module, name: str) -> tuple[Any, str]:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> Tensor:
@@ -591,7 +445,3 @@ def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> 
 def _real(values: Tensor) -> Tensor:
     """A vector's real numbers: torch's complex ``x - 0`` is not always ``x``, where a part of it is -0."""
     return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

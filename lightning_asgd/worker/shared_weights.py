@@ -21,14 +21,8 @@ __all__ = ["SharedWeights"]
 class SharedWeights(Synchronizer):
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
-    Args:
-        collectives: all workers call this together.
-        layout: the tensors, as for one server.
-        source: gives the module's tensors in the layout's order; their ``data`` is replaced.
-        algorithm: with its ``copies``.
-
-    Raises:
-        ConfigurationError: the workers cannot see each other's memory.
+    ``source`` gives the module's tensors in the layout's order; their ``data`` is replaced. Raises a
+    :class:`ConfigurationError` if the workers cannot see each other's memory.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_asgd.protocol import Place, SyncReport
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["all_together", "meet"]
@@ -25,7 +25,7 @@ def all_together(places: Iterable[Place]) -> Place:
 
 
 def meet(
-    client: Client,
+    client: SessionClient,
     collectives: Collectives,
     synchronizer: Synchronizer,
     name: str,
@@ -36,28 +36,15 @@ def meet(
 ) -> dict[int, SyncReport]:
     """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
 
-    All workers call it together. Each has pushed what it trained.
-
-    Args:
-        client: this worker's.
-        collectives: this worker's.
-        synchronizer: what it shares through.
-        name: which sync point, for error texts.
-        mine: what this worker says.
-        all_have_pushed: whether this worker knows that the others have pushed what they trained, too.
-        always: whether weights are fetched although nobody has trained.
-
-    Returns:
-        what all say, by rank.
-
-    Raises:
-        CollectiveTimeoutError: a worker did not come; the message names it.
+    All workers call it together, each having pushed what it trained; ``all_have_pushed`` says that this worker knows
+    that the others have, too. With ``always`` weights are fetched although nobody has trained. Returns what all say, by
+    rank; raises a :class:`CollectiveTimeoutError` that names a worker that did not come.
     """
-    restored = list(client.restored)
+    restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:
         # Most probably what all get. Where others have fetched something else, all do it again.
         synchronizer.fetch(park=True)
-        if client.restored == restored:
+        if client.connection.restored == restored:
             mine = replace(mine, versions=tuple(synchronizer.versions))
     met: dict[int, SyncReport] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
@@ -69,6 +56,6 @@ def meet(
     again = always or any(m.moved for m in met.values())
     while again:  # where a server was lost some may have fetched before others had pushed again
         synchronizer.fetch(park=True)
-        changed, restored = client.restored != restored, list(client.restored)
+        changed, restored = client.connection.restored != restored, list(client.connection.restored)
         again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())
     return met

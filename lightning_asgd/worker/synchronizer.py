@@ -1,9 +1,10 @@
-"""How a worker shares what it learns: what the strategy asks of it, whatever the algorithm."""
+"""How a worker shares what it learns, whatever the algorithm; and what that asks of its training data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,7 +12,34 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import ReplicaState
 from lightning_asgd.stats import ExchangeStats
 
-__all__ = ["Synchronizer"]
+__all__ = ["OwnData", "Synchronizer", "WorkFeed"]
+
+
+class WorkFeed(Protocol):
+    """What an exchange asks and tells of the training data. Where nobody shares them, what stands here holds."""
+
+    batch: int = 0
+    """Samples of one of this worker's batches; 0 if unknown."""
+
+    @property
+    def trained(self) -> tuple[str, int]:
+        """The epoch, and how many of the units granted in it were trained: what a push holds the updates of."""
+        return "", 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until this worker will probably push the rest for the next sync point; infinite if unknown."""
+        return math.inf
+
+    def ask_ahead(self, seconds: float) -> None:
+        """An exchange of so many seconds (0: unknown) is about to begin, and keeps a slow network busy meanwhile."""
+
+    def lose(self) -> None:
+        """The others have gone on without this worker and have its batches. Called before it joins again."""
+
+
+class OwnData(WorkFeed):
+    """The training data of a worker that shares them with nobody."""
 
 
 class Synchronizer:

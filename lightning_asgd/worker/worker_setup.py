@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,92 +13,70 @@ from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.replica import gradients_of, tensors_of
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["agree", "enter", "named_state", "newly_trainable"]
+__all__ = ["Start", "agree", "enter", "named_state", "newly_trainable"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker knows of its session when it enters."""
+
+    versions: list[int] | None = None  # per server, to count on from; the first worker's count
+    fill: bool | None = None  # whether the servers are to have this worker's weights; None: if it is worker 0
+    layout: Any = None  # description of the one that servers have already; None if they have none
 
 
 def enter(
-    client: Client,
+    client: SessionClient,
     collectives: Collectives,
     module: Module,
     config: ExchangeConfig,
-    num_servers: int,
+    training: Training | None = None,
+    start: Start | None = None,
     *,
-    versions: list[int] | None = None,
-    on_refused: Callable[[], None] = lambda: None,
-    lr: Callable[[], float] = lambda: 0.0,
-    data: Data | None = None,
     late: bool = False,
-    fill: bool | None = None,
-    theirs: Any = None,
-    measure: bool = False,
 ) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
-    Args:
-        client: has joined.
-        collectives: all workers call this together.
-        module: changed in place.
-        config: when to exchange.
-        num_servers: shards to make.
-        versions: per server, to count on from; worker 0's count.
-        on_refused: see :class:`Exchanger`.
-        lr: see :class:`Exchanger`.
-        data: see :class:`Exchanger`.
-        late: whether nobody looks at gradients between backward and the optimizer's step.
-        fill: whether the servers are to have this worker's weights; None: if it is worker 0.
-        theirs: description of the layout that servers have already; None if they have none.
-        measure: see :class:`Exchanger`.
-
-    Returns:
-        what the worker shares through, with fresh statistics.
-
-    Raises:
-        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
-        LayoutMismatchError: the modules differ; the message names the first parameter that does.
+    All workers call it together; the module is changed in place. ``late`` says that nobody looks at gradients between
+    backward and the optimizer's step. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or
+    one without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
     """
+    start = start or Start()
     state = named_state(module)
-    for name, tensor in state.items():
-        if torch.nn.parameter.is_lazy(tensor):
-            raise ConfigurationError(
-                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
-                "known when fit begins: run a batch through the module in configure_model()."
-            )
-    trainable = {n: t for n, t in state.items() if t.requires_grad}
-    persistent = set(module.state_dict())
-    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
-    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
-    algorithm = config.algorithm
+    _check_shapes(state)
+    trainable, buffers = _exchanged(module, state)
+    algorithm, num_servers = config.algorithm, len(client.connection.servers)
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
-    if theirs is None:
-        _check_same(collectives, layout, client.worker)
+    if start.layout is None:
+        _check_same(collectives, layout, client.connection.worker)
     else:
-        layout.check_same(theirs, f"worker {client.worker}", "the run")
+        layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
     agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
-    names = [spec.name for spec in layout.tensors]
     if isinstance(algorithm, Hogwild):
-        return SharedWeights(collectives, layout, _source(module, names, data=False), algorithm, num_servers)
+        tensors = tensors_of(module, layout, data=False)
+        return SharedWeights(collectives, layout, tensors, algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
         agree(collectives, state)
         return LayerGradients(
-            client,
+            client.connection,
             layout,
             layers_of(module, set(trainable)),
             algorithm.delay,
@@ -105,49 +84,67 @@ def enter(
             late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
-    exchangers = []
-    for number, part in enumerate(parts):
-        names = [spec.name for spec in part.tensors]
-        shards = [part.shard(s) for s in range(num_servers)]
-        blocks = [shared_memory.create(shard) for shard in shards]
-        source, gradients = _source(module, names), _gradients(module, names)
-        remembers = config.restorable and client.world_size != 1
-        replica = replica_for(algorithm.payload, part, source, blocks, gradients, algorithm.mix, remembers=remembers)
-        first = client.worker == 0 if fill is None else fill
-        seen = client.initialise(
-            part,
-            algorithm,
-            [block.ref if block is not None else None for block in blocks],
-            weights=replica.weights() if first else None,
-            versions=versions if first else None,
-            fragment=number,
-            compression=config.compression,
-        )
-        for server, sees in enumerate(seen):
-            if not sees:
-                replica.drop_block(server)
-        codes = streams(config.compression, shards, seen)
-        lead = config.npush * (len(parts) - 1 - number) // len(parts)
-        exchangers.append(
-            Exchanger(
-                client,
-                replica,
-                config,
-                on_refused=on_refused,
-                lr=lr,
-                fragment=number,
-                whole=len(parts) == 1,
-                lead=lead,
-                codes=codes,
-                data=data,
-                measure=measure,
-            )
-        )
+    training = training or Training()
+    exchangers = [_exchanger(client, module, config, training, start, parts, k) for k in range(len(parts))]
     collectives.barrier("servers have the weights")
     synchronizer = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
     synchronizer.fetch()
     synchronizer.stats = ExchangeStats()
     return synchronizer
+
+
+def _check_shapes(state: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
+                "known when fit begins: run a batch through the module in configure_model()."
+            )
+
+
+def _exchanged(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The module's parameters and buffers that are exchanged."""
+    persistent = set(module.state_dict())
+    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
+    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+    return {n: t for n, t in state.items() if t.requires_grad}, buffers
+
+
+def _exchanger(
+    client: SessionClient,
+    module: Module,
+    config: ExchangeConfig,
+    training: Training,
+    start: Start,
+    parts: Sequence[Layout],
+    number: int,
+) -> Exchanger:
+    """Allocate one fragment's shards, fill them if this worker is to, and exchange them from now on."""
+    part, algorithm, connection = parts[number], config.algorithm, client.connection
+    blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
+    replica = replica_for(
+        algorithm.payload,
+        part,
+        tensors_of(module, part),
+        blocks,
+        gradients_of(module, part),
+        algorithm.mix,
+        remembers=config.restorable and connection.world_size != 1,
+    )
+    first = connection.worker == 0 if start.fill is None else start.fill
+    shards = ShardClient(client, number)
+    seen = shards.initialise(
+        part,
+        algorithm,
+        [block.ref if block is not None else None for block in blocks],
+        weights=replica.weights() if first else None,
+        versions=start.versions if first else None,
+        compression=config.compression,
+    )
+    for server, sees in enumerate(seen):
+        if not sees:
+            replica.drop_block(server)
+    return Exchanger(shards, replica, config, training, fragments=len(parts))
 
 
 def _fragments(
@@ -171,13 +168,10 @@ def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
 
 
 def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
-    """Give everybody the same values of tensors that are not exchanged; sent only if somebody's differ.
+    """Give everybody the same values of tensors that are not exchanged, in place; sent only if somebody's differ.
 
-    Args:
-        collectives: all workers call this together.
-        tensors: by name; changed in place.
-        mean: everybody's mean (the largest, of integers) instead of worker 0's value. All workers must give the same
-            names.
+    These are worker 0's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must give
+    the same names.
     """
     if not collectives.real or not tensors:
         return
@@ -201,26 +195,9 @@ def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool
                 tensors[name].copy_(value)
 
 
-def _source(module: Module, names: Sequence[str], *, data: bool = True) -> Callable[[], list[Tensor]]:
-    """Look tensors up where the module keeps them, since a program may put others in their place."""
-    places = [_place(module, name) for name in names]
-    return lambda: [place[name].data if data else place[name] for place, name in places]
-
-
 def _tied(module: Module) -> bool:
     """Whether a parameter has several places in the module."""
     return len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.named_parameters()))
-
-
-def _gradients(module: Module, names: Sequence[str]) -> Callable[[], list[Tensor | None]]:
-    places = [_place(module, name) for name in names]
-    return lambda: [place[name].grad for place, name in places]
-
-
-def _place(module: Module, name: str) -> tuple[Any, str]:
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:

@@ -24,8 +24,12 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client as client_module
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker import collectives as collectives_module
+from lightning_asgd.worker import connection as connection_module
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection, done_within
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ASGDError)]
 LAYOUT = build_layout([("w", torch.zeros(4))], [], 2)
@@ -61,24 +65,25 @@ class Unreachable(Answers):
         return super().call(server, message, timeout_s)
 
 
-def client(transport: Transport, timeout_s: float = 7.0) -> Client:
-    return Client(transport, "s", 3, 4, timeout_s=timeout_s)
+def client(transport: Transport, timeout_s: float = 7.0) -> SessionClient:
+    return SessionClient(Connection(transport, "s", 3, 4, timeout_s=timeout_s))
 
 
 def reply(version: int) -> Reply:
     return Reply(version, 0, Verdict.NONE)
 
 
-def exchange(c: Client) -> list[Reply]:
+def exchange(c: SessionClient) -> list[Reply]:
     updates = [(torch.zeros(2),), (torch.ones(2),)]
-    return c.replies(c.exchange(5, [1, 2], push=True, fetch=True, updates=updates))
+    shards = ShardClient(c)
+    return shards.replies(shards.exchange(5, [1, 2], push=True, fetch=True, updates=updates))
 
 
 CALLS: dict[str, Any] = {
     "join": lambda c: c.join(),
-    "initialise": lambda c: c.initialise(LAYOUT, ASGD(), [None, None]),
+    "initialise": lambda c: ShardClient(c).initialise(LAYOUT, ASGD(), [None, None]),
     "exchange": exchange,
-    "collective": lambda c: c.collective("barrier", "x", timeout_s=1.0),
+    "collective": lambda c: Collectives(c, 1.0).contribute("barrier", "x"),
 }
 
 
@@ -100,7 +105,7 @@ def test_every_server_is_sent_its_own_part() -> None:
 
 def test_a_fetch_sends_no_update() -> None:
     transport = Answers(reply(0), reply(0))
-    client(transport).exchange(5, [1, 2], push=False, fetch=True, updates=[(torch.zeros(2),)] * 2)
+    ShardClient(client(transport)).exchange(5, [1, 2], push=False, fetch=True, updates=[(torch.zeros(2),)] * 2)
     assert [m.update for _, m, _ in transport.sent] == [None, None]
 
 
@@ -112,7 +117,7 @@ def test_joining_tells_every_server() -> None:
 
 def test_initialise_brings_each_server_its_part() -> None:
     transport = Answers(True, False)
-    seen = client(transport).initialise(
+    seen = ShardClient(client(transport)).initialise(
         LAYOUT, ASGD("sum"), [None, None], [(torch.zeros(2),), (torch.ones(2),)], [8, 9]
     )
     assert seen == [True, False]
@@ -125,9 +130,9 @@ def test_initialise_brings_each_server_its_part() -> None:
 
 def test_collectives_go_to_the_coordinator_and_are_counted() -> None:
     transport = Answers({0: "a"}, None)
-    c = client(transport)
+    collectives = Collectives(client(transport), 2.0)
     for _ in range(2):
-        assert c.collective("broadcast", "x", "mine", source=0, timeout_s=2.0) == {0: "a"}
+        assert collectives.contribute("broadcast", "x", "mine", source=0) == {0: "a"}
     messages = [m for s, m, _ in transport.sent if s == 0]
     assert len(messages) == 2
     assert messages[0] == Contribution("s", 3, 1, "broadcast", "x", "mine", 0, None, 2.0)
@@ -172,20 +177,20 @@ def test_an_error_without_text_is_named_by_its_class() -> None:
 
 @pytest.mark.parametrize("call", list(CALLS.values())[:3], ids=list(CALLS)[:3])
 def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     with pytest.raises(ServerLostError, match=r"Server 1 did not answer worker 3 within 0.01 s.*timeouts.exchange_s"):
         call(client(Answers(first(call), None), timeout_s=0.01))
 
 
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(collectives_module, "GRACE_S", 0.0)
     with pytest.raises(CollectiveTimeoutError, match=r"barrier 'epoch' of worker 3 was not answered within 0.01 s"):
-        client(Answers(None, None)).collective("barrier", "epoch", timeout_s=0.01)
+        Collectives(client(Answers(None, None)), 0.01).contribute("barrier", "epoch")
 
 
 def test_a_worker_waits_longer_than_the_coordinator_does() -> None:
     transport = Answers({}, None)
-    client(transport).collective("barrier", "x", timeout_s=5.0)
+    Collectives(client(transport), 5.0).contribute("barrier", "x")
     assert transport.sent[0][2] > 5.0
 
 
@@ -221,28 +226,30 @@ class Restores:
 def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed: int, again: list[int]) -> None:
     transport = Answers({3: "x"}, None)
     c = client(transport)
-    c.restorer = Restores()
+    c.connection.restorer = Restores()
+    collectives = Collectives(c, 1.0)
     for _ in range(5):
         c.hear(HeartbeatReply(needed=needed))
-        c.collective("barrier", "x", timeout_s=1.0)
+        collectives.contribute("barrier", "x")
     transport.sent.clear()
-    c.repeat()
+    collectives.repeat(c.connection)
     assert [(m.seq, m.answer) for _, m, _ in transport.sent] == [(seq, {3: "x"}) for seq in again]
 
 
 def test_answers_are_not_kept_where_no_server_can_be_restored() -> None:
-    c = client(Answers({3: "x"}, None))
+    collectives = Collectives(client(Answers({3: "x"}, None)), 1.0)
     for _ in range(5):
-        c.collective("barrier", "x", timeout_s=1.0)
-    assert list(c._answers) == [5]
+        collectives.contribute("barrier", "x")
+    assert list(collectives._answers) == [5]
 
 
 def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     transport = Answers({3: "large"}, None)
     c = client(transport)
-    c.restorer = Restores()
+    c.connection.restorer = Restores()
+    collectives = Collectives(c, 1.0)
     for _ in range(2):
-        c.collective("gather", "x", "mine", target=3, timeout_s=1.0)
+        collectives.contribute("gather", "x", "mine", target=3)
     transport.sent.clear()
-    c.repeat()
+    collectives.repeat(c.connection)
     assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]

@@ -238,13 +238,14 @@ def test_an_unknown_reduction_is_refused(op: Any) -> None:
 def test_an_answer_tells_that_somebody_waits_who_trains_no_more() -> None:
     cluster = Cluster(1, 2)
     zero, _ = (cluster.enter(rank, {"w": torch.zeros(2)}, nsync=1) for rank in range(2))
+    collectives = Collectives(zero.client, 10.0)
     for stops in (False, True):
         mine = Contribution("test", 1, 1 + stops, "sync point", "epoch end", stops=stops)
         theirs = cluster.transport.call(0, mine, 10.0)
         zero.fetch()
-        assert zero.client.others_stopped is stops
-        zero.client.collective("sync point", "epoch end", timeout_s=10.0)
+        assert collectives.others_stopped is stops
+        collectives.contribute("sync point", "epoch end")
         assert theirs.done()
-        assert not zero.client.others_stopped
+        assert not collectives.others_stopped
         zero.fetch()
-        assert not zero.client.others_stopped
+        assert not collectives.others_stopped

@@ -13,7 +13,8 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
+from lightning_asgd.worker.exchanger import Training
+from lightning_asgd.worker.synchronizer import WorkFeed
 from lightning_asgd.worker.worker_setup import enter
 from tests.helpers.cluster import Cluster
 
@@ -37,7 +38,7 @@ class Log(Transport):
         self._to.close()
 
 
-class Trained(Data):
+class Trained(WorkFeed):
     batch = 4
 
     @property
@@ -53,7 +54,7 @@ def test_a_push_counts_units_only_where_it_is_of_the_whole_module(parts: int, to
     config = ExchangeConfig.create(nsync=1, algorithm=StreamingDiLoCo(parts=parts))
     client = cluster.client()
     client.join()
-    synchronizer = enter(client, Collectives(), torch.nn.Linear(2, 2), config, 1, data=Trained())
+    synchronizer = enter(client, Collectives(), torch.nn.Linear(2, 2), config, Training(data=Trained()))
     synchronizer.begin()
     for _ in range(2):
         synchronizer.count_step()

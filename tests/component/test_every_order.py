@@ -50,16 +50,19 @@ from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchanger as exchange_module
+from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.client import Client
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.synchronizer import WorkFeed
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0
@@ -160,7 +163,7 @@ class End(Transport):
         pass
 
 
-class Back(Data):
+class Back(WorkFeed):
     """Notes that a worker came back."""
 
     def __init__(self, world: World, worker: int) -> None:
@@ -188,7 +191,7 @@ class World:
         self.actors = Actors()
         self.heard: list[Hashable] = [0] * plan.workers  # all that a worker was answered: its state follows from that
         self.ready: set[int] = set()
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, SessionClient] = {}
         self.back = [0] * plan.workers  # how often it came back
         self.done: set[int] = set()
         self.dead: set[int] = set()
@@ -205,7 +208,7 @@ class World:
 
     def run(self, choose: Choose) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client_module, exchange_module):
+            for module in (connection_module, session_module, exchange_module):
                 patch.setattr(module, "done_within", self.actors.done_within)
             for rank in range(self.plan.workers):
                 self.actors.add(str(rank), partial(self.live, rank))
@@ -217,24 +220,25 @@ class World:
         plan, weights = self.plan, self.weights[rank]
         who = (0, 0) if plan.comes else (rank, plan.workers)
         end = End(self, rank)
-        client = self.clients[rank] = Client(end, "s", *who, policy=Policy(silence_s=PATIENCE_S))
+        client = self.clients[rank] = SessionClient(Connection(end, "s", *who), policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
-        exchanger = Exchanger(client, replica, self.config, data=Back(self, rank), clock=lambda: 0.0)
+        shards, collectives = ShardClient(client), Collectives(client)
+        exchanger = Exchanger(shards, replica, self.config, Training(data=Back(self, rank)), clock=lambda: 0.0)
         try:
-            self.come(rank, client, replica)
+            self.come(rank, shards, replica)
             exchanger.fetch()
         except ServerLostError:  # while it came: it ends, and its user starts it again
             assert plan.comes
             self.end(rank)
             return
-        FailoverClient(client, exchanger, lambda: None, end.successor, lambda run: run())
+        FailoverClient(client, collectives, exchanger, lambda: None, end.successor, lambda run: run())
         self.ready.add(rank)
         self.held = plan.comes or len(self.ready) == plan.workers
         self.actors.wait_until(lambda: self.held)
         exchanger.begin()
         mine = weights.view(plan.servers, plan.workers, plan.pushes)[:, rank]
         for push in range(plan.pushes):
-            exchanger.client.attend()
+            exchanger.client.connection.attend()
             mine[:, push] += 1
             exchanger.count_step()
             before = self.back[rank]
@@ -242,30 +246,29 @@ class World:
             if self.back[rank] == before:
                 self.acknowledged.add((rank, push))
         if plan.meets:
-            self.meet(rank, client, exchanger)
+            self.meet(rank, collectives, exchanger)
         self.done.add(rank)
         while True:
-            self.actors.wait_until(lambda: bool(client._lost_servers))
-            client.attend()
+            self.actors.wait_until(lambda: bool(client.connection._lost_servers))
+            client.connection.attend()
 
-    def come(self, rank: int, client: Client, replica: Replica) -> None:
+    def come(self, rank: int, shards: ShardClient, replica: Replica) -> None:
         """What the strategy does to enter a session, up to the first fetch."""
-        attachment = Attachment(client)
+        attachment = Attachment(shards.client)
         if self.plan.comes:
             attachment.arrive("cpu")
         else:
-            client.join()
+            shards.client.join()
         weights = replica.weights() if rank == 0 else None
-        client.initialise(self.layout, self.config.algorithm, [None] * self.plan.servers, weights)
+        shards.initialise(self.layout, self.config.algorithm, [None] * self.plan.servers, weights)
         if attachment.bootstraps:
             attachment.found("layout", {}, None)
 
-    def meet(self, rank: int, client: Client, exchanger: Exchanger) -> None:
+    def meet(self, rank: int, collectives: Collectives, exchanger: Exchanger) -> None:
         """What the strategy does at a sync point."""
-        collectives = Collectives(client)
         exchanger.flush()
         mine = SyncReport(exchanger.moved, False, False, [])
-        meet(client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
+        meet(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
 
     # ------------------------------------------------------------------ what can happen
@@ -293,7 +296,9 @@ class World:
         events += [("notice", call.worker, call.number) for call in self.lost]
         living = [members and members.living for members in self.memberships()]
         dead = [(rank, server) for rank in sorted(self.dead) for server in range(self.plan.servers)]
-        return sorted(events) + [("bury", r, s) for r, s in dead if self.clients[r].worker in (living[s] or ())]
+        return sorted(events) + [
+            ("bury", r, s) for r, s in dead if self.clients[r].connection.worker in (living[s] or ())
+        ]
 
     def optional(self) -> list[Event]:
         """What may happen, or not."""
@@ -396,7 +401,7 @@ class World:
             at.now += 1.0
             for rank, client in self.clients.items():
                 if rank not in {worker, *self.dead}:
-                    at.service.handle(Heartbeat("s", client.worker))
+                    at.service.handle(Heartbeat("s", client.connection.worker))
             at.service.tick()
 
     def die(self, worker: int) -> None:

@@ -26,8 +26,8 @@ from lightning_asgd.errors import ProtocolError, ServerLostError
 from lightning_asgd.protocol import Exchange, Leave
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.data import Data
 from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.synchronizer import WorkFeed
 from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
 from tests.helpers.reference import Reference
 from tests.helpers.script import ScriptedTransport, Waits, bits
@@ -189,7 +189,7 @@ def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @dataclass
-class Left(Data):
+class Left(WorkFeed):
     """Data that a sync point follows, and what exchanges have said."""
 
     left_s: float = math.inf

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
-from lightning_asgd.worker.heartbeat import HeartbeatThread
+from lightning_asgd.worker.session_client import HeartbeatThread
 
 DEADLINE_S = 10.0
 
@@ -16,7 +17,7 @@ DEADLINE_S = 10.0
 class Scripted:
     """Answers beats with what the test has put there, and tells the test of them."""
 
-    restored = (0,)
+    connection = SimpleNamespace(restored=(0,))
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Any] = queue.Queue()

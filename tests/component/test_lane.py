@@ -18,7 +18,7 @@ from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.device_staging import DeviceLane, DeviceStaging, lane_for
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.replica_kinds import replica_for
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
 
@@ -239,7 +239,7 @@ def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_r
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_device_packs_and_merges_what_a_cpu_does(
-    payload: Payload, device: torch.device, dtype: torch.dtype, shared: bool
+    payload: Payload, device: torch.device, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA without one call that waits for the device, but for the last."""
     wires, results = [], []
@@ -251,7 +251,8 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
         gradients = [torch.ones_like(value) for value in module.values()]
         about: Any = (payload, layout, lambda module=module: list(module.values()), blocks, lambda g=gradients: g)
-        replica = replica_for(*about, lane=lane)
+        monkeypatch.setattr(replica_module, "lane_for", lambda device, lane=lane: lane)
+        replica = replica_for(*about)
         replica.adopt([tuple(torch.ones_like(t) for t in shard) for shard in replica.wire])
         assert place == CPU or all(t.is_pinned() for shard in replica.wire for t in shard)
         with _never_waiting(place):

@@ -6,8 +6,9 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch.futures import Future
 from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest
+from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest, OpenEpoch
 from lightning_asgd.server.lease_table import Leases
-from lightning_asgd.worker.lease_client import DataLeases, Plan, in_common_order
+from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.leased_sampler import in_common_order
+from lightning_asgd.worker.session_client import Members
 
 
 @dataclass
@@ -506,7 +509,7 @@ class Far:
     """A worker's connection to a coordinator that is some seconds away. Time passes here only, and while it trains."""
 
     restored = (0,)
-
+    sender = ("s", 0)
     world_size = 2
 
     def __init__(self, leases: Leases, away_s: float) -> None:
@@ -515,24 +518,24 @@ class Far:
         self.claims = 0
         self._under_way: list[tuple[float, Future[Any], LeaseGrant]] = []
 
-    def open_epoch(self, epoch: Epoch) -> tuple[tuple[int, int], ...]:
+    def ask(self, server: int, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
         return self.leases.finished
 
-    def claim(
-        self, key: str, segment: int, trained: int, applied: int, pace: float, rtt_s: float, **about: Any
-    ) -> Future[Any]:
-        del about["timeout_s"], about["opens"]
+    def post(self, server: int, message: LeaseRequest, timeout_s: float | None) -> Future[Any]:
         self.claims += 1
-        claim = LeaseRequest("s", 0, key, segment, trained, applied, pace, rtt_s, **about)
-        ((_, grant),) = self.leases.claim(claim, self.now)
+        ((_, grant),) = self.leases.claim(replace(message, opens=None), self.now)
         self._under_way.append((self.now + self.away_s, Future(), grant))
         return self._under_way[-1][1]
 
-    def granted(self, future: Future[Any], timeout_s: float | None) -> LeaseGrant:
+    def wait(self, future: Future[Any], seconds: float) -> bool:
         before = self.now
         while not future.done():
             self.pass_time(self._under_way[0][0] - self.now)
         self.idle_s += self.now - before
+        return True
+
+    def result(self, server: int, future: Future[Any]) -> LeaseGrant:
+        self.wait(future, 0.0)
         grant: LeaseGrant = future.wait()
         return grant
 
@@ -549,7 +552,8 @@ def far_worker(epoch: Epoch, living: Sequence[int], away_s: float) -> tuple[Data
     server = Leases(epoch)
     server.meet(living, 0.0)
     far = Far(server, away_s)
-    return DataLeases(lambda: far, clock=lambda: far.now), far  # type: ignore[arg-type, return-value]
+    client = SimpleNamespace(connection=far, members=[Members()])
+    return DataLeases(lambda: client, clock=lambda: far.now), far  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("away_s", [0.001, 0.1, 0.6])
@@ -654,7 +658,8 @@ def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_a
     server = Leases(epoch)
     server.meet([0], 0.0)
     far = Far(server, 0.0)
-    leases = DataLeases(lambda: far)  # type: ignore[arg-type, return-value]
+    client = SimpleNamespace(connection=far, members=[Members()])
+    leases = DataLeases(lambda: client)  # type: ignore[arg-type, return-value]
     leases.open(Plan(epoch, range(12), 1, accumulate=3))
     assert [leases.take() for _ in range(4)] == [[0], [1], [2], [3]]  # the fourth is the second step's first
     assert leases.end_batch(0)

@@ -26,15 +26,19 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client as client_module
+from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchanger as exchange_module
 from lightning_asgd.worker import lease_client as leases_module
-from lightning_asgd.worker.client import Client
+from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
-from lightning_asgd.worker.replica import Replica, replica_for
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import meet
 from tests.helpers.turns import Turns
 
@@ -154,7 +158,7 @@ class World:
         self.clock = partial(next, itertools.count(0.0, 0.001))  # or a seed's order would depend on the machine
         self.asleep_until = [0.0] * workers
         self.ended = [False] * workers
-        self.clients: dict[int, Client] = {}  # that give signs of life
+        self.clients: dict[int, SessionClient] = {}  # that give signs of life
         self.services = [self.serve() for _ in range(servers)]
         self.wire = Wire(self.services)
         self.turns = Turns(seed, self.asleep)
@@ -182,7 +186,7 @@ class World:
     def beat(self, rank: int, service: Service) -> None:
         client = self.clients.get(rank)
         if client is not None:
-            answer = service.handle(Heartbeat("s", client.worker))
+            answer = service.handle(Heartbeat("s", client.connection.worker))
             if service is self.services[0] and isinstance(answer, HeartbeatReply):
                 client.hear(answer)
 
@@ -200,7 +204,7 @@ class World:
 
     def run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client_module, exchange_module, leases_module):
+            for module in (connection_module, session_module, exchange_module, leases_module):
                 patch.setattr(module, "done_within", self.turns.done_within)
             try:
                 self.turns.run(lambda: self.over)
@@ -266,23 +270,25 @@ class World:
         """What the strategy does with a worker."""
         workers, weight = len(self.weights), self.weights[rank]
         end = End(self.wire, rank)
-        client = self.clients[rank] = Client(end, "s", rank, workers, policy=Policy(silence_s=PATIENCE_S))
+        connection = Connection(end, "s", rank, workers)
+        client = self.clients[rank] = SessionClient(connection, policy=Policy(silence_s=PATIENCE_S))
         collectives = Collectives(client)
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
-        exchanger = Exchanger(client, replica, self.config, data=leases, clock=self.clock)
+        shard_client = ShardClient(client)
+        exchanger = Exchanger(shard_client, replica, self.config, Training(data=leases), clock=self.clock)
         client.join()
         if rank > 0:
             self.turns.wait_until(lambda: self.joined > 0)
         first = replica.weights() if rank == 0 else None
         refs = [None if block is None else block.ref for block in blocks]
-        assert client.initialise(self.layout, self.config.algorithm, refs, first) == [self.shares] * len(refs)
+        assert shard_client.initialise(self.layout, self.config.algorithm, refs, first) == [self.shares] * len(refs)
         self.joined += 1
         collectives.barrier("servers have the weights")
         exchanger.fetch()
-        FailoverClient(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        FailoverClient(client, collectives, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         exchanger.begin()
         for epoch in range(self.epochs):
@@ -297,7 +303,7 @@ class World:
         self.ended[rank] = True
         while True:  # others may not have been answered, and what they miss was lost with a server
             self.turns.wait_until(lambda: True)
-            client.attend()
+            client.connection.attend()
 
     def train_segment(self, rank: int, leases: DataLeases, exchanger: Exchanger) -> None:
         """Train until all of a segment is, and is pushed: what the strategy does with batches."""

@@ -13,7 +13,8 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.layout import Layout, Role, build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
-from lightning_asgd.worker.replica import GradientReplica, Replica, replica_for
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_kinds import GradientReplica, replica_for
 from tests.helpers.script import bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -44,10 +44,13 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger, Training
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
@@ -439,7 +442,7 @@ class RunWorld(World):
 
     def take_part(self, rank: int) -> None:
         weight = self.weights[rank]
-        client = Client(End(self.wire, rank), "s", 0, 0, policy=Policy(silence_s=PATIENCE_S))
+        client = SessionClient(Connection(End(self.wire, rank), "s", 0, 0), policy=Policy(silence_s=PATIENCE_S))
         attachment = Attachment(client)
         attachment.arrive("cpu")
         self.clients[rank] = client
@@ -447,15 +450,17 @@ class RunWorld(World):
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
-        exchanger = Exchanger(client, replica, self.config, data=leases, clock=self.clock)
+        shard_client = ShardClient(client)
+        collectives = Collectives(client)
+        exchanger = Exchanger(shard_client, replica, self.config, Training(data=leases), clock=self.clock)
         refs = [None if block is None else block.ref for block in blocks]
-        client.initialise(
+        shard_client.initialise(
             self.layout, self.config.algorithm, refs, replica.weights() if attachment.bootstraps else None
         )
         if attachment.bootstraps:
             attachment.found("layout", {}, None)
         exchanger.fetch()
-        FailoverClient(client, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
+        FailoverClient(client, collectives, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         self.joined += 1
         exchanger.begin()
@@ -474,7 +479,7 @@ class RunWorld(World):
         self.ended[rank] = True
         while True:
             self.turns.wait_until(lambda: True)
-            client.attend()
+            client.connection.attend()
 
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:

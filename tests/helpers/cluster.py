@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.codec_streams import streams
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.protocol import InitShard, Join
@@ -19,10 +18,12 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.client import Client
-from lightning_asgd.worker.data import Data
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.replica import replica_for
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.synchronizer import OwnData, WorkFeed
 
 T = TypeVar("T")
 SESSION = "test"
@@ -36,8 +37,8 @@ class Cluster:
         self.services = [Service(clock) for _ in range(servers)]
         self.transport: Transport = InProcessTransport([s.handle for s in self.services])
 
-    def client(self, rank: int = 0) -> Client:
-        return Client(self.transport, SESSION, rank, self.workers, timeout_s=10.0)
+    def client(self, rank: int = 0) -> SessionClient:
+        return SessionClient(Connection(self.transport, SESSION, rank, self.workers, timeout_s=10.0))
 
     def enter(
         self,
@@ -49,7 +50,7 @@ class Cluster:
         on_refused: Callable[[], None] = lambda: None,
         shared: bool = False,
         measure: bool = False,
-        data: Data | None = None,
+        data: WorkFeed | None = None,
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -80,12 +81,11 @@ class Cluster:
         )
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
-        seen = client.initialise(layout, config.algorithm, refs, weights, compression=config.compression)
+        shard_client = ShardClient(client)
+        seen = shard_client.initialise(layout, config.algorithm, refs, weights, compression=config.compression)
         assert seen == [ref is not None for ref in refs]
-        shards = [layout.shard(s) for s in range(layout.num_servers)]
-        codes = streams(config.compression, shards, seen)
-        about: Any = {"clock": clock, "on_refused": on_refused, "measure": measure, "data": data}
-        exchanger = Exchanger(client, replica, config, codes=codes, **about)
+        training = Training(on_refused, data=data or OwnData(), measure=measure)
+        exchanger = Exchanger(shard_client, replica, config, training, clock=clock)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
         return exchanger

@@ -13,7 +13,7 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import client
+from lightning_asgd.worker import connection
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Waits:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: ScriptedTransport) -> None:
         self.count = 0
         self._transport = transport
-        monkeypatch.setattr(client, "done_within", self._done_within)
+        monkeypatch.setattr(connection, "done_within", self._done_within)
 
     def _done_within(self, future: Future[Any], seconds: float) -> bool:
         if not future.done():

@@ -27,8 +27,10 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.client import Client, done_within
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection, done_within
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats, prepare, run_workers
 from tests.helpers.script import bits
 from tests.transport.conftest import Link
@@ -123,9 +125,9 @@ def test_an_error_comes_as_a_failure_and_is_raised_by_the_client(link: Link) -> 
     failure = ask(link, 0, fetch(link))
     assert isinstance(failure, Failure)
     assert failure.error == "ProtocolError"
-    client = Client(link.transport, link.session, 0, 1, timeout_s=WAIT_S)
+    shards = ShardClient(SessionClient(Connection(link.transport, link.session, 0, 1, timeout_s=WAIT_S)))
     with pytest.raises(ProtocolError, match="Expected a join first"):
-        client.replies(client.exchange(0, [0, 0], push=False, fetch=True, updates=[None, None]))
+        shards.replies(shards.exchange(0, [0, 0], push=False, fetch=True, updates=[None, None]))
 
 
 def test_four_megabytes_arrive_bit_by_bit(link: Link) -> None:
@@ -189,7 +191,7 @@ def test_workers_meet(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mine, "__module__", "only_here")
 
     def work(rank: int) -> Any:
-        client = Client(link.transport, link.session, rank, 3, timeout_s=WAIT_S)
+        client = SessionClient(Connection(link.transport, link.session, rank, 3, timeout_s=WAIT_S))
         client.join()
         collectives = Collectives(client, WAIT_S)
         gathered = collectives.all_gather(torch.full((rank + 1,), float(rank)))
@@ -210,11 +212,12 @@ class Unreadable:
 
 
 def test_an_object_that_cannot_be_read_is_an_error(link: Link) -> None:
-    client = Client(link.transport, link.session, 0, 1, timeout_s=WAIT_S)
+    client = SessionClient(Connection(link.transport, link.session, 0, 1, timeout_s=WAIT_S))
     client.join()
+    collectives = Collectives(client, WAIT_S)
     with pytest.raises(ProtocolError, match=r"An object of worker 0 could not be read: ValueError.*invalid literal"):
-        client.collective("broadcast", "x", Unreadable(), timeout_s=WAIT_S)
-    assert client.collective("barrier", "y", timeout_s=WAIT_S) == {0: None}
+        collectives.contribute("broadcast", "x", Unreadable())
+    assert collectives.contribute("barrier", "y") == {0: None}
 
 
 def test_what_a_worker_does_to_a_collectives_result_is_its_own_affair(link: Link) -> None:

@@ -18,11 +18,14 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
-from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest
+from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest, OpenEpoch
 from lightning_asgd.transports import tensorpipe
 from lightning_asgd.transports.rpc_transport import RpcServer
 from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection, done_within
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
@@ -30,17 +33,18 @@ from tests.transport.conftest import Processes, connect
 pytestmark = pytest.mark.skipif(not tensorpipe.is_available(), reason="this torch has no RPC")
 
 
-def client_of(transport: Transport, session: str, workers: int = 1) -> Client:
-    return Client(transport, session, 0, workers, timeout_s=20.0)
+def client_of(transport: Transport, session: str, workers: int = 1) -> SessionClient:
+    return SessionClient(Connection(transport, session, 0, workers, timeout_s=20.0))
 
 
-def exchange_once(client: Client) -> list[list[float]]:
+def exchange_once(client: SessionClient) -> list[list[float]]:
     """Join, fill the servers with zeros, push ones; what the servers answer."""
-    n = client.num_servers
+    n = len(client.connection.servers)
     client.join()
-    client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
-    replies = client.replies(
-        client.exchange(1, [0] * n, push=True, fetch=True, updates=[(torch.ones(2),) for _ in range(n)])
+    shards = ShardClient(client)
+    shards.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
+    replies = shards.replies(
+        shards.exchange(1, [0] * n, push=True, fetch=True, updates=[(torch.ones(2),) for _ in range(n)])
     )
     return [r.weights[0].tolist() for r in replies if r.weights is not None]
 
@@ -76,7 +80,7 @@ def test_a_closed_connection_says_so(processes: Processes) -> None:
     with pytest.raises(ServerLostError, match="Server 0 is gone"):
         client.join()
     with pytest.raises(ServerLostError, match="Server 0 is gone"):
-        client.collective("barrier", "x", timeout_s=5.0)
+        Collectives(client, 5.0).contribute("barrier", "x")
     client.leave()
 
 
@@ -142,6 +146,7 @@ def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Proce
     killed, restarted = processes.spares
     transport = connect(killed)
     client = client_of(transport, "killed", workers=2)
+    shards = ShardClient(client)
     assert exchange_once(client) == [[1.0, 1.0]]
     waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
     killed.popen.kill()
@@ -151,7 +156,7 @@ def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Proce
     with pytest.raises(RuntimeError):
         waiting.wait()
     with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
-        client.replies(client.exchange(2, [1], push=False, fetch=True, updates=[None]))
+        shards.replies(shards.exchange(2, [1], push=False, fetch=True, updates=[None]))
     client.leave("nobody hears it")
     assert time.monotonic() - begun < 5.0
     assert exchange_once(client_of(connect(restarted), "after the restart")) == [[1.0, 1.0]]
@@ -205,13 +210,13 @@ def break_connections(servers: Sequence[ServerProcess]) -> int:
 
 def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.LogCaptureFixture) -> None:
     transport = processes.connect()
-    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first, second = (SessionClient(Connection(transport, "broken", worker, 2, timeout_s=20.0)) for worker in range(2))
     first.join()
     second.join()
     waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
     assert not done_within(waiting, 0.2)
     assert break_connections(processes.servers) >= 2
-    assert second.collective("barrier", "x", timeout_s=10.0) == {0: None, 1: None}
+    assert Collectives(second, 10.0).contribute("barrier", "x") == {0: None, 1: None}
     assert done_within(waiting, 10.0)
     assert waiting.wait() == {0: None, 1: None}
     assert "The connection to server 0 broke (EOF: end of file) and was made again." in caplog.text
@@ -220,42 +225,46 @@ def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.
 class Step:
     """A push of ones and a claim of data at once: neither may be lost or done twice when connections break."""
 
-    def __init__(self, client: Client, number: int, granted: int) -> None:
-        self.client, self.number, self.granted = client, number, granted
-        n = client.num_servers
+    def __init__(self, shards: ShardClient, number: int, granted: int) -> None:
+        self.shards, self.number, self.granted = shards, number, granted
+        self.connection = shards.connection
+        n = len(self.connection.servers)
         updates = [(torch.ones(2),) for _ in range(n)]
-        self.futures = client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
-        self.claim = client.claim("storm/0", 0, granted, granted, 0.001, 0.0)
+        self.futures = shards.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+        request = LeaseRequest(*self.connection.sender, "storm/0", 0, granted, granted, 0.001, 0.0)
+        self.request = self.connection.post(0, request)
 
-    def end(self) -> int:
+    def end(self, collectives: Collectives) -> int:
         """The number of units granted by now."""
-        grant = self.client.granted(self.claim)
+        grant = self.connection.result(0, self.request)
         assert grant.first == self.granted, "units were granted that the worker does not know of"
-        replies = self.client.replies(self.futures)
-        assert [r.version for r in replies] == [self.number] * self.client.num_servers
+        replies = self.shards.replies(self.futures)
+        assert [r.version for r in replies] == [self.number] * len(self.connection.servers)
         assert all(r.weights is not None and r.weights[0].tolist() == [self.number] * 2 for r in replies)
-        assert self.client.collective("barrier", "x", timeout_s=10.0) == {0: None}
-        return grant.last
+        assert collectives.contribute("barrier", "x") == {0: None}
+        return int(grant.last)
 
     @staticmethod
-    def begin(transport: Transport) -> Client:
+    def begin(transport: Transport) -> ShardClient:
         client = client_of(transport, "storm")
         client.join()
-        n = client.num_servers
-        client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
-        client.open_epoch(Epoch("storm/0", 100_000, (100_000,)))
-        return client
+        n = len(client.connection.servers)
+        shards = ShardClient(client)
+        shards.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
+        client.connection.ask(0, OpenEpoch(*client.connection.sender, Epoch("storm/0", 100_000, (100_000,))))
+        return shards
 
 
 def test_nothing_is_lost_or_done_twice_when_connections_break(processes: Processes) -> None:
     transport = processes.connect()
-    client = Step.begin(transport)
+    shards = Step.begin(transport)
+    collectives = Collectives(shards.client, 10.0)
     chance, granted = random.Random(0), 0
     for number in range(1, 101):
-        step = Step(client, number, granted)
+        step = Step(shards, number, granted)
         sign = transport.call(1, Heartbeat("storm", 0), 20.0)
         if number % 3 == 0:  # not while one is made: TensorPipe would accept none any more
             time.sleep(chance.uniform(0.0, 0.004))
             assert break_connections(processes.servers) >= 4
-        granted = step.end()
+        granted = step.end(collectives)
         assert done_within(sign, 10.0)

@@ -26,7 +26,10 @@ from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
 from lightning_asgd.transports.zmq_server import ZmqServer
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.client import Client, done_within
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.connection import Connection, done_within
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.servers import SECRET, ServerProcess
 from tests.transport.conftest import Processes
@@ -51,18 +54,19 @@ def transport(server: ZmqServer) -> Iterator[ZmqTransport]:
     transport.close()
 
 
-def push(client: Any, number: int) -> Any:
-    n = client.num_servers
+def push(shards: ShardClient, number: int) -> Any:
+    n = len(shards.connection.servers)
     updates = [(torch.ones(2),) for _ in range(n)]
-    return client.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+    return shards.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
 
 
-def begin(transport: Any, session: str) -> Any:
+def begin(transport: Any, session: str) -> ShardClient:
     client = client_of(transport, session)
     client.join()
-    n = client.num_servers
-    client.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
-    return client
+    n = len(client.connection.servers)
+    shards = ShardClient(client)
+    shards.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
+    return shards
 
 
 def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: ZmqServer, transport: ZmqTransport) -> None:
@@ -72,12 +76,12 @@ def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: ZmqS
             client_of(stranger, "wrong").join()
     finally:
         stranger.close()
-    client = begin(transport, "right")
-    assert client.replies(push(client, 1))[0].version == 1
+    shards = begin(transport, "right")
+    assert shards.replies(push(shards, 1))[0].version == 1
 
 
 def test_strangers_change_nothing(server: ZmqServer, transport: ZmqTransport) -> None:
-    client = begin(transport, "strangers")
+    shards = begin(transport, "strangers")
     host, port = LOOPBACK, int(server.address.rpartition(":")[2])
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
     plain = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -95,7 +99,7 @@ def test_strangers_change_nothing(server: ZmqServer, transport: ZmqTransport) ->
                 stranger.sendall(data)
                 if number % 2:  # reset instead of an orderly end
                     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert client.replies(push(client, 1))[0].version == 1
+    assert shards.replies(push(shards, 1))[0].version == 1
     late = ZmqTransport([server.address], SECRET)
     try:
         client_of(late, "strangers").join()
@@ -105,7 +109,7 @@ def test_strangers_change_nothing(server: ZmqServer, transport: ZmqTransport) ->
 
 
 def test_a_worker_that_sends_rubbish_harms_nobody(server: ZmqServer, transport: ZmqTransport) -> None:
-    client = begin(transport, "rubbish")
+    shards = begin(transport, "rubbish")
     keys = keys_of(SECRET)
     context = zmq.Context()
     worker = context.socket(zmq.DEALER)
@@ -140,23 +144,24 @@ def test_a_worker_that_sends_rubbish_harms_nobody(server: ZmqServer, transport: 
     context.term()
     assert all("ProtocolError" in header for number, _, header in answers if number >= 100)
     assert sum(number >= 100 for number, _, _ in answers) == 4
-    assert client.replies(push(client, 1))[0].version == 1
+    assert shards.replies(push(shards, 1))[0].version == 1
 
 
 def test_a_broken_connection_is_made_again(processes: Processes, encrypted: ZmqTransport) -> None:
     transport = encrypted
-    first, second = (Client(transport, "broken", worker, 2, timeout_s=20.0) for worker in range(2))
+    first, second = (SessionClient(Connection(transport, "broken", worker, 2, timeout_s=20.0)) for worker in range(2))
     first.join()
     second.join()
     waiting = transport.call(0, Contribution("broken", 0, 1, "barrier", "x"), 20.0)
     assert not done_within(waiting, 0.2)
     assert break_connections(processes.encrypted) >= 1
-    assert second.collective("barrier", "x", timeout_s=10.0) == {0: None, 1: None}
+    assert Collectives(second, 10.0).contribute("barrier", "x") == {0: None, 1: None}
     assert done_within(waiting, 10.0)
 
 
 def test_nothing_is_lost_or_done_twice_while_connections_break(processes: Processes, encrypted: ZmqTransport) -> None:
-    client = Step.begin(encrypted)
+    shards = Step.begin(encrypted)
+    collectives = Collectives(shards.client, 10.0)
     over, broken = threading.Event(), 0
 
     def storm() -> None:
@@ -169,7 +174,7 @@ def test_nothing_is_lost_or_done_twice_while_connections_break(processes: Proces
     granted = 0
     try:
         for number in range(1, 101):
-            granted = Step(client, number, granted).end()
+            granted = Step(shards, number, granted).end(collectives)
     finally:
         over.set()
         thread.join()
@@ -185,7 +190,7 @@ def test_a_killed_server_is_lost_at_once() -> None:
     server = ServerProcess(Rendezvous.host(), "server0", "zmq")
     try:
         transport = ZmqTransport([server.address()], SECRET)
-        client = Client(transport, "killed", 0, 2, timeout_s=20.0)
+        client = SessionClient(Connection(transport, "killed", 0, 2, timeout_s=20.0))
         client.join()
         waiting = transport.call(0, Contribution("killed", 0, 1, "barrier", "x"), 60.0)
         server.popen.kill()
@@ -204,7 +209,7 @@ def test_a_killed_server_is_lost_at_once() -> None:
 
 
 def test_a_call_that_is_not_answered_in_time_fails(transport: ZmqTransport) -> None:
-    Client(transport, "time-out", 0, 2, timeout_s=20.0).join()
+    SessionClient(Connection(transport, "time-out", 0, 2, timeout_s=20.0)).join()
     future = transport.call(0, Contribution("time-out", 0, 1, "barrier", "x"), 0.3)
     with pytest.raises(RuntimeError, match="than set timeout"):
         future.wait()
@@ -220,7 +225,7 @@ def test_what_a_server_cannot_be_sent_is_named(transport: ZmqTransport) -> None:
         pass
 
     with pytest.raises(ProtocolError, match=r"Mine cannot be sent without pickle.*transport='rpc'"):
-        client.initialise(layout_of_floats(2, 1), Mine("sum"), [None], [(torch.zeros(2),)])
+        ShardClient(client).initialise(layout_of_floats(2, 1), Mine("sum"), [None], [(torch.zeros(2),)])
 
 
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,15 +249,16 @@ def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypt
 def test_an_answer_that_cannot_be_read_is_an_error(transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_of(transport, "unreadable")
     client.join()
+    collectives = Collectives(client, 10.0)
     with monkeypatch.context() as patch:
         patch.setattr(codec, "decode", lambda header, buffers: int("no number"))
         with pytest.raises(ProtocolError, match=r"answer of server 0 could not be read: ValueError.*invalid literal"):
-            client.collective("broadcast", "x", 1, timeout_s=10.0)
-    assert client.collective("barrier", "y", timeout_s=10.0) == {0: None}
+            collectives.contribute("broadcast", "x", 1)
+    assert collectives.contribute("barrier", "y") == {0: None}
 
 
 def test_large_objects_are_broadcast(transport: ZmqTransport) -> None:
     client = client_of(transport, "large")
     client.join()
     value = {"texts": ["x" * 1000] * 5000, "deep": [[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]}
-    assert client.collective("broadcast", "x", value, timeout_s=10.0) == {0: value}
+    assert Collectives(client, 10.0).contribute("broadcast", "x", value) == {0: value}

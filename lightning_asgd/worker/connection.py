@@ -1,0 +1,222 @@
+"""A worker's connection to the servers: messages out, answers back, and servers' errors turned into exceptions.
+
+This is the only place in which a worker waits for servers. Where lost servers can be restored such a wait is
+interrupted for that: the thread that waits takes part in the recovery, and then waits on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch.futures import Future
+
+from lightning_asgd.errors import ASGDError, ServerLostError, error_from
+from lightning_asgd.protocol import Failure
+from lightning_asgd.transports.transport import TIMED_OUT, Transport
+
+__all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
+
+COORDINATOR = 0  # index of the server that coordinates
+GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
+
+
+class Restorer(Protocol):
+    """Restores lost servers."""
+
+    def restore(self, servers: Collection[int]) -> None:
+        """Restore these servers; called by the training thread."""
+
+    def watch(self, server: int) -> None:
+        """Have the training thread interrupted when a server is lost."""
+
+
+class AnotherLost(Exception):
+    """Another server was lost while some were being restored: begin again with all of them."""
+
+
+class Connection:
+    """One worker's connection to all servers, in one session.
+
+    Args:
+        transport: carries the messages.
+        session: name of the session.
+        worker: this worker's global rank.
+        world_size: number of workers; 0 in an elastic run, where the worker is told its number when it attaches itself.
+        timeout_s: seconds for a server to answer what does not depend on other workers.
+        patience_s: seconds to wait for the other workers when servers are restored.
+
+    Attributes:
+        restorer: None where lost servers cannot be restored.
+        restored: how often each server was restored.
+        gone: lost servers whose replacements this worker has not joined.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        session: str,
+        worker: int,
+        world_size: int,
+        *,
+        timeout_s: float = 300.0,
+        patience_s: float = 1800.0,
+    ) -> None:
+        self.transport = transport
+        self.session = session
+        self.worker = worker
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.patience_s = patience_s
+        self.restorer: Restorer | None = None
+        self.restored = [0] * transport.num_servers
+        self.gone: set[int] = set()
+        self._lost_servers: set[int] = set()  # that are to be restored
+        self._being_restored: set[int] = set()
+        self._interrupt: Future[None] | None = None  # ends the present wait
+
+    @property
+    def servers(self) -> range:
+        """The servers' numbers."""
+        return range(self.transport.num_servers)
+
+    @property
+    def sender(self) -> tuple[str, int]:
+        """The session and this worker's number, with which most messages begin."""
+        return self.session, self.worker
+
+    # ------------------------------------------------------------------ messages and answers
+
+    def post(self, server: int, message: Any, timeout_s: float | None = None) -> Future[Any]:
+        """Send a message; the future is for :meth:`result`."""
+        try:
+            return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
+        except ASGDError:  # the message cannot be sent
+            raise
+        except RuntimeError as error:
+            raise self._lost(server, error) from error
+
+    def result(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
+        """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`."""
+        seconds = self.timeout_s if seconds is None else seconds
+        if not future.done() and not self.wait(future, seconds + GRACE_S):
+            raise ServerLostError(
+                f"Server {server} did not answer worker {self.worker} within {seconds:g} s. "
+                "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
+            )
+        try:
+            value = future.wait()
+        except RuntimeError as error:
+            raise self._lost(server, error) from error
+        if isinstance(value, Failure):
+            raise error_from(value.error, value.message)
+        return value
+
+    def ask(self, server: int, message: Any) -> Any:
+        """Send a message and wait for the answer; sent again to a server that was restored meanwhile."""
+        while True:
+            restored = self.restored[server]
+            try:
+                return self.result(server, self.post(server, message))
+            except ServerLostError as error:
+                self.recover(server, restored, error)
+
+    def ask_together(self, messages: Mapping[int, Any]) -> None:
+        """Send a message to each server, and wait for answers that depend on the other workers."""
+        futures = {server: self.post(server, each, self.patience_s + GRACE_S) for server, each in messages.items()}
+        for server, future in futures.items():
+            self.result(server, future, self.patience_s)
+
+    def wait(self, future: Future[Any], seconds: float) -> bool:
+        """Wait until a future is done; meanwhile restore lost servers, if that is possible."""
+        if self.restorer is None:
+            return done_within(future, seconds)
+        while not future.done():
+            self.attend()
+            if self._being_restored and self._lost_servers - self._being_restored:
+                raise AnotherLost
+            either = self._interrupt = Future()
+            future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
+            if not self._lost_servers - self._being_restored and not done_within(either, seconds):
+                return future.done()
+        self._interrupt = None
+        return True
+
+    # ------------------------------------------------------------------ lost servers
+
+    def interrupt(self, server: int) -> None:
+        """Have the training thread restore a server as soon as it waits for one, or :meth:`attend`. From any thread."""
+        self._lost_servers.add(server)
+        interrupt = self._interrupt
+        if interrupt is not None:
+            _set(interrupt)
+
+    def attend(self) -> None:
+        """Restore the servers that are lost, if any are. To be called between two batches."""
+        if self._lost_servers and not self._being_restored:
+            self._restore()
+
+    @property
+    def being_restored(self) -> set[int]:
+        """Servers that are being restored now."""
+        return self._being_restored
+
+    @property
+    def may_lack(self) -> list[int]:
+        """Servers that are being restored, and may not have what the coordinator has answered."""
+        return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
+
+    def recover(self, server: int, restored: int, error: ServerLostError) -> None:
+        """Have a server restored after an error, unless that has happened; raise the error if it cannot be.
+
+        ``restored`` is how often it had been when the message was sent that was not answered.
+        """
+        if self.restorer is None or self._being_restored or error.server is None:
+            raise error
+        if self.restored[server] == restored:
+            self._lost_servers.add(server)
+            self._restore()
+
+    def _restore(self) -> None:
+        while self._lost_servers and self.restorer is not None:
+            servers = self._being_restored = set(self._lost_servers)
+            try:
+                self.restorer.restore(servers)
+            except AnotherLost:
+                continue
+            finally:
+                self._being_restored = set()
+            self._lost_servers -= servers
+            for server in servers:
+                self.restored[server] += 1
+                self.restorer.watch(server)
+
+    def _lost(self, server: int, error: Exception) -> ServerLostError:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lost = ServerLostError(
+            f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
+            "Expected a running server. Its last output stands in the main process's error or log."
+        )
+        if TIMED_OUT not in cause:  # else it may live: no other one takes its place
+            lost.server = server
+        return lost
+
+
+_setting = threading.Lock()
+
+
+def _set(future: Future[None]) -> None:
+    """Complete a future that several may want to complete."""
+    with _setting:
+        if not future.done():
+            future.set_result(None)
+
+
+def done_within(future: Future[Any], seconds: float) -> bool:
+    """Wait without blocking signals, so that Ctrl-C ends the wait (``Future.wait`` would not return to Python)."""
+    if future.done():
+        return True
+    event = threading.Event()
+    future.add_done_callback(lambda _: event.set())
+    return event.wait(seconds) or future.done()

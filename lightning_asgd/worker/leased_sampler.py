@@ -1,0 +1,89 @@
+"""The batch sampler that yields what is granted, and the order that all workers share."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_asgd.worker.lease_client import DataLeases, Plan
+
+__all__ = ["LeasedBatches", "digest", "in_common_order"]
+
+
+class LeasedBatches:
+    """Yields the batches that are granted to this worker; else like the batch sampler that it stands for.
+
+    ``plan`` tells which epoch begins if it is Lightning that begins to iterate, None if it is a program. That gets
+    ``part``: this worker's batches, ``length`` of them, if all were equally fast.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        leases: DataLeases,
+        plan: Callable[[], Plan | None],
+        part: Callable[[], Sequence[Any]],
+        length: int,
+    ) -> None:
+        self.inner = inner
+        self._leases = leases
+        self._new_plan = plan
+        self._part = part
+        self._length = length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._new_plan()
+        if plan is None:
+            return iter(self._part())
+        self._leases.open(plan)
+        return _Granted(self._leases)
+
+
+class _Granted(Iterator[Any]):
+    """Not a generator: after it has said that there is nothing, there may be something again."""
+
+    def __init__(self, leases: DataLeases) -> None:
+        self._leases = leases
+
+    def __next__(self) -> Any:
+        samples = self._leases.take()
+        if samples is None:
+            raise StopIteration
+        return samples
+
+
+def in_common_order(sampler: Any, seed: int) -> list[Any]:
+    """All that a sampler yields, in the order that every worker gets with the same seed.
+
+    Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
+    of these is afterwards as before.
+    """
+    import numpy
+
+    python, array = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            return list(sampler)
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+
+
+def digest(items: Sequence[Any]) -> bytes:
+    """Short bytes that are equal on two workers exactly if their samples, or batches, are."""
+    return hashlib.sha256(repr(items).encode()).digest()[:16]

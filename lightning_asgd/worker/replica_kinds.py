@@ -1,0 +1,146 @@
+"""Replicas that push gradients, or weights, instead of differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.layout import Layout, Role
+from lightning_asgd.transports.shared_memory import SharedBlock
+from lightning_asgd.worker.replica import Replica, Span
+
+__all__ = ["ElasticReplica", "GradientReplica", "replica_for"]
+
+
+class GradientReplica(Replica):
+    """Pushes the sum of its gradients since the last push.
+
+    ``gradients`` gives those of the module's tensors in the layout's order, None where there is none. Takes one vector
+    more on the worker, and two or, where memory is shared, three if it remembers.
+    """
+
+    _derives = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        source: Callable[[], Sequence[Tensor]],
+        blocks: Sequence[SharedBlock | None],
+        gradients: Callable[[], Sequence[Tensor | None]],
+        *,
+        remembers: bool = False,
+    ) -> None:
+        super().__init__(layout, source, blocks, remembers=remembers)
+        self._gradients = gradients
+        self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
+        self._pushed = {
+            i: torch.zeros_like(accrued)
+            for i, accrued in self._accrued.items()
+            if remembers and self.blocks[self._spans[i].server] is not None
+        }
+        self._index = {id(r): i for i, r in enumerate(self._spans)}
+
+    def accrue(self) -> None:
+        """Add this step's gradients."""
+        with torch.no_grad():
+            gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
+            for i, accrued in self._accrued.items():
+                r = self._spans[i]
+                for part, gradient in zip(torch.split(accrued, r.sizes), r.parts(gradients), strict=True):
+                    if gradient is not None:
+                        part.add_(gradient)
+
+    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
+        index = self._index[id(r)]
+        accrued = self._accrued[index]
+        wire.copy_(accrued, non_blocking=True)
+        if index in self._pushed:
+            self._accrued[index], self._pushed[index] = self._pushed[index], accrued
+        self._accrued[index].zero_()
+        if self._keeps and r.spare is not None:
+            r.base, r.spare = r.spare, r.base
+        r.base.copy_(x)
+
+    def drop_block(self, server: int) -> None:
+        """See :class:`Replica`."""
+        super().drop_block(server)
+        if self.blocks[server] is None:
+            for i in [i for i in self._pushed if self._spans[i].server == server]:
+                del self._pushed[i]
+
+    def _pack_again(self, r: Span, wire: Tensor) -> None:
+        wire.copy_(self._pushed[self._index[id(r)]])
+
+    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
+
+    def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
+        self._accrued[self._index[id(r)]].zero_()
+        self._rebase(r, x, answer, True)
+
+
+class ElasticReplica(Replica):
+    """Keeps weights of its own, which a force pulls towards the servers'. ``base`` holds them during a sync point."""
+
+    _parked = False
+
+    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
+        wire.copy_(x, non_blocking=True)
+
+    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        if pushed:
+            x.sub_(answer.to(x.device))
+
+    def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
+        return answer  # the force: the difference times a factor that the servers know
+
+    def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
+        """See :class:`Replica`."""
+        super().adopt(answers, park=park and not self._parked, alone=alone)
+        self._parked = self._parked or park
+
+    def _go_ahead(self, r: Span, x: Tensor, answer: Tensor) -> None:
+        x.copy_(answer)  # the centre is the model
+
+    def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
+        wire = r.of(self.wire)
+        if park:
+            r.base.copy_(x)
+        x.copy_(answer)
+        if wire.data_ptr() != answer.data_ptr():
+            wire.copy_(answer)
+
+    def resume(self) -> None:
+        """See :class:`Replica`. What a program has changed meanwhile is kept."""
+        if not self._parked:
+            return
+        self._parked = False
+        with torch.no_grad():
+            for r, x in self._values(write=True):
+                if r.role is Role.PARAMETER:
+                    x.sub_(r.of(self.wire).to(x.device)).add_(r.base)
+
+
+def replica_for(
+    payload: Payload,
+    layout: Layout,
+    source: Callable[[], Sequence[Tensor]],
+    blocks: Sequence[SharedBlock | None],
+    gradients: Callable[[], Sequence[Tensor | None]],
+    mix: float | None = None,
+    *,
+    remembers: bool = False,
+) -> Replica:
+    """The replica that pushes what an algorithm wants; see the classes for the arguments."""
+    if payload is Payload.GRADIENT:
+        return GradientReplica(layout, source, blocks, gradients, remembers=remembers)
+    if payload is Payload.WEIGHTS:
+        return ElasticReplica(layout, source, blocks, mix)
+    return Replica(layout, source, blocks, mix, remembers=remembers)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,234 @@
+"""A worker's membership in a session: joining, or attaching to an elastic run, heartbeats, metadata, leaving."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.protocol import (
+    Attach,
+    Attached,
+    Failure,
+    Heartbeat,
+    HeartbeatReply,
+    Join,
+    Joined,
+    Leave,
+    Pickled,
+    Policy,
+    RunMetadata,
+    WorkerMetrics,
+)
+from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, done_within
+
+__all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
+
+_PER_PATIENCE = 5  # heartbeats within the time after which a worker that sends none is excluded
+
+
+@dataclass
+class Members:
+    """What a server has said about the workers: its replacement is told."""
+
+    incarnation: int = 0  # how often it had excluded this worker when it joined last
+    incarnations: dict[int, int] = field(default_factory=dict)  # and others, as far as is known
+    left: dict[int, str] = field(default_factory=dict)  # who is gone, and why
+    pushers: set[int] = field(default_factory=set)  # in an elastic run: whose pushes its weights hold
+
+
+class SessionClient:
+    """A worker's membership in one session.
+
+    Args:
+        connection: to the servers.
+        policy: what the session does about workers that are silent or gone.
+        after: the session that this one goes on from.
+
+    Attributes:
+        members: per server, what it has said about the workers.
+        heard: the coordinator's latest answer to a heartbeat.
+        metadata: of an elastic run, as far as this worker knows it.
+        stopped: number of the latest collective in which a worker that trains no more is known to wait.
+        must_rejoin: whether a server lacked a part of a push that the coordinator took.
+    """
+
+    def __init__(self, connection: Connection, *, policy: Policy | None = None, after: str = "") -> None:
+        self.connection = connection
+        self._policy = policy or Policy()
+        self._after = after
+        self.members = [Members() for _ in connection.servers]
+        self.heard = HeartbeatReply()
+        self.metadata: dict[str, Any] = {}
+        self.stopped = 0
+        self.must_rejoin = False
+
+    # ------------------------------------------------------------------ coming and leaving
+
+    def join(self, *, again: bool = False, server: int | None = None) -> None:
+        """Enter the session on one server, or on all; ``again`` if this worker was told that it is fenced."""
+        for s in self.connection.servers if server is None else [server]:
+            joined: Joined = self.connection.ask(s, replace(self.join_message(s), again=again))
+            self.members[s].incarnation = joined.incarnation
+
+    def join_message(self, server: int) -> Join:
+        """What this worker joins a server with."""
+        about = (*self.connection.sender, self.connection.world_size, self._policy)
+        return Join(*about, after=self._after, server=server)
+
+    def attach(self, about: str) -> Attached:
+        """Enter an elastic run, described to people as ``about``; waits while another worker brings its weights."""
+        connection = self.connection
+        message = Attach(connection.session, about, self._policy)
+        future = connection.post(COORDINATOR, message, connection.patience_s + GRACE_S)
+        attached: Attached = connection.result(COORDINATOR, future, connection.patience_s)
+        connection.worker, self.metadata = attached.worker, dict(attached.notes)
+        self.hear(connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
+        for server in connection.servers:
+            if server != COORDINATOR:
+                self.join(server=server)
+        return replace(attached, notes={name: _read(value) for name, value in attached.notes.items()})
+
+    def leave(self, reason: str = "", worker: int | None = None) -> None:
+        """Leave the session on every server, or report that another worker's process is gone. Ignores lost servers."""
+        gone = self.connection.worker if worker is None else worker
+        message = Leave(self.connection.session, gone, reason, final=worker is not None)
+        for server in self.connection.servers:
+            try:
+                done_within(self.connection.post(server, message), 5.0)
+            except RuntimeError:  # the server is gone too: nothing to leave
+                continue
+
+    # ------------------------------------------------------------------ what workers hear of each other
+
+    def note(self, name: str, value: Any = None, *, first: bool = False) -> Any:
+        """Set, or with None read, a value of the run's metadata, which workers that attach later get too.
+
+        With ``first`` a value that is there stays. Returns the one that is there now.
+        """
+        message = RunMetadata(*self.connection.sender, name, None if value is None else pickled(value), first)
+        noted = self.connection.ask(COORDINATOR, message)
+        if noted is not None:
+            self.metadata[name] = noted
+        return _read(noted)
+
+    def beat(self, heard: int, timeout_s: float, figures: WorkerMetrics | None = None) -> HeartbeatReply | None:
+        """Send every server a heartbeat; unreachable ones are ignored.
+
+        Returns what the coordinator answers, None if it does not in time. Raises a :class:`WorkerLostError` if the
+        session was ended for want of a worker.
+        """
+        connection, transport = self.connection, self.connection.transport
+        beaten: HeartbeatReply | None = None
+        for server in connection.servers:
+            try:
+                sign = Heartbeat(*connection.sender, heard, figures if server == COORDINATOR else None)
+                if server in transport.prepared:  # this worker may be busy for long before it joins there
+                    transport.call_prepared(server, Heartbeat(*connection.sender), connection.timeout_s)
+                if server in connection.gone:
+                    continue
+                future = connection.post(server, sign)
+                answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
+            except (RuntimeError, KeyError):  # replaced just now
+                continue
+            if isinstance(answer, Failure) and answer.error == WorkerLostError.__name__:
+                raise WorkerLostError(answer.message)
+            if isinstance(answer, HeartbeatReply):
+                beaten = answer
+                self.hear(answer)
+        return beaten
+
+    def hear(self, beaten: HeartbeatReply) -> None:
+        """Remember who takes part in an elastic run: a lost server's replacement is told."""
+        self.heard = beaten
+
+
+class HeartbeatThread:
+    """Sends the heartbeats of one worker until it is stopped, each with the worker's latest figures.
+
+    A thread of its own does, since the training thread may be in a long step, in a validation, or waiting. A process
+    that is suspended or has lost its network sends none.
+
+    Args:
+        client: has joined.
+        silence_s: seconds after which a worker that sends none is excluded.
+        on_news: told what became of other workers; None if nobody wants to know.
+        board: has this worker's figures, and is told the others'.
+        on_chief: told which worker logs and writes checkpoints, with every answer.
+        told: number of news that are known.
+    """
+
+    def __init__(
+        self,
+        client: SessionClient,
+        silence_s: float,
+        on_news: Callable[[str], None] | None = None,
+        board: MetricsBoard | None = None,
+        on_chief: Callable[[int], None] = lambda _: None,
+        told: int = 0,
+    ) -> None:
+        self._client = client
+        self._board = board or MetricsBoard()
+        self._period_s = silence_s / _PER_PATIENCE
+        self._on_news = on_news
+        self._on_chief = on_chief
+        self._told = told
+        self._stopped = threading.Event()
+        self.error: ASGDError | None = None
+        """Why the session was ended, once it was."""
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more. Returns when the thread has ended."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        restored = 0
+        while not self._stopped.wait(self._period_s):
+            if self._client.connection.restored[COORDINATOR] != restored:  # this one's news begin anew
+                restored, self._told = self._client.connection.restored[COORDINATOR], 0
+            try:
+                beaten = self._client.beat(self._told, self._period_s, self._board.mine)
+            except ASGDError as error:
+                self.error = self.error or error
+                return
+            if beaten is None:
+                continue
+            self._on_chief(beaten.chief)
+            self._board.hear(beaten.figures, beaten.living)
+            self._told += len(beaten.news)
+            for line in beaten.news:
+                if self._on_news is not None:
+                    self._on_news(line)
+
+
+def pickled(value: Any) -> Any:
+    """What a worker sends to the other workers: servers open no objects, since they may lack the classes."""
+    plain = value is None or isinstance(value, bool | int | float | str | bytes | Tensor)
+    return value if plain else Pickled(pickle.dumps(value))
+
+
+def unpickled(maker: str, value: Any) -> Any:
+    """The same for the other workers, who trust each other."""
+    if not isinstance(value, Pickled):
+        return value
+    try:
+        return pickle.loads(value.data)
+    except Exception as error:
+        raise ProtocolError(
+            f"An object of {maker} could not be read: {error!r}. Expected its class and module to be the same "
+            "on every worker."
+        ) from error
+
+
+def _read(value: Any) -> Any:
+    return unpickled("another worker", value)

@@ -1,0 +1,212 @@
+"""One fragment's shards on all servers: allocation, exchanges, and what servers keep beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.codec_streams import CodecState, Coded, streams
+from lightning_asgd.compression import Compression
+from lightning_asgd.errors import ServerLostError, WorkerAwayError
+from lightning_asgd.layout import Layout
+from lightning_asgd.protocol import Exchange, InitShard, Reply, Samples, ShardState, SharedRef
+from lightning_asgd.worker.connection import COORDINATOR
+from lightning_asgd.worker.session_client import SessionClient
+
+__all__ = ["ShardClient"]
+
+
+class ShardClient:
+    """See the module's docstring.
+
+    Args:
+        client: the worker's membership in the session.
+        fragment: number of the part of the module.
+
+    Attributes:
+        latest: the messages of the latest exchange, per server.
+    """
+
+    def __init__(self, client: SessionClient, fragment: int = 0) -> None:
+        self.client = client
+        self.connection = client.connection
+        self.fragment = fragment
+        self.latest: list[Exchange] = []
+        self._allocations: list[InitShard] = []
+        # Per server, how updates and weights are compressed; None where they are not.
+        self._codes: list[CodecState | None] = [None for _ in self.connection.servers]
+
+    def initialise(
+        self,
+        layout: Layout,
+        algorithm: Algorithm,
+        shared: Sequence[SharedRef | None],
+        weights: Sequence[tuple[Tensor, ...]] | None = None,
+        versions: Sequence[int] | None = None,
+        compression: Compression | None = None,
+    ) -> list[bool]:
+        """Allocate the shards, and fill them if ``weights`` are given: per server, one tensor per group.
+
+        Returns, per server, whether it sees the block of memory that is ``shared`` with it.
+        """
+        connection, about = self.connection, (self.fragment, compression)
+        groups = [layout.shard(s) for s in connection.servers]
+        messages = []
+        for s in connection.servers:
+            first = None if weights is None else weights[s]
+            version = 0 if versions is None else versions[s]
+            messages.append(InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about))
+        self._allocations = [replace(message, weights=None, version=0) for message in messages]
+        # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
+        first_seen = bool(connection.result(COORDINATOR, connection.post(COORDINATOR, messages[COORDINATOR])))
+        futures = [connection.post(s, messages[s]) for s in connection.servers if s != COORDINATOR]
+        others = [bool(connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1)]
+        seen = [first_seen, *others]
+        self._codes = streams(compression, groups, seen)
+        return seen
+
+    def allocate(self, server: int, shared: SharedRef | None) -> bool:
+        """Allocate the shard on a lost server's replacement; whether it sees the block of memory."""
+        message = replace(self._allocations[server], shared=shared)
+        return bool(self.connection.result(server, self.connection.post(server, message)))
+
+    def exchange(
+        self,
+        seq: int,
+        base_versions: Sequence[int],
+        *,
+        push: bool,
+        fetch: bool,
+        updates: Sequence[tuple[Tensor, ...] | None],
+        common: Sequence[str] | None = None,
+        **fields: Any,
+    ) -> list[Future[Any]]:
+        """Send every server its message of an exchange; the futures are for :meth:`replies`.
+
+        Args:
+            seq: number of the push, counted from 1.
+            base_versions: per server, the version the update is based on.
+            push: send an update.
+            fetch: ask for the weights.
+            updates: per server, the update by value, or None if it lies in the shared block.
+            common: at a sync point, per server the name of the weights that this worker holds of the last one.
+            **fields: the other fields of :class:`Exchange`.
+        """
+        self.latest = [
+            Exchange(
+                *self.connection.sender,
+                seq,
+                base_versions[s],
+                push,
+                fetch,
+                self._encoded(s, updates[s]) if push else None,
+                shared=updates[s] is None,
+                common=None if common is None else common[s],
+                fragment=self.fragment,
+                **fields,
+            )
+            for s in self.connection.servers
+        ]
+        return [self.connection.post(s, message) for s, message in enumerate(self.latest)]
+
+    def replies(self, futures: list[Future[Any]]) -> list[Reply]:
+        """Wait for an exchange's answers; the future of a message that is sent again takes its place in ``futures``.
+
+        The coordinator is authoritative for whether a push is applied: where it took one that another server rejected
+        since this worker was fenced there, the message is sent to that server again. The others use a shorter failure
+        timeout, so that it is hardly ever the other way round.
+        """
+        while True:
+            restored = list(self.connection.restored)
+            replies = [self._reply(server, futures) for server in self.connection.servers]
+            if restored == self.connection.restored:  # else the answer of one that was lost is worth nothing
+                return replies
+
+    def _reply(self, server: int, futures: list[Future[Any]]) -> Reply:
+        client, connection = self.client, self.connection
+        while True:
+            restored, future = connection.restored[server], futures[server]
+            try:
+                reply: Reply = connection.result(server, future)
+                members = client.members[server]
+                members.incarnations |= reply.incarnations
+                members.left |= reply.left
+                members.pushers = set(reply.pushes) or members.pushers
+                client.stopped = max(client.stopped, reply.stopped)
+                return reply
+            except WorkerAwayError:
+                if server == COORDINATOR:
+                    raise
+                client.join(again=True, server=server)
+                client.must_rejoin = True
+                futures[server] = connection.post(server, self.latest[server])
+            except ServerLostError as error:
+                connection.recover(server, restored, error)
+                if futures[server] is future:
+                    futures[server] = connection.post(server, self.latest[server])
+
+    def answers(
+        self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]], *, common: bool = False
+    ) -> list[tuple[Tensor, ...]]:
+        """The weights in an exchange's replies: per server, one tensor per group; ``wire`` itself where it is shared.
+
+        ``common`` says whether all workers fetch them, at a sync point.
+        """
+        return [
+            out if reply.weights is None else self._decoded(server, reply.weights, out, common)
+            for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
+        ]
+
+    def common_names(self, weights: Callable[[], list[tuple[Tensor, ...]]]) -> list[str]:
+        """Per server, the name of the weights of the last sync point; before the first one of those that are here."""
+        codes = [code.common for code in self._codes if code is not None]
+        if any(not common.digest for common in codes):
+            for code, each in zip(self._codes, weights(), strict=True):
+                if code is not None:
+                    code.common.hold(each)
+        return ["" if code is None else code.common.digest for code in self._codes]
+
+    def forget_residuals(self) -> None:
+        """Drop what compression has kept back of updates that were not applied."""
+        for code in self._codes:
+            if code is not None:
+                code.updates.forget()
+
+    def _encoded(self, server: int, update: tuple[Tensor, ...] | None) -> tuple[Coded, ...] | None:
+        code = self._codes[server]
+        return update if code is None or update is None else code.updates.encode(update)
+
+    def _decoded(self, server: int, parts: Any, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+        code = self._codes[server]
+        if code is None:
+            weights: tuple[Tensor, ...] = parts
+        elif common:
+            weights = code.common.decode(parts, wire)
+            code.weights.hold(weights)
+        else:
+            weights = code.weights.decode(parts, wire)
+        return weights
+
+    def state(self, states: Sequence[Any] | None = None) -> list[Any]:
+        """Per server, what it keeps beside the weights; or, given what was returned before, put it back."""
+        return [
+            self.connection.ask(
+                s, ShardState(*self.connection.sender, self.fragment, None if states is None else states[s])
+            )
+            for s in self.connection.servers
+        ]
+
+    def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
+        """Copies of the weights that the algorithm had the servers keep: versions that all have, oldest first.
+
+        With each version come, per server, one tensor per group.
+        """
+        futures = [self.connection.post(s, Samples(*self.connection.sender)) for s in self.connection.servers]
+        kept = [dict(self.connection.result(s, future)) for s, future in enumerate(futures)]
+        common = set(kept[0]).intersection(*kept[1:])
+        return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
