@@ -262,7 +262,7 @@ class CollectiveTable:
         )
 
     def _settle_all(self) -> list[Completion]:
-        return [delivery for seq in list(self._operations) for delivery in self._settle(seq)]
+        return [completion for seq in list(self._operations) for completion in self._settle(seq)]
 
     def _settle(self, seq: int) -> list[Completion]:
         """Answer an operation if everybody is there, or if it can never be completed."""

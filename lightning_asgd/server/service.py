@@ -66,9 +66,9 @@ _REPORT_S = 20.0  # in which workers notice that a server was lost, and begin to
 class Service:
     """The state of one server and the messages that change it.
 
-    ``run`` names the one elastic run that is served; without it the sessions of a job are, one after the other.
-    ``succeeds``: whether this may replace a server that was lost, so that the run has weights already. ``remembered``
-    returns what the server with a number wrote down last.
+    ``run`` names the one elastic run that it serves; without, it serves the sessions of a job one after the other. With
+    ``succeeds`` it may replace a lost server, so the run has weights already. ``remembered`` reads the latest snapshot
+    of a server.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Service:
             members = session.members
             before = members.composition
             if session.recovery is not None and not session.recovery.restored:
-                # They wait for others, and nothing is done without them; another server may have taken already what
-                # they are about to send again.
+                # Workers that have reported wait for the others. Another server may have applied already what they are
+                # about to replay, so none of them may be suspected.
                 for worker in session.recovery.offers:
                     members.hear(worker, now)
             self._complete(session.collectives.expire(now))
@@ -194,7 +194,7 @@ class Service:
         """Whether another server could go on from what the workers hold, or from a snapshot."""
         with self._lock:
             if self._succeeds and self._to_be_restored:
-                return True  # it knows nothing yet that another one would not be told
+                return True  # it knows nothing that would not be reported to another one
             held, session = False, self.session
             if session is not None:
                 whole = all(shard.algorithm.leaves_weights for shard in session.shards.values())
@@ -290,7 +290,7 @@ class Service:
             return
         if self._restore_from_snapshot(0 if session is None else session.members.index):
             return
-        if not self._succeeds:  # it has only heard of workers that were there before, and are no more
+        if not self._succeeds:  # it only knows by hearsay of workers that are gone
             self._to_be_restored = False
             if session is not None:
                 session.recovery = None
@@ -320,8 +320,8 @@ class Service:
             self._begin(message)
         session = self._current(message.session)
         members, now = session.members, self._clock()
-        untouched = bool(run.name) and not members.joined  # nobody goes on from its snapshot: workers know more
-        goes_on = self._to_be_restored or begins or untouched  # else others may have begun it anew
+        untouched = bool(run.name) and not members.joined  # nobody has joined since its snapshot: workers know more
+        goes_on = self._to_be_restored or begins or untouched  # else others may have begun the run anew
         earlier = message.worker in members.joined or (not goes_on and message.worker > members.admitted)
         if run.name and message.restore and earlier and not session.recovery:
             raise WorkerLostError(
@@ -345,7 +345,7 @@ class Service:
         return Joined(os.getpid(), members.incarnations.get(message.worker, 0))
 
     def _begin(self, message: Join) -> None:
-        """Begin another session. Who is missing or suspected already is so from its beginning."""
+        """Begin another session; workers that are gone or suspected already are so from its start."""
         before = None if self.session is None else self.session.members
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
@@ -368,7 +368,9 @@ class Service:
     def _beat(self, message: Heartbeat) -> HeartbeatReply:
         recovery = None if self.session is None else self.session.recovery
         if self._registry.name and recovery is None and not (self.session and self.session.members.joined):
-            self._to_be_restored = True  # it has waited for `serve` to be started again, and knows more than is here
+            self._to_be_restored = (
+                True  # it has waited for `serve` to be started again, and knows more than this server
+            )
         if self._to_be_restored and not (recovery and message.worker in recovery.excused):
             self._asked = self._clock()  # there is a worker that will report
         session = self._heard(message.session, message.worker)
@@ -514,13 +516,13 @@ class Service:
         return session
 
     def _member(self, message: Any) -> SessionState:
-        """The session of a message that only workers may send that take part in it."""
+        """The session of a message that only a worker that may train can send."""
         session = self._heard(message.session, message.worker)
         session.members.check(message.worker)
         return session
 
     def _meet(self, session: SessionState) -> None:
-        """Tell those who wait for workers who takes part."""
+        """Tell every state machine who takes part now, and complete what that makes due."""
         self._let_in()
         members = session.members
         self._complete(session.members_changed())
@@ -568,9 +570,9 @@ class Service:
                 self._pending.complete(request, answer)
 
     def _separate(self, session: SessionState) -> None:
-        """Send workers an error that wait for each other, some in a collective and the rest for data.
+        """Fail requests of workers that wait for each other, some in a collective and the rest for data.
 
-        Where a server was lost some may have been told that a segment is over, of which others train a part again.
+        After a server was lost, some may know that a segment is over, of which others train a part again.
         """
         collectives, claims = session.collectives, self._pending.of(LeaseRequest)
         past = collectives.at_odds({claim.worker for claim in claims}) if session.recovery else set()
