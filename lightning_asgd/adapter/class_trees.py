@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter import name_check, private_names
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = [
@@ -120,7 +120,11 @@ class Tree:
 
         Returns:
             the class. It has this tree as ``tree``, and its objects can be pickled although it has no name of its own.
+
+        Raises:
+            ConfigurationError: this release lacks something that this package uses.
         """
+        self._check_names()
 
         def reduce(self: Any, _: Any = None) -> Any:
             state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
@@ -132,6 +136,14 @@ class Tree:
         return types.new_class(
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
+
+    @functools.cache  # noqa: B019 - as above
+    def _check_names(self) -> None:
+        name_check.check_tree(self, _warn_once)
+
+    def check_trainer(self, trainer: Any, *, leases: bool) -> None:
+        """Refuse a Trainer whose parts lack something that this package uses, or that leases alone use."""
+        name_check.check_trainer(self, trainer, _warn_once, leases=leases)
 
     def check_release(self) -> None:
         """Refuse to train with a release that held malicious code.
@@ -648,6 +660,11 @@ def rank_zero_warn(message: str) -> None:
     from lightning_utilities.core.rank_zero import rank_zero_warn
 
     rank_zero_warn(message, stacklevel=6)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    rank_zero_warn(message)
 
 
 def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> Any:

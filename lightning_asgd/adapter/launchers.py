@@ -243,6 +243,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start what is not running yet, then run ``function`` in this process, which is a worker itself."""
+        trainer.strategy.check_trainer(trainer)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         external = environment.creates_processes_externally
@@ -354,6 +355,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
+        self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
         self.job.begin(self.strategy.cluster_environment, 1, is_main=True)
         try:

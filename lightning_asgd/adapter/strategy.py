@@ -291,6 +291,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessLauncher")
         return launcher(self._job, self, start_method, self._policy)
 
+    def check_trainer(self, trainer: Any) -> None:
+        """Refuse a Trainer of a release of Lightning that lacks what is used. Called before anything is started."""
+        self.tree.check_trainer(trainer, leases=self._data == "leases")
+
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
         self.set_world_ranks()
@@ -298,6 +302,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
             self.tree.restart_random_numbers()
         trainer = self.lightning_module.trainer
+        if self._job.attaches:  # without a launcher
+            self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
         if not self._job.attaches:
