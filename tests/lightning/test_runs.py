@@ -227,7 +227,7 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
 def servers_of(served: Any) -> list[psutil.Process]:
     """Processes of the servers; those that are kept ready come last."""
     children = psutil.Process(served.pid).children()
-    return [p for p in children if "server.process" in " ".join(p.cmdline())]
+    return [p for p in children if "server.server_process" in " ".join(p.cmdline())]
 
 
 def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp_path: Path, mains: Any) -> None:
