@@ -51,6 +51,9 @@ TORCH: dict[str, set[str]] = {
     "_try_put_index": {"adapter.private_names"},
     "owner._buffers": {"worker.worker_setup"},
     # torch.distributed
+    "_create_work_from_future": {"adapter.process_group"},
+    "_distributed_c10d": {"adapter.process_group"},
+    "_C": {"adapter.process_group"},
     "_channels": {"transports.rpc_transport"},
     "_get_current_rpc_agent": {"transports.rpc_transport"},
     "_init": {"transports.rpc_transport"},

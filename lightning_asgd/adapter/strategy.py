@@ -515,14 +515,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._fit.end_epoch()
 
     def measure(self, epoch: Callable[[], float]) -> Meter | None:
-        """Begin to count what this worker trains, and where its time goes.
-
-        Args:
-            epoch: gives the epochs trained, with the fraction of the present one.
-
-        Returns:
-            what is to be told of every batch; None outside of a fit.
-        """
+        """Begin to count what this worker trains; None outside of a fit. ``epoch`` gives the epochs trained so far."""
         return None if self._fit is None else self._fit.measure(epoch)
 
     def take_figures(self) -> None:

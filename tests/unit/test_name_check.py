@@ -101,6 +101,7 @@ def test_a_signature_that_has_changed(tree: Any, pl: Any, monkeypatch: pytest.Mo
 def test_all_that_a_trainer_lacks_is_said_at_once(tree: Any, pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl, "__version__", "2.7.0")
     trainer = trainer_of(pl)
+    trainer.val_check_batch = trainer._val_check_time_interval = None  # as they are since 2.6.0
     del trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop._batches_that_stepped
     trainer.fit_loop.epoch_loop.batch_progress = None
     said = refusal(lambda: check_trainer(tree, trainer, no_warning, leases=True))
@@ -152,9 +153,9 @@ def test_a_warning_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_is_not_missed_in_releases_before_it_was_there(
     tree: Any, pl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pl, "__version__", "2.5.6")
+    monkeypatch.setattr(pl, "__version__", "2.5.0")
     trainer = trainer_of(pl)
-    del trainer._val_check_time_interval
+    vars(trainer).pop("_val_check_time_interval", None)
     check_trainer(tree, trainer, no_warning, leases=True)
 
 
