@@ -102,6 +102,7 @@ def test_all_that_a_trainer_lacks_is_said_at_once(tree: Any, pl: Any, monkeypatc
     monkeypatch.setattr(pl, "__version__", "2.7.0")
     trainer = trainer_of(pl)
     trainer.val_check_batch = trainer._val_check_time_interval = None  # as they are since 2.6.0
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # since 2.5.2
     del trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop._batches_that_stepped
     trainer.fit_loop.epoch_loop.batch_progress = None
     said = refusal(lambda: check_trainer(tree, trainer, no_warning, leases=True))
