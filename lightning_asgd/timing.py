@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter.class_trees import tree_of
+from lightning_asgd.adapter.private_names import to_device
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["TrainingStep", "seconds_per_step"]
@@ -46,7 +47,7 @@ class TrainingStep:
 
     def to_device(self, batch: Any) -> Any:
         """The batch where the module is, by the module's own hooks."""
-        return self._module._apply_batch_transfer_handler(batch, self.device)
+        return to_device.of(self._module)(batch, self.device)
 
     def __call__(self, batch: Any) -> None:
         """Train a batch that is on the device, and wait until the device has.

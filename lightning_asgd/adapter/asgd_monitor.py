@@ -7,13 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.adapter.class_trees import (
-    CallbackExtension,
-    Extension,
-    apply_to_collection,
-    logged_step,
-    rank_zero_warn,
-)
+from lightning_asgd.adapter.class_trees import CallbackExtension, Extension, apply_to_collection, rank_zero_warn
+from lightning_asgd.adapter.private_names import Name, is_a, logged_step, tensorboard, wandb_logger
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metric_definitions import Window, Windows, bars, measures, staleness
@@ -82,7 +77,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         settings = trainer.strategy.settings
         if (folder := _folder(trainer)) is not None:
             self._journal = MetricLog(folder, trainer.world_size, settings)
-        for logger in _loggers(trainer, "WandbLogger"):
+        for logger in _loggers(trainer, wandb_logger):
             config = {"asgd": {**settings, "workers": trainer.world_size}}
             logger.experiment.config.update(config, allow_val_change=True)
 
@@ -175,7 +170,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         counts, edges = bars(staleness(figures.values()))
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=step)
-        for logger in _loggers(trainer, "TensorBoardLogger"):
+        for logger in _loggers(trainer, tensorboard):
             _add_histogram(logger.experiment, counts, edges, step)
         if self._journal is not None:
             self._journal.add(Entry(mine.at_s, step, living, figures))
@@ -184,7 +179,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     def _log_fit(self, trainer: Any) -> None:
         """Tell Weights & Biases about the fit as a whole: its summary, and a table of the workers."""
         figures = trainer.strategy.board.figures
-        for logger in _loggers(trainer, "WandbLogger"):
+        for logger in _loggers(trainer, wandb_logger):
             whole = measures([Window(each) for each in figures.values()])
             logger.experiment.summary.update({f"asgd/fit/{name}": value for name, value in whole.items()})
             rows = {worker: measures([Window(each)]) for worker, each in figures.items()}
@@ -249,18 +244,14 @@ def _loss(outputs: Any, accumulated: int) -> Tensor | None:
     return loss if accumulated == 1 else loss * accumulated
 
 
-def _loggers(trainer: Any, kind: str) -> list[Any]:
+def _loggers(trainer: Any, kind: Name) -> list[Any]:
     """The Trainer's loggers of a class, of either tree."""
-    return [logger for logger in trainer.loggers if _is(logger, kind)]
-
-
-def _is(logger: Any, kind: str) -> bool:
-    return any(cls.__name__ == kind for cls in type(logger).__mro__)
+    return [logger for logger in trainer.loggers if is_a(logger, kind)]
 
 
 def _histogram(logger: Any, counts: list[int], edges: list[int]) -> dict[str, Any]:
     """The histogram of staleness as Weights & Biases wants it; nothing for other loggers."""
-    if not _is(logger, "WandbLogger"):
+    if not is_a(logger, wandb_logger):
         return {}
     import wandb
 

@@ -1,4 +1,4 @@
-"""The one place that knows Lightning's names.
+"""The one place that imports Lightning.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code as two separate class trees, and both may be loaded
 in one process. What this package adds to Lightning is written as classes without a base; :meth:`Tree.derive` puts the
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lightning_asgd.adapter import name_check, private_names
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = [
@@ -35,12 +36,10 @@ __all__ = [
     "checkpoint_states",
     "follow_progress",
     "forget_rank",
-    "is_environment",
     "is_foreign",
     "keep_sigterm_local",
     "let_metrics_ask",
     "let_several_trainers_take",
-    "logged_step",
     "looks_at_gradients",
     "progress_in",
     "progress_of",
@@ -52,7 +51,6 @@ __all__ = [
     "when_epochs_end",
     "when_imported",
     "when_process_groups_are_made",
-    "without_optimizers",
 ]
 
 MALICIOUS = ("2.6.2", "2.6.3")
@@ -61,20 +59,22 @@ MALICIOUS = ("2.6.2", "2.6.3")
 Extension: Any = object
 """Base of the classes that extend one of Lightning's: see :meth:`Tree.derive`."""
 
-# What is used of Lightning: whether it is in the fabric, its module, its name there. The launchers are private names:
-# they are extended, not replaced, and their neighbours come with them.
-_NAMES = {
-    "Callback": (False, "callbacks", "Callback"),
-    "LightningModule": (False, "core", "LightningModule"),
-    "DDPStrategy": (False, "strategies", "DDPStrategy"),
-    "StrategyRegistry": (False, "strategies", "StrategyRegistry"),
-    "TrainerFn": (False, "trainer.states", "TrainerFn"),
-    "configure_optimizers": (False, "core.optimizer", "_configure_optimizers"),
-    "SubprocessScriptLauncher": (False, "strategies.launchers", "_SubprocessScriptLauncher"),
-    "MultiProcessingLauncher": (False, "strategies.launchers", "_MultiProcessingLauncher"),
-    "set_num_threads_if_needed": (True, "utilities.distributed", "_set_num_threads_if_needed"),
-    "optimizers_to_device": (True, "utilities.optimizer", "_optimizers_to_device"),
-    "reset_seed": (True, "utilities.seed", "reset_seed"),
+# What is imported of Lightning: its public names, by module, and private ones.
+_PUBLIC = {
+    "Callback": "callbacks",
+    "LightningModule": "core",
+    "DDPStrategy": "strategies",
+    "StrategyRegistry": "strategies",
+    "TrainerFn": "trainer.states",
+}
+_PRIVATE = {
+    "ScriptLauncher": private_names.script_launcher,
+    "MultiProcessLauncher": private_names.multi_process_launcher,
+    "callback_states": private_names.callback_states,
+    "configure_optimizers": private_names.configure_optimizers,
+    "optimizers_to_device": private_names.optimizers_to_device,
+    "restart_random_numbers": private_names.restart_random_numbers,
+    "set_num_threads": private_names.set_num_threads,
 }
 
 
@@ -84,17 +84,25 @@ class Tree:
     Args:
         package: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
         fabric: the part below it.
+        distribution: what pip calls it.
     """
 
-    def __init__(self, package: str, fabric: str) -> None:
+    def __init__(self, package: str, fabric: str, distribution: str) -> None:
         self.package = package
         self.fabric = fabric
+        self.distribution = distribution
+
+    @property
+    def version(self) -> str:
+        """The release, where the tree is loaded."""
+        return str(getattr(sys.modules.get(self.package), "__version__", ""))
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _NAMES:
-            raise AttributeError(f"{name!r} is not among the names that are used of Lightning")
-        in_fabric, module, attribute = _NAMES[name]
-        return getattr(importlib.import_module(f"{self.fabric if in_fabric else self.package}.{module}"), attribute)
+        if name in _PUBLIC:
+            return getattr(private_names.import_from(self, _PUBLIC[name]), name)
+        if name in _PRIVATE:
+            return _PRIVATE[name].imported(self)
+        raise AttributeError(f"{name!r} is not among the names that are used of Lightning")
 
     def __repr__(self) -> str:
         return f"Tree({self.package})"
@@ -112,7 +120,11 @@ class Tree:
 
         Returns:
             the class. It has this tree as ``tree``, and its objects can be pickled although it has no name of its own.
+
+        Raises:
+            ConfigurationError: this release lacks something that this package uses.
         """
+        self._check_names()
 
         def reduce(self: Any, _: Any = None) -> Any:
             state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
@@ -125,18 +137,24 @@ class Tree:
             extension.__name__, (extension, getattr(self, base)), exec_body=lambda space: space.update(body)
         )
 
+    @functools.cache  # noqa: B019 - as above
+    def _check_names(self) -> None:
+        name_check.check_tree(self, _warn_once)
+
+    def check_trainer(self, trainer: Any, *, leases: bool) -> None:
+        """Refuse a Trainer whose parts lack something that this package uses, or that leases alone use."""
+        name_check.check_trainer(self, trainer, _warn_once, leases=leases)
+
     def check_release(self) -> None:
         """Refuse to train with a release that held malicious code.
 
         Raises:
             ConfigurationError: the tree is of such a release.
         """
-        version = getattr(sys.modules.get(self.package), "__version__", "")
-        if version in MALICIOUS:
-            name = "lightning" if self.package.startswith("lightning.") else "pytorch-lightning"
+        if self.version in MALICIOUS:
             raise ConfigurationError(
-                f"{name} {version} is a malicious release. Expected another version. Uninstall it and replace the "
-                "passwords and keys that this machine can read: its code has been run."
+                f"{self.distribution} {self.version} is a malicious release. Expected another version. Uninstall it "
+                "and replace the passwords and keys that this machine can read: its code has been run."
             )
 
     def info(self, message: str) -> None:
@@ -155,7 +173,10 @@ class Tree:
             )
 
 
-TREES = (Tree("pytorch_lightning", "lightning_fabric"), Tree("lightning.pytorch", "lightning.fabric"))
+TREES = (
+    Tree("pytorch_lightning", "lightning_fabric", "pytorch-lightning"),
+    Tree("lightning.pytorch", "lightning.fabric", "lightning"),
+)
 
 
 def tree_of(thing: Any) -> Tree:
@@ -188,7 +209,7 @@ class CallbackExtension(_NoTree):
         CallbackExtension.__bases__ = (*CallbackExtension.__bases__, callback)
 
 
-class StrategyExtension:
+class StrategyExtension(private_names.StrategyHooks):
     """Base of a strategy: an object that a program makes is unattached, see :class:`Unattached`."""
 
     # Not in the strategy's own class: tools that look for its arguments would find these instead of __init__'s.
@@ -202,7 +223,7 @@ class StrategyExtension:
     @property
     def accelerator(self) -> Any:
         """The accelerator. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
-        return vars(self).get("_accelerator", self._given["accelerator"])
+        return vars(self).get(private_names.accelerator.attribute, self._given["accelerator"])
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
@@ -214,15 +235,8 @@ class StrategyExtension:
         tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
 
 
-class Unattached:
-    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
-
-    _given: dict[str, Any]
-    _accelerator = property(lambda self: self._given["accelerator"])
-    _precision_plugin = property(lambda self: self._given["precision_plugin"])
-    _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
-    cluster_environment = property(lambda self: self._given["cluster_environment"])
-    parallel_devices = property(lambda self: self._given["parallel_devices"])
+class Unattached(private_names.UnattachedHooks):
+    """Base of strategies that no Trainer has taken yet."""
 
 
 @functools.cache
@@ -248,9 +262,8 @@ def let_several_trainers_take(tree: Tree) -> None:
     A Trainer refuses arguments that its strategy has already, and uses the strategy's devices rather than its own.
     While it looks at one of ours, that has only what the program gave it.
     """
-    module = importlib.import_module(f"{tree.package}.trainer.connectors.accelerator_connector")
-    connector = module._AcceleratorConnector
-    check = connector._check_config_and_set_final_flags
+    connector = private_names.trainer_connector.imported(tree)
+    check = private_names.check_strategy.of(connector)
 
     @functools.wraps(check)
     def check_as_unattached(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +279,7 @@ def let_several_trainers_take(tree: Tree) -> None:
         finally:
             strategy.__class__ = before
 
-    connector._check_config_and_set_final_flags = check_as_unattached
+    private_names.check_strategy.set_of(connector, check_as_unattached)
 
 
 def _change_hands(strategy: Any) -> None:
@@ -275,8 +288,8 @@ def _change_hands(strategy: Any) -> None:
     if holder is not None and holder.strategy is strategy:
         copy = object.__new__(type(strategy))
         vars(copy).update(vars(strategy))
-        if getattr(copy.launcher, "_strategy", None) is strategy:
-            copy.launcher._strategy = copy
+        if getattr(copy.launcher, "strategy", None) is strategy:
+            copy.launcher.strategy = copy
         holder.strategy = copy
         _holders[copy] = weakref.ref(holder)
     if strategy in _takers:
@@ -285,12 +298,13 @@ def _change_hands(strategy: Any) -> None:
 
 def _check_is_free(strategy: Any) -> None:
     """Raise if a Trainer runs with a strategy."""
-    module = vars(strategy).get("_lightning_module")
-    trainer = getattr(module, "_trainer", None)
-    if trainer is not None and trainer.strategy is strategy and trainer.state.status == "running":
+    module = vars(strategy).get(private_names.strategy_module.attribute)
+    trainer = getattr(module, private_names.module_trainer.attribute, None)
+    if trainer is not None and trainer.strategy is strategy and private_names.status(trainer) == "running":
+        method = private_names.called_method(trainer).value
         raise ConfigurationError(
             f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running "
-            f"{trainer.state.fn.value}. Expected one that no Trainer uses at the time. Make another "
+            f"{method}. Expected one that no Trainer uses at the time. Make another "
             f"{type(strategy).__name__}, or wait until the first Trainer is through."
         )
 
@@ -328,20 +342,10 @@ class _Watch:
         return spec
 
 
-def is_environment(environment: Any, kind: str) -> bool:
-    """Whether a cluster environment is of Lightning's class ``kind``, of either tree."""
-    return any(cls.__name__ == kind for cls in type(environment).__mro__)
-
-
 def is_foreign(environment: Any) -> bool:
     """Whether a cluster environment's class is none of Lightning's own: it may bring a world and ranks of its own."""
     module = type(environment).__module__
     return not any(f"{module}.".startswith(f"{tree.fabric}.") for tree in TREES)
-
-
-def logged_step(trainer: Any) -> int:
-    """The step under which Lightning itself would log something now."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def metrics_of(*owners: Any) -> list[Any]:
@@ -380,9 +384,9 @@ def when_process_groups_are_made(tree: Tree, call: Callable[[], None]) -> None:
     """Have something called before one of the tree's own strategies, such as DDP, makes its process group."""
     for name in ("ddp", "fsdp", "model_parallel", "deepspeed"):
         module: Any = sys.modules.get(f"{tree.package}.strategies.{name}")
-        make = getattr(module, "_init_dist_connection", None)
+        make = private_names.make_process_group.of(module)
         if make is not None:
-            module._init_dist_connection = functools.partial(_after, call, make)
+            private_names.make_process_group.set_of(module, functools.partial(_after, call, make))
 
 
 def _after(call: Callable[[], None], make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -399,20 +403,19 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
     Returns:
         a function that takes it back.
     """
-    signals, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
 
     def note(signum: int, _: Any) -> None:
         launcher = trainer.strategy.launcher
-        if launcher is not None and not signals.received_sigterm:
+        if launcher is not None and not private_names.sigterm_came(trainer):
             launcher.kill(signum)
-        signals.received_sigterm = True
+        private_names.sigterm_came.set(trainer, True)
 
-    signals._sigterm_notifier_fn = note
-    loop._broadcast_sigterm_tensor = lambda: None
+    undo_note = private_names.note_sigterm.replace(trainer, note)
+    undo_broadcast = private_names.broadcast_sigterm.replace(trainer, lambda: None)
 
     def undo() -> None:
-        vars(signals).pop("_sigterm_notifier_fn", None)
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
+        undo_note()
+        undo_broadcast()
 
     return undo
 
@@ -461,7 +464,7 @@ def looks_at_gradients(module: Any) -> bool:
     trainer = module.trainer
     if trainer.gradient_clip_val is not None or not module.automatic_optimization:
         return True
-    if getattr(module, "_compiler_ctx", None) is not None:
+    if private_names.compiled.of(module) is not None:
         return True  # compiled forwards do not run the hooks of submodules
     tree = tree_of(trainer)
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -481,11 +484,11 @@ _CHECKPOINT_STATE = (
     "best_model_score",
     "best_k_models",
     "kth_best_model_path",
-    "kth_value",
+    private_names.kth_score.attribute,
     "current_score",
     "last_model_path",
-    "_last_checkpoint_saved",
-    "_last_global_step_saved",
+    private_names.last_saved.attribute,
+    private_names.last_step_saved.attribute,
 )
 
 
@@ -516,15 +519,12 @@ def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None
     Returns:
         a function that takes it back.
     """
-    loop = trainer.fit_loop
-    end = type(loop).on_advance_end
 
     def end_and_call() -> None:
-        end(loop)
+        private_names.end_epoch.original(trainer)()
         call()
 
-    loop.on_advance_end = end_and_call
-    return lambda: vars(loop).pop("on_advance_end", None)
+    return private_names.end_epoch.replace(trainer, end_and_call)
 
 
 def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
@@ -535,19 +535,17 @@ def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[],
     Returns:
         a function that takes it back.
     """
-    loop = trainer.fit_loop
-    set_up = type(loop).setup_data
 
     def set_up_and_call() -> None:
-        before = loop._combined_loader
-        set_up(loop)
-        if loop._combined_loader is not before:
+        before = private_names.combined_loader(trainer)
+        private_names.set_up_data.original(trainer)()
+        if private_names.combined_loader(trainer) is not before:
             call()
 
-    loop.setup_data = set_up_and_call
-    if loop._combined_loader is not None:
+    undo = private_names.set_up_data.replace(trainer, set_up_and_call)
+    if private_names.combined_loader(trainer) is not None:
         call()
-    return lambda: vars(loop).pop("setup_data", None)
+    return undo
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
@@ -557,16 +555,15 @@ def progress_of(trainer: Any) -> dict[str, Any]:
     """
     from torch import Tensor
 
-    package = tree_of(trainer).package
-    call = importlib.import_module(f"{package}.trainer.call")
+    tree = tree_of(trainer)
     groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers]
     progress = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": importlib.import_module(package).__version__,
-        "loops": trainer._checkpoint_connector._get_loops_state_dict(),
-        "callbacks": call._call_callbacks_state_dict(trainer),
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "pytorch-lightning_version": tree.version,
+        "loops": private_names.loop_states(trainer)(),
+        "callbacks": tree.callback_states(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in private_names.schedules(trainer)],
         "groups": groups,
         "between_epochs": True,
     }
@@ -575,23 +572,21 @@ def progress_of(trainer: Any) -> dict[str, Any]:
 
 def progress_in(trainer: Any) -> dict[str, Any] | None:
     """The same from the checkpoint that a fit is about to begin with; None without one."""
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+    checkpoint = private_names.loaded_checkpoint(trainer)
     if not checkpoint or "optimizer_states" not in checkpoint:
         return None
     names = ("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers")
     states = [state["param_groups"] for state in checkpoint["optimizer_states"]]
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in states]
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    between = len({epochs[name] for name in ("ready", "started", "processed", "completed")}) == 1
+    between = private_names.is_between_epochs(checkpoint["loops"]["fit_loop"])
     found = {name: checkpoint[name] for name in names if name in checkpoint}
     return {**found, "groups": groups, "between_epochs": between}
 
 
 def begin_epochs_anew(trainer: Any) -> None:
     """After :func:`follow_progress`, when training begins: Lightning takes any state that it loads for mid-epoch."""
-    loop = trainer.fit_loop
-    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-        each._restarting = False
+    for restarts in (private_names.epochs_restart, private_names.batches_restart, private_names.validation_restarts):
+        restarts.set(trainer, False)
 
 
 # Settings of an optimizer that say how it computes on its device, not what.
@@ -603,12 +598,11 @@ def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
 
     To be called while the strategy is set up, after the optimizers: Lightning goes on from the same place afterwards.
     """
-    connector = trainer._checkpoint_connector
-    if connector._loaded_checkpoint:
+    if private_names.loaded_checkpoint(trainer):
         rank_zero_warn("The checkpoint is not loaded: this worker takes part in a run that has begun.")
-    connector._loaded_checkpoint = progress or {}
+    private_names.loaded_checkpoint.set(trainer, progress or {})
     if progress is not None:
-        connector.restore_callbacks()
+        private_names.load_callback_states(trainer)()
         for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update({n: _like(group.get(n), v) for n, v in settings.items() if n not in _OF_THE_DEVICE})
@@ -642,22 +636,21 @@ def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Ca
     Returns:
         a function that takes it back.
     """
-    loop = trainer.fit_loop.epoch_loop
-    start, stop = type(loop)._on_before_fetch, type(loop)._on_after_fetch
 
     def call_and_start() -> None:
         before()
-        start(loop)
+        private_names.before_fetch.original(trainer)()
 
     def stop_and_call() -> None:
-        stop(loop)
+        private_names.after_fetch.original(trainer)()
         after()
 
-    loop._on_before_fetch, loop._on_after_fetch = call_and_start, stop_and_call
+    undo_before = private_names.before_fetch.replace(trainer, call_and_start)
+    undo_after = private_names.after_fetch.replace(trainer, stop_and_call)
 
     def undo() -> None:
-        for name in ("_on_before_fetch", "_on_after_fetch"):
-            vars(loop).pop(name, None)
+        undo_before()
+        undo_after()
 
     return undo
 
@@ -669,9 +662,9 @@ def rank_zero_warn(message: str) -> None:
     rank_zero_warn(message, stacklevel=6)
 
 
-def without_optimizers(state: dict[str, Any]) -> dict[str, Any]:
-    """A strategy's attributes as before its optimizers were made: Lightning's wrappers of these cannot be pickled."""
-    return {**state, **{name: [] for name in ("_optimizers", "_lightning_optimizers") if name in state}}
+@functools.cache
+def _warn_once(message: str) -> None:
+    rank_zero_warn(message)
 
 
 def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.worker.leased_sampler import LeasedBatches
 
 __all__ = ["accumulation", "batch_size_of", "count_in", "why_split"]
@@ -18,10 +20,10 @@ def batch_size_of(trainer: Any) -> int:
     Args:
         trainer: its training data have been set up.
     """
-    loaders = trainer.fit_loop._combined_loader.flattened
+    loaders = training_loaders(trainer)
     sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
     sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
-    endless = trainer.fit_loop.max_batches == float("inf")
+    endless = expected_batches(trainer) == float("inf")
     return int(sampler.batch_size) if type(sampler) is BatchSampler and not endless else 0
 
 
@@ -34,16 +36,17 @@ def count_in(trainer: Any, batch: int) -> None:
         trainer: its training data have been set up, and :func:`batch_size_of` is not 0.
         batch: samples of such a batch.
     """
-    loop, limit = trainer.fit_loop, trainer.limit_train_batches
-    before = loop.max_batches, trainer.val_check_batch
-    (loader,) = loop._combined_loader.flattened
+    limit, before = trainer.limit_train_batches, (expected_batches(trainer), validates_after(trainer))
+    (loader,) = training_loaders(trainer)
     batches = len(loader.batch_sampler.sampler) / batch
     length = math.floor(batches) if loader.drop_last else math.ceil(batches)
-    loop.max_batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    expected = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    expected_batches.set(trainer, expected)
     if isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        validates_after.set(trainer, max(1, int(expected * trainer.val_check_interval)))
     if why_split(trainer, batch) is not None:
-        loop.max_batches, trainer.val_check_batch = before
+        expected_batches.set(trainer, before[0])
+        validates_after.set(trainer, before[1])
 
 
 def why_split(trainer: Any, batch: int = 0) -> str | None:
@@ -53,28 +56,28 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
         trainer: its training data have been set up.
         batch: samples of a batch of the common size; 0 if that is the loader's.
     """
-    loop, workers = trainer.fit_loop, trainer.world_size
-    loaders = loop._combined_loader.flattened
+    loaders, workers = training_loaders(trainer), trainer.world_size
     if len(loaders) != 1:
         return f"there are {len(loaders)} training dataloaders"
     (loader,) = loaders
     sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if type(sampler).__name__ not in ("DistributedSampler", "DistributedSamplerWrapper"):
+    if not private_names.deals_samples_out(sampler):
         return "Lightning has put no distributed sampler into the training dataloader, or there is no batch sampler"
-    if not trainer._accelerator_connector.use_distributed_sampler:
+    if not private_names.may_replace_samplers(trainer):
         return "use_distributed_sampler=False"
     if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
         return f"the sampler deals samples out to {sampler.num_replicas} instead of {workers} workers"
-    if type(loop._data_fetcher).__name__ != "_PrefetchDataFetcher":
+    if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
         return "training_step takes the dataloader's iterator"
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if private_names.validation_interval_s(trainer) is not None:
         return "validations are at times of the clock"
-    if loop.max_batches == float("inf"):
+    batches = expected_batches(trainer)
+    if batches == float("inf"):
         return "the training dataloader has no length"
     if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
         return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
     # All batches there are: what Lightning has counted for one worker may be padded.
-    batches = min(workers * loop.max_batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
+    batches = min(workers * batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
     if batches // accumulation(trainer, trainer.current_epoch) < workers:
         return f"{batches} batches per epoch are too few for {workers} workers"
     return None
@@ -83,6 +86,6 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
 def accumulation(trainer: Any, epoch: int) -> int:
     """Batches per optimizer step in an epoch, also before Lightning's callback for it has set them."""
     for callback in trainer.callbacks:
-        if hasattr(callback, "get_accumulate_grad_batches"):
-            return int(callback.get_accumulate_grad_batches(epoch))
+        if (per_step := private_names.accumulation_in.of(callback)) is not None:
+            return int(per_step(epoch))
     return int(trainer.accumulate_grad_batches)

@@ -9,16 +9,19 @@ then does what follows from what all have said:
 - all validate where one does,
 - the epoch ends where it ends for all. A worker that has nothing left to train validates with the others until then.
 
-The loop's attributes that are set here: ``epoch_loop.run``, ``on_advance_end`` and ``_should_check_val_fx``.
+The loop's methods that are replaced here: ``run_epoch``, ``end_batch`` and ``validates_now``, as
+:mod:`~lightning_asgd.adapter.private_names` calls them.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.protocol import Place
 
-__all__ = ["Others", "Places", "count_batches", "count_steps", "shift"]
+__all__ = ["Others", "Places"]
 
 
 class Others(Protocol):
@@ -64,15 +67,14 @@ class Places:
     def __init__(self, trainer: Any, others: Others) -> None:
         self._trainer = trainer
         self._others = others
-        self._loop = trainer.fit_loop.epoch_loop
         self._ended = False  # whether the epoch has ended for all
         self._batches = 0  # of it, that all have counted
-        self._loop.run, self._loop.on_advance_end = self._run, self._end_batch
+        self._undo = run_epoch.replace(trainer, self._run), end_batch.replace(trainer, self._end_batch)
 
     def close(self) -> None:
         """Give the loop back."""
-        for name in ("run", "on_advance_end"):
-            vars(self._loop).pop(name, None)
+        for undo in self._undo:
+            undo()
 
     # ------------------------------------------------------------------ in place of Lightning's methods
 
@@ -80,12 +82,13 @@ class Places:
         """Train an epoch, and wait until all have."""
         self._ended = False
         self._others.begin_within()
+        train = run_epoch.original(self._trainer)
         if self._others.apart:
-            type(self._loop).run(self._loop, fetcher)
+            train(fetcher)
             return
         # Hooks of the epoch's beginning may have stopped some workers only. These would not open the epoch's data.
         self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
-        type(self._loop).run(self._loop, fetcher)
+        train(fetcher)
         while not self._ended:
             if self._all_validate(ends=True, validates=False):
                 self._validate()
@@ -94,77 +97,51 @@ class Places:
 
     def _end_batch(self, fetcher: Any) -> None:
         """Decide with the others what follows a batch, if anything does."""
-        loop, end_batch = self._loop, type(self._loop).on_advance_end
-        ends = self._stops or loop._is_training_done or self._others.halted
-        validates = not loop._skip_next_val and loop._should_check_val_fx(fetcher)
+        trainer, end = self._trainer, end_batch.original(self._trainer)
+        ends = self._stops or private_names.is_trained(trainer) or self._others.halted
+        validates = not private_names.skips_validation(trainer) and validates_now(trainer)(fetcher)
         if self._others.apart or not (ends or validates):
-            end_batch(loop, fetcher)
+            end(fetcher)
             return
         validates = self._all_validate(ends=ends, validates=validates)
-        loop._should_check_val_fx = lambda *_: validates
+        undo = validates_now.replace(trainer, lambda *_: validates)
         try:
-            end_batch(loop, fetcher)
+            end(fetcher)
         finally:
-            del loop._should_check_val_fx
+            undo()
         if validates:
             self._agree_to_stop()
-        if self._ended and not loop.done:
+        if self._ended and not trainer.fit_loop.epoch_loop.done:
             raise StopIteration  # as where a hook skips the rest of the epoch
 
     # ------------------------------------------------------------------ helpers
 
     @property
     def _stops(self) -> bool:
-        return bool(self._trainer.should_stop and self._trainer.fit_loop._can_stop_early)
+        return bool(self._trainer.should_stop and private_names.may_stop_early(self._trainer))
 
     def _all_validate(self, *, ends: bool, validates: bool) -> bool:
         """Meet the others. Whether all validate."""
-        loop = self._loop
-        mine = Place(ends, validates, self._trainer.global_step, loop.batch_progress.current.ready)
+        trainer = self._trainer
+        mine = Place(ends, validates, trainer.global_step, private_names.batch_in_epoch(trainer))
         together = self._others.meet_within(mine, stops=self._stops)
         self._batches = together.batches
-        stepped = -1 < loop.max_steps <= loop.global_step
+        stepped = -1 < trainer.max_steps <= trainer.global_step
         self._ended = together.ends or self._stops or stepped
-        return together.validates or (self._stops and self._batches > 0 and loop._should_check_val_epoch())
+        due = private_names.validates_this_epoch(trainer)
+        return together.validates or (self._stops and self._batches > 0 and due())
 
     def _validate(self) -> None:
         """What Lightning does after a batch."""
         trainer = self._trainer
         trainer.validating = True
-        first = trainer._logger_connector._first_loop_iter
-        self._loop.val_loop.run()
+        first = private_names.first_batch_flag(trainer)
+        private_names.validate(trainer)()
         trainer.training = True
-        trainer._logger_connector._first_loop_iter = first
+        private_names.first_batch_flag.set(trainer, first)
 
     def _agree_to_stop(self) -> None:
         """After a validation in mid-epoch: its hooks may have stopped training on some workers only."""
         if not self._ended:  # else all do so once the epoch has ended
             self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
             self._ended = self._stops
-
-
-# ---------------------------------------------------------------------- Lightning's counts
-
-
-def count_steps(trainer: Any, step: int) -> None:
-    """Have Lightning and its loggers count so many optimizer steps."""
-    loop, by = trainer.fit_loop.epoch_loop, step - trainer.global_step
-    if trainer.lightning_module.automatic_optimization:
-        shift(vars(loop.automatic_optimization.optim_progress.optimizer.step.total), by)
-    else:
-        shift(vars(loop.manual_optimization.optim_step_progress.total), by)
-    loop._batches_that_stepped += by
-
-
-def count_batches(trainer: Any, batches: int) -> None:
-    """Have Lightning count so many batches of the present epoch."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    by = batches - progress.current.ready
-    shift(vars(progress.current), by)
-    shift(vars(progress.total), by)
-
-
-def shift(counts: dict[str, int], by: int) -> None:
-    """Add to all of Lightning's counts of the stages of something."""
-    for name in counts:
-        counts[name] += by

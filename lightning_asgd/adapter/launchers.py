@@ -23,7 +23,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter.class_trees import Extension, is_environment, is_foreign, save_on_exception
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import Extension, is_foreign, save_on_exception
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Policy
@@ -207,7 +208,8 @@ class Job:
             _hosted[rendezvous.address] = rendezvous
             rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
             return rendezvous.address
-        if num_nodes > 1 and is_environment(environment, "LightningEnvironment") and "MASTER_PORT" not in os.environ:
+        by_hand = private_names.is_a(environment, private_names.one_machine)
+        if num_nodes > 1 and by_hand and "MASTER_PORT" not in os.environ:
             raise LaunchError(
                 f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
                 "the same on every machine: set MASTER_PORT to a free port of the first one."
@@ -224,7 +226,7 @@ class Job:
         return address
 
 
-class ScriptLauncher(Extension):  # type: ignore[misc]
+class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ignore[misc]
     """Starts the servers, then the script once more for every further device. Extends Lightning's script launcher.
 
     Args:
@@ -238,12 +240,9 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.job = job
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the processes: libraries save a strategy with their models."""
-        return {**self.__dict__, "procs": []}
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start what is not running yet, then run ``function`` in this process, which is a worker itself."""
+        trainer.strategy.check_trainer(trainer)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         external = environment.creates_processes_externally
@@ -257,12 +256,12 @@ class ScriptLauncher(Extension):  # type: ignore[misc]
         self.job.begin(environment, self.num_nodes, is_main=rank == 0)
         if not external:
             with rank_variables.launching():
-                self._call_children_scripts()
+                processes = self.start_scripts()
             first = environment.node_rank() * self.num_processes
             watch = supervisor.ensure_watch()
-            for local_rank, process in enumerate(self.procs, start=1):
+            for local_rank, process in enumerate(processes, start=1):
                 watch.add_worker(first + local_rank, process)
-        self.tree.set_num_threads_if_needed(num_processes=self.num_processes)
+        self.tree.set_num_threads(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
@@ -320,7 +319,7 @@ class _Worker:
         return 0 if code else code
 
 
-class MultiProcessLauncher(Extension):  # type: ignore[misc]
+class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # type: ignore[misc]
     """Starts the servers, then forks or spawns every worker; this process only waits for them.
 
     Extends Lightning's multi-processing launcher.
@@ -340,16 +339,10 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes: libraries save a strategy with their models."""
-        return {**self.__dict__, "_procs": [], "_last": None}
+        return {**self.__dict__, "processes": [], "_last": None}
 
-    @property
-    def procs(self) -> list[Any]:
-        """The workers' processes. Lightning sets them; the reaper is told of them."""
-        return self._procs
-
-    @procs.setter
-    def procs(self, processes: list[Any]) -> None:
-        self._procs = processes
+    def watch(self, processes: list[Any]) -> None:
+        """Tell the reaper of the workers' processes, and keep one's end from ending the others."""
         if processes:
             watch = supervisor.ensure_watch()
             for process in processes:
@@ -361,17 +354,18 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
+        self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(self._strategy.cluster_environment, 1, is_main=True)
+        self.job.begin(self.strategy.cluster_environment, 1, is_main=True)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
             self.kill(signal.SIGTERM)
-            for process in self.procs:
+            for process in self.processes:
                 process.join(_STOP_S)
             self.kill(signal.SIGKILL)
-            self._strategy.has_failed_elsewhere()
+            self.strategy.has_failed_elsewhere()
             raise
         finally:
             if self._last is not None:
@@ -388,45 +382,46 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         self._last.daemon = True
         self._last.start()
 
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        if self._start_method == "fork" and _connected:
+    def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
+        """Be a worker: run Lightning's part of its process."""
+        if self.start_method == "fork" and _connected:
             # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and whoever
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
         with rank_variables.owning():
-            os.environ["LOCAL_RANK"] = str(args[0])  # as Lightning does next
+            os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
         try:
-            super()._wrapping_function(*args, **kwargs)
+            run()
         except BaseException as error:
             # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
             # here.
-            self._save(args[1], error)
-            self._strategy.on_exception(error)
+            self._save(trainer, error)
+            self.strategy.on_exception(error)
             rank = int(os.environ.get("LOCAL_RANK", "0"))
             if rank and not self.policy.abort and isinstance(error, Exception):
                 log.warning("Worker %d failed; the others go on without it.", rank, exc_info=True)
             raise
         finally:
-            self._strategy.leave_job()  # such a process ends without calling what is registered for its exit
+            self.strategy.leave_job()  # such a process ends without calling what is registered for its exit
 
     def _save(self, trainer: Any, error: BaseException) -> None:
         """Let checkpoint callbacks save what worker 0 has trained."""
-        if trainer is None or not self._strategy.is_global_zero:
+        if trainer is None or not self.strategy.is_global_zero:
             return
         try:
-            self._strategy.meet_nobody()
+            self.strategy.meet_nobody()
             save_on_exception(trainer, error)
         except Exception:  # the program's own error is the one to tell
             log.warning("Worker 0 could not write a checkpoint after an exception.", exc_info=True)
 
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        super()._recover_results_in_main_process(worker_output, trainer)
-        if worker_output.weights_path is not None:
-            with contextlib.suppress(OSError):  # Lightning removes the file and leaves its folder
-                os.rmdir(os.path.dirname(worker_output.weights_path))
+    def remove_weights(self, path: str | None) -> None:
+        """Remove the folder of the file with worker 0's weights, which Lightning leaves when it removes the file."""
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(path))
 
-    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+    def send_results(self, trainer: Any) -> dict[str, Any]:
         """Send worker 0's statistics and samples along with Lightning's results.
 
         In a file, as Lightning sends the weights: its queue is a pipe that the main process reads when all workers have
@@ -436,12 +431,11 @@ class MultiProcessLauncher(Extension):  # type: ignore[misc]
         descriptor, path = tempfile.mkstemp(prefix="lightning_asgd-")
         with os.fdopen(descriptor, "wb") as file:
             pickle.dump((strategy.stats, strategy.samples), file)
-        return {**super().get_extra_results(trainer), "lightning_asgd": path}
+        return {"lightning_asgd": path}
 
-    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+    def take_results(self, trainer: Any, sent: dict[str, Any]) -> None:
         """Keep worker 0's statistics and samples."""
-        super().update_main_process_results(trainer, extra)
-        path = Path(extra["lightning_asgd"])
+        path = Path(sent["lightning_asgd"])
         results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(path.read_bytes())  # our own child's
         path.unlink()
         trainer.strategy.stats, trainer.strategy.samples = results

@@ -8,22 +8,36 @@ would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`
 
 Where batch sizes differ, progress counts in batches of the *common* size, the first worker's.
 
-The loop's attributes that are set here: the loader's batch sampler, ``fit_loop.max_batches``,
-``trainer.val_check_batch``, ``batch_progress.is_last_batch``, the fetcher's ``length`` and ``done``, the ``frequency``
-of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
+What is set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
+``expected_batches``, ``validates_after``, ``last_batch_flag``, the fetcher's length and whether it is done, the
+``frequency`` of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
-from lightning_asgd.adapter.joint_decisions import count_steps, shift
+from lightning_asgd.adapter.private_names import (
+    batch_in_epoch,
+    batches_begun,
+    count_saved_batches,
+    count_steps,
+    epochs_begun,
+    expected_batches,
+    last_batch_flag,
+    load_on,
+    logged_step,
+    replace_batch_sampler,
+    resumes_epoch,
+    training_loaders,
+    validates_after,
+)
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
@@ -31,14 +45,6 @@ from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_commo
 __all__ = ["LeasedLoop"]
 
 _NEVER = sys.maxsize  # a number of batches or steps that is not reached
-
-
-def _set_batches(loader: Any, sampler: Any) -> None:
-    """Give a training dataloader another batch sampler."""
-    # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
-    object.__setattr__(loader, "batch_sampler", sampler)
-    # With persistent_workers=True the loader keeps its iterator, which would go on with the sampler it began with.
-    loader._iterator = None
 
 
 class LeasedLoop:
@@ -77,8 +83,7 @@ class LeasedLoop:
         self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        self._batches_before = progress.total.ready - (progress.current.ready if trainer.fit_loop.restarting else 0)
+        self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
         self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
         self._comes = True  # whether its first batch of all has not begun
         # Of the present epoch.
@@ -105,7 +110,7 @@ class LeasedLoop:
     @property
     def installed(self) -> bool:
         """Whether the training dataloader is still the same."""
-        return self._loader is not None and self.trainer.fit_loop._combined_loader.flattened == [self._loader]
+        return self._loader is not None and training_loaders(self.trainer) == [self._loader]
 
     def install(self, batch: int) -> None:
         """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins.
@@ -114,11 +119,10 @@ class LeasedLoop:
             batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
         """
         self._batch = batch or 1
-        loop = self.trainer.fit_loop
-        (loader,) = loop._combined_loader.flattened
+        (loader,) = training_loaders(self.trainer)
         self._uninstall()
         self._loader = loader
-        self._most = self._batches = int(loop.max_batches)
+        self._most = self._batches = int(expected_batches(self.trainer))
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
@@ -126,10 +130,10 @@ class LeasedLoop:
         self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
-        sampler.set_epoch(loop.epoch_progress.current.processed)
-        _set_batches(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
+        sampler.set_epoch(epochs_begun(self.trainer))
+        replace_batch_sampler(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
         self._begins = True
-        iter(loop._data_fetcher)
+        iter(private_names.fetcher(self.trainer))
         self._begins = False
 
     def expect(self) -> None:
@@ -155,30 +159,28 @@ class LeasedLoop:
         if self._loader is not None:
             inner = self._loader.batch_sampler.inner
             vars(inner.sampler).update(self._dealt)
-            _set_batches(self._loader, inner)
+            replace_batch_sampler(self._loader, inner)
             self._loader = None
 
     def _plan(self) -> Plan:
         """The epoch that begins now."""
         trainer, leases = self.trainer, self.leases
-        loop = trainer.fit_loop
-        number = loop.epoch_progress.current.processed
+        number = epochs_begun(trainer)
         key = f"{self.run}/{number}"
         if leases.opened == key:
             return leases.plan
         sampler, mine = self._loader.batch_sampler.inner, batch_size_of(trainer)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + number
-        items = in_common_order(sampler.sampler if mine else sampler, seed)
+        items = in_common_order(sampler.sampler if mine else sampler, private_names.program_seed() + number)
         whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
         items = items[: min(whole, self.workers * self._batches * self._batch)]
         order = digest(items)
-        self._batches = min(self._most, int(loop.max_batches))  # callbacks may have changed it
-        self._interval = trainer.val_check_batch
+        self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
+        self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
         self._accumulate, self._alike = self._agree(own), True
         accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
-        position = loop.epoch_loop.batch_progress.current.ready if loop.restarting else 0
+        position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
         self.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
         resumed, self._resumed = self._resumed, {}
@@ -210,7 +212,7 @@ class LeasedLoop:
         steps = math.ceil(units / step)  # of all workers
         every = self._interval
         marks: list[int] = []  # in batches of a worker
-        if trainer.fit_loop.epoch_loop._should_check_val_epoch() and every != float("inf"):
+        if private_names.validates_this_epoch(trainer)() and every != float("inf"):
             across = trainer.check_val_every_n_epoch is None
             first = every - (self._batches_before % every if across else 0)
             marks = list(range(first, self._batches + 1, every))
@@ -234,17 +236,16 @@ class LeasedLoop:
 
     def before_batch(self) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
-        loop, leases = self.trainer.fit_loop, self.leases
+        trainer, leases = self.trainer, self.leases
         self._idle = self._met = self._over = self._left = self._ended = self._begins = False
         self._trained, self._counted = None, 0
         leases.begin_batch()
-        fetcher, progress = loop._data_fetcher, loop.epoch_loop.batch_progress
-        fetcher.length, fetcher.done = float("inf"), False
+        private_names.fetch_on(trainer)
         self._end_step()
-        self.trainer.val_check_batch = _NEVER
+        validates_after.set(trainer, _NEVER)
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
-        self._expect(progress.current.ready + max(1, math.ceil(left) - 1))
-        for config in self.trainer.lr_scheduler_configs:
+        self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
+        for config in private_names.schedules(trainer):
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = _NEVER
@@ -255,7 +256,7 @@ class LeasedLoop:
     def _end_step(self) -> None:
         """Have Lightning take a step with the last batch of what is granted for one, wherever it is in its count."""
         trainer, leases = self.trainer, self.leases
-        if trainer.fit_loop._skip_backward:  # there are no gradients: only statistics are wanted
+        if private_names.trains_statistics_only(trainer):  # there are no gradients: only statistics are wanted
             if trainer.accumulate_grad_batches != _NEVER:
                 self._steps_kept = trainer.accumulate_grad_batches
                 trainer.accumulate_grad_batches = _NEVER
@@ -264,10 +265,9 @@ class LeasedLoop:
             self._steps_before += self._position / self._accumulate - self._position / self._given
             self._accumulate, self._alike = self._given, False  # others may change it sooner or later
             leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
-        progress = trainer.fit_loop.epoch_loop.batch_progress
         steps = leases.closes and trainer.accumulate_grad_batches != _NEVER
-        self._lacking = -progress.current.ready % trainer.accumulate_grad_batches if steps else 0
-        progress.is_last_batch = self._lacking > 0
+        self._lacking = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
+        last_batch_flag.set(trainer, self._lacking > 0)
 
     def after_batch(
         self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
@@ -286,7 +286,7 @@ class LeasedLoop:
         if self._ended:
             return False
         self._ended = True
-        leases, progress = self.leases, self.trainer.fit_loop.epoch_loop.batch_progress
+        leases = self.leases
         if not leases.end_batch(steps):
             discard()
         resumes = False
@@ -296,34 +296,35 @@ class LeasedLoop:
                 flush()
             more = resumes = leases.wait(acknowledged())
         self._met = not more
-        self._over = progress.is_last_batch = self._met and leases.last and not (self._cut or leases.halted)
+        self._over = self._met and leases.last and not (self._cut or leases.halted)
+        last_batch_flag.set(self.trainer, self._over)
         self._step_schedules()
         if more and leases.dry:
-            self._load_on()
+            load_on(self.trainer)
         return resumes
 
     def before_next(self) -> None:
         """The last thing that is done with a batch before Lightning decides what comes next."""
-        loop, leases = self.trainer.fit_loop, self.leases
-        epoch_loop = loop.epoch_loop
+        trainer, leases = self.trainer, self.leases
         if self._lacking:  # the next step begins where Lightning counts it to begin
-            shift(vars(epoch_loop.batch_progress.current), self._lacking)
-            loop.max_batches += self._lacking
+            batch_in_epoch.shift(trainer, self._lacking)
+            expected_batches.set(trainer, expected_batches(trainer) + self._lacking)
             self._lacking = 0
         batches, steps = self._own
-        self._own = batches + 1, steps + epoch_loop.global_step - self._global_step
+        self._own = batches + 1, steps + trainer.global_step - self._global_step
         self._set_global_step(self._next_step())
         if not self._met or leases.halted:
             return
         self._trained = leases.plan.epoch.ends[leases.segment]
         if leases.segment in self._validates:
-            across = self.trainer.check_val_every_n_epoch is None
-            self.trainer.val_check_batch = 1 + (epoch_loop.total_batch_idx if across else epoch_loop.batch_idx)
+            across = trainer.check_val_every_n_epoch is None
+            latest = private_names.latest_batch_ever if across else private_names.latest_batch
+            validates_after.set(trainer, 1 + latest(trainer))
         if self._over:
-            self._expect(epoch_loop.batch_progress.current.ready)
+            self._expect(batch_in_epoch(trainer))
         leases.meet()
         if not self._over:
-            self._load_on()  # while others wait, or validation runs
+            load_on(trainer)  # while others wait, or validation runs
 
     # ------------------------------------------------------------------ where all meet, and at the end
 
@@ -370,13 +371,13 @@ class LeasedLoop:
             return
         self._idle = True
         self._batches_before += batches
-        self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._over
+        last_batch_flag.set(self.trainer, self._over)
         self._give_back()
 
     def _give_back(self) -> None:
         if self.installed:
-            self.trainer.fit_loop.max_batches = self._batches
-            self.trainer.val_check_batch = self._interval
+            expected_batches.set(self.trainer, self._batches)
+            validates_after.set(self.trainer, self._interval)
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
@@ -397,19 +398,14 @@ class LeasedLoop:
         """
         if self._idle:
             return
-        position = self._position
-        total = self._batches_before + position
-        progress = loops["epoch_loop.batch_progress"]
-        shift(progress["current"], position - progress["current"]["ready"])
-        shift(progress["total"], total - progress["total"]["ready"])
+        count_saved_batches(loops, self._position, self._batches_before + self._position)
 
     def restore(self) -> None:
         """Give Lightning its own numbers back."""
         self._give_back()
         self._uninstall()
-        total = vars(self.trainer.fit_loop.epoch_loop.batch_progress.total)
-        shift(total, self._batches_before - total["ready"])
-        for config in self.trainer.lr_scheduler_configs:
+        batches_begun.shift(self.trainer, self._batches_before - batches_begun(self.trainer))
+        for config in private_names.schedules(self.trainer):
             config.frequency = self._frequencies.get(id(config), config.frequency)
 
     # ------------------------------------------------------------------ helpers
@@ -422,23 +418,10 @@ class LeasedLoop:
         trained = self.leases.progress if self._trained is None else self._trained
         return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
 
-    def _load_on(self) -> None:
-        """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
-
-        It does so by itself only when a batch comes in; with none under way it would end, and its processes too.
-        """
-        (iterator,) = self.trainer.fit_loop._combined_loader._iterator.iterators
-        for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
-            iterator._try_put_index()
-
     def _expect(self, batches: int) -> None:
         """Tell how many batches this worker will probably train in this epoch."""
-        self.trainer.fit_loop.max_batches = batches
-        bar = self.trainer.progress_bar_callback
-        if getattr(bar, "_train_progress_bar", None) is not None:
-            bar._train_progress_bar.total = batches  # tqdm
-        elif getattr(bar, "train_progress_bar_id", None) is not None and getattr(bar, "progress", None) is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=batches)  # rich
+        expected_batches.set(self.trainer, batches)
+        private_names.show_expected(self.trainer.progress_bar_callback, batches)
 
     def _step_schedules(self) -> None:
         """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
@@ -447,7 +430,7 @@ class LeasedLoop:
         for batch in range(self.stepped + 1, position + 1):
             if not module.automatic_optimization or (batch % self._accumulate and batch < self._batches):
                 continue
-            for config in self.trainer.lr_scheduler_configs:
+            for config in private_names.schedules(self.trainer):
                 frequency = self._frequencies.get(id(config))
                 if frequency is not None and batch % frequency == 0:
                     module.lr_scheduler_step(config.scheduler, None)
@@ -484,7 +467,7 @@ class LeasedLoop:
         """Numbers of steps after which loggers and checkpoints have something to do."""
         trainer = self.trainer
         every = [trainer.log_every_n_steps if trainer.loggers else 0]
-        every += [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+        every += [private_names.steps_between_checkpoints.of(callback) for callback in trainer.checkpoint_callbacks]
         return [n for n in every if n]
 
     def _set_global_step(self, step: int) -> None:
@@ -492,5 +475,5 @@ class LeasedLoop:
         # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker
         # stays at a step for several batches: it is to log once.
         again = step == self._global_step and step % max(1, self.trainer.log_every_n_steps) == 0
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = step if again else step - 1
+        logged_step.set(self.trainer, step if again else step - 1)
         self._global_step = step

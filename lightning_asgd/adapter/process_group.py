@@ -142,32 +142,19 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         """Every call says how long it waits."""
 
 
+def _done(result: Any) -> Any:
+    """The work of a collective that is over.
+
+    A subclass of torch's ``Work`` would not do: torch 2.6 waits for one in C++, and does not call its methods.
+    """
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
 @functools.cache
 def group_class() -> Any:
     """The class of our process groups; made when it is first needed, since a torch build may lack its base."""
-
-    class Done(_dist.distributed_c10d.Work):  # type: ignore[misc]
-        """The work of a collective that is over."""
-
-        def __init__(self, result: Any) -> None:
-            super().__init__()
-            self._future: Any = torch.futures.Future()
-            self._future.set_result(result)
-
-        def wait(self, *_: Any) -> bool:
-            return True
-
-        def is_completed(self) -> bool:
-            return True
-
-        def is_success(self) -> bool:
-            return True
-
-        def result(self) -> Any:
-            return self._future.value()
-
-        def get_future(self) -> Any:
-            return self._future
 
     class WorkersGroup(_dist.ProcessGroup):  # type: ignore[misc]
         """All workers, or this one alone. Its methods are what ``torch.distributed``'s functions call.
@@ -234,19 +221,19 @@ def group_class() -> Any:
 
         def barrier(self, *_: Any, **__: Any) -> Any:
             self._everybody("barrier")
-            return Done([])
+            return _done([])
 
         def broadcast(self, tensors: Any, options: Any) -> Any:
             found = self._everybody("broadcast", tensors, options.rootRank)[options.rootRank]
             if self.rank() != options.rootRank:
                 _fill(tensors, found)
-            return Done(tensors)
+            return _done(tensors)
 
         def allreduce(self, tensors: Any, options: Any = None) -> Any:
             parts = [found for found in self._everybody("all_reduce", tensors) if found]
             op = "sum" if options is None else reduce_op_name(options.reduceOp)
             _fill(tensors, [combine(op, each) for each in zip(*parts, strict=True)])
-            return Done(tensors)
+            return _done(tensors)
 
         allreduce_coalesced = allreduce
 
@@ -254,30 +241,30 @@ def group_class() -> Any:
             parts = [found for found in self._everybody("reduce", tensors) if found]
             if self.rank() == options.rootRank:
                 _fill(tensors, [combine(reduce_op_name(options.reduceOp), each) for each in zip(*parts, strict=True)])
-            return Done(tensors)
+            return _done(tensors)
 
         def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             found = self._complete("all_gather", inputs)
             for index, output in enumerate(outputs):
                 _fill(output, [tensors[index] for tensors in found])
-            return Done(outputs)
+            return _done(outputs)
 
         def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             for output, tensors in zip(outputs, self._complete("all_gather_coalesced", inputs), strict=True):
                 _fill(output, tensors)
-            return Done(outputs)
+            return _done(outputs)
 
         def all_gather_single(self, output: Any, input: Any, *_: Any, **__: Any) -> Any:
             found = self._complete("all_gather_into_tensor", [input])
             _fill([output.view(-1)], [torch.cat([tensors[0].reshape(-1) for tensors in found])])
-            return Done([output])
+            return _done([output])
 
         _allgather_base = all_gather_single
 
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             for output, input in zip(outputs, inputs, strict=True):
                 self.all_gather_single(output, input)
-            return Done(outputs)
+            return _done(outputs)
 
         allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -285,18 +272,18 @@ def group_class() -> Any:
             found = self._complete("gather", inputs)
             if self.rank() == options.rootRank:
                 _fill(outputs[0], [tensors[0] for tensors in found])
-            return Done(outputs)
+            return _done(outputs)
 
         def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
             mine = inputs[0] if self.rank() == options.rootRank else []
             found = self._everybody("scatter", mine, options.rootRank)[options.rootRank]
             _fill(outputs, [found[self.rank()]])
-            return Done(outputs)
+            return _done(outputs)
 
         def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
             found = self._complete("reduce_scatter", inputs[0])
             _fill(outputs, [combine(reduce_op_name(options.reduceOp), [tensors[self.rank()] for tensors in found])])
-            return Done(outputs)
+            return _done(outputs)
 
         def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:
             parts = [part.view(output.shape) for part in input.reshape(-1).chunk(self.size())]
@@ -307,20 +294,20 @@ def group_class() -> Any:
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
             for output, input in zip(outputs, inputs, strict=True):
                 self.reduce_scatter_single(output, input, options)
-            return Done(outputs)
+            return _done(outputs)
 
         reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
         def alltoall(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             found = self._complete("all_to_all", inputs)
             _fill(outputs, [tensors[self.rank()] for tensors in found])
-            return Done(outputs)
+            return _done(outputs)
 
         def all_to_all_single(self, output: Any, input: Any, to: Any, sizes: Any, *_: Any, **__: Any) -> Any:
             rows = input.split(list(sizes) or len(input) // self.size())
             found = self._complete("all_to_all_single", rows)
             _fill([output], [torch.cat([tensors[self.rank()] for tensors in found])])
-            return Done([output])
+            return _done([output])
 
         alltoall_base = all_to_all_single
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, resumed
 from lightning_asgd.adapter.class_trees import (
@@ -19,7 +19,6 @@ from lightning_asgd.adapter.class_trees import (
     keep_sigterm_local,
     rank_zero_warn,
     synchronise_metrics,
-    without_optimizers,
 )
 from lightning_asgd.adapter.elastic_run import RunMembership, check_attaches, check_is_one_worker
 from lightning_asgd.adapter.fit_session import Fit
@@ -239,7 +238,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """What a saved copy goes on with, or one in another process: nothing of this process's session."""
         mine: dict[str, Any] = {"_membership": None, "_fit": None, "_undo_sigterm": None, "_callbacks": []}
-        return {**without_optimizers(self.__dict__), **mine}
+        return {**super().__getstate__(), **mine}
 
     # ------------------------------------------------------------------ who this worker is
 
@@ -278,25 +277,32 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ starting and stopping
 
-    def _configure_launcher(self) -> None:
+    def _make_launcher(self) -> Any:
+        """The launcher; None where this process is the worker."""
         self._resume = Resumption()  # another Trainer may have had the strategy, and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
-            return  # this process is the worker
-        if self._start_method == "popen":
-            launcher = self.tree.derive(ScriptLauncher, "SubprocessScriptLauncher")
-            self._launcher = launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessingLauncher")
-            self._launcher = launcher(self._job, self, self._start_method, self._policy)
+            return None
+        start_method = private_names.start_method.of(self)
+        if start_method == "popen":
+            launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
+            return launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
+        launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessLauncher")
+        return launcher(self._job, self, start_method, self._policy)
+
+    def check_trainer(self, trainer: Any) -> None:
+        """Refuse a Trainer of a release of Lightning that lacks what is used. Called before anything is started."""
+        self.tree.check_trainer(trainer, leases=self._data == "leases")
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
         self.set_world_ranks()
         leave_resting()
         if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
-            self.tree.reset_seed()
+            self.tree.restart_random_numbers()
         trainer = self.lightning_module.trainer
+        if self._job.attaches:  # without a launcher
+            self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
         if not self._job.attaches:
@@ -330,7 +336,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         )
 
     def _is_fitting(self, trainer: Any) -> bool:
-        return bool(trainer.state.fn == self.tree.TrainerFn.FITTING)
+        return bool(private_names.called_method(trainer) == self.tree.TrainerFn.FITTING)
 
     def _add_callbacks(self, trainer: Any) -> None:
         """Put the strategy's own callbacks first, until it is torn down."""
@@ -351,7 +357,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
         self.accelerator.setup(trainer)
         fitting = self._is_fitting(trainer)
-        if fitting and self._layer_sync:
+        if fitting and private_names.layer_sync.of(self):
             rank_zero_warn(
                 "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
                 "is no common batch. Each normalises by its own batches; the running statistics are averaged."
@@ -508,14 +514,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._fit.end_epoch()
 
     def measure(self, epoch: Callable[[], float]) -> Meter | None:
-        """Begin to count what this worker trains, and where its time goes.
-
-        Args:
-            epoch: gives the epochs trained, with the fraction of the present one.
-
-        Returns:
-            what is to be told of every batch; None outside of a fit.
-        """
+        """Begin to count what this worker trains; None outside of a fit. ``epoch`` gives the epochs trained so far."""
         return None if self._fit is None else self._fit.measure(epoch)
 
     def take_figures(self) -> None:
@@ -615,7 +614,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return checkpoint
 
     @property
-    def lightning_restore_optimizer(self) -> bool:
+    def _restores_optimizers(self) -> bool:
         """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
         return self._membership is None or self._membership.bootstraps
 

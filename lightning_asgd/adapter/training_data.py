@@ -9,8 +9,8 @@ from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import begin_epochs_anew, tree_of
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, why_split
 from lightning_asgd.adapter.fleet import Membership
-from lightning_asgd.adapter.joint_decisions import count_batches, count_steps
 from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.private_names import batch_in_epoch, count_batches, count_steps
 from lightning_asgd.adapter.undivided_data import FirstBatch, datasets_of, is_dealt
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
@@ -168,8 +168,7 @@ class TrainingData(WorkFeed):
     @property
     def batches(self) -> int:
         """Batches of the epoch that this worker has counted, of those that it would train if all were equally fast."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return int(progress.current.ready) if self._loop is None else self._loop.stepped
+        return int(batch_in_epoch(self._trainer)) if self._loop is None else self._loop.stepped
 
     def count(self, step: int, batches: int) -> int:
         """Count at least so many optimizer steps, which other workers have counted.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter.class_trees import apply_to_collection
+from lightning_asgd.adapter.private_names import training_loaders
 from lightning_asgd.worker.collectives import Collectives
 
 __all__ = ["FirstBatch", "datasets_of", "is_dealt"]
@@ -29,7 +30,7 @@ def is_dealt(trainer: Any) -> bool:
     Args:
         trainer: the Trainer. Where its training data have not been set up there is nothing to deal.
     """
-    samplers = [_sampler_of(loader) for loader in _loaders_of(trainer)]
+    samplers = [_sampler_of(loader) for loader in training_loaders(trainer)]
     return all(getattr(sampler, "num_replicas", None) == trainer.world_size for sampler in samplers)
 
 
@@ -40,13 +41,8 @@ def _sampler_of(loader: Any) -> Any:
 
 def datasets_of(trainer: Any) -> str:
     """Class names of the training datasets."""
-    datasets = (getattr(loader, "dataset", loader) for loader in _loaders_of(trainer))
+    datasets = (getattr(loader, "dataset", loader) for loader in training_loaders(trainer))
     return ", ".join(dict.fromkeys(type(dataset).__name__ for dataset in datasets))
-
-
-def _loaders_of(trainer: Any) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader  # a search for a batch size takes it away, for instance
-    return [] if combined is None else combined.flattened
 
 
 class FirstBatch:

@@ -210,7 +210,7 @@ def swa_with_batch_norm(lab: Lab) -> Any:
     return {"loss": loss_of(module), "epoch": trainer.current_epoch, "counted": counted}
 
 
-@case(CALLBACKS, "`WeightAveraging` after every second step, with batch norm")
+@case(CALLBACKS, "`WeightAveraging` after every second step, with batch norm", since="2.6.0")
 def weight_averaging(lab: Lab) -> Any:
     class EverySecond(lab.pl.callbacks.WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -245,6 +245,7 @@ def backbone(lab: Lab) -> Any:
     CALLBACKS,
     "`EMAWeightAveraging`",
     note="Every worker averages its own steps; at sync points the averages are averaged over the workers.",
+    since="2.6.0",
 )
 def ema(lab: Lab) -> Any:
     return fit(lab, callbacks=[lab.pl.callbacks.EMAWeightAveraging(decay=0.5)], max_epochs=3)
@@ -387,6 +388,7 @@ def limits_by_fraction(lab: Lab) -> Any:
     OPTIONS,
     "`val_check_interval` in time",
     note="All validate where one worker's clock says so. Under DDP workers whose clocks differ would wait for ever.",
+    since="2.6.0",
     ddp=False,
 )
 def validation_by_time(lab: Lab) -> Any:

@@ -22,6 +22,7 @@ class Case:
         refused: pattern of the error that A-SGD raises.
         ddp_fails: DDP itself raises an error.
         ddp: whether there is anything to compare with.
+        since: the first release of Lightning that is known to have it.
     """
 
     group: str
@@ -32,6 +33,7 @@ class Case:
     refused: str = ""
     ddp_fails: bool = False
     ddp: bool = True
+    since: str = "2.5.0"
 
     def __post_init__(self) -> None:
         assert self.note or not (self.differs or self.refused), self.title

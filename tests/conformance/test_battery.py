@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.conformance.case import Case
 from tests.conformance.cases import CASES
@@ -65,7 +67,12 @@ def cases(names: list[str], *every: int) -> Iterator[Any]:
     for number, name in enumerate(names):
         for package, stride in zip(PACKAGES, every, strict=True):
             usual = stride > 0 and number % stride == 0 and name not in LONG
-            yield pytest.param(name, package, id=f"{name}-{package}", marks=[] if usual else [pytest.mark.slow])
+            since = CASES[name].since
+            lacks = Version(importlib.metadata.version("pytorch-lightning")) < Version(since)
+            marks = [pytest.mark.skipif(lacks, reason=f"Lightning has it since {since}")]
+            yield pytest.param(
+                name, package, id=f"{name}-{package}", marks=marks if usual else [*marks, pytest.mark.slow]
+            )
 
 
 @pytest.mark.parametrize(("name", "package"), cases(list(CASES), 1, 32))

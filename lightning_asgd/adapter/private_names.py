@@ -1,0 +1,447 @@
+"""Every private or undocumented name of Lightning that this package uses, what it stands for, and what it is used for.
+
+No other file names one. What a release of Lightning lacks of them is said before a fit begins
+(:mod:`lightning_asgd.adapter.name_check`), and not by an ``AttributeError`` in the middle of one.
+
+A :class:`Name` with a name of its own is also how it is used: ``batch_in_epoch(trainer)`` reads an attribute of a part
+of the Trainer. Methods that Lightning calls are in the classes at the end, which call others by names of this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+OLDEST, LATEST, BELOW = "2.5.0", "2.6.6", "2.7"
+"""The releases that these names were looked up in, and the first that nobody has looked at."""
+
+# Kinds of names.
+MODULE, CLASS, INSTANCE, SIGNATURE = "module", "class attribute", "instance attribute", "signature"
+
+# What names are used for.
+STARTING = "start workers"
+TAKING = "be taken by a Trainer"
+STEPS = "count steps as all workers do"
+MEETING = "let workers meet within an epoch"
+LEASES = "lease training data"
+DATA = "find the training data"
+SAVING = "save and resume progress"
+SIGNALS = "handle SIGTERM without waiting for worker 0"
+BARS = "show how many batches are expected"
+LOOKING = "see whether gradients are looked at"
+LOGGING = "log what workers do"
+STALLS = "measure data stalls"
+TIMING = "time a training step"
+
+DO_WITHOUT = {LEASES: "pass data='split'"}
+"""Settings that do without what a name is used for."""
+
+
+def import_from(tree: Any, module: str) -> Any:
+    """A module of a tree; ``fabric.`` leads to the package below."""
+    inner = module.removeprefix("fabric.")
+    return importlib.import_module(f"{tree.package if inner == module else tree.fabric}.{inner}")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of Lightning's.
+
+    The path begins at a module (``module:Class``, ``module:Class.attribute``, or ``module:Class().attribute``) or at a
+    Trainer (``fit_loop.max_batches``). That of a signature ends with the parameters that are relied upon.
+    """
+
+    path: str
+    kind: str
+    used_for: str
+    since: str = OLDEST
+    changed: str = ""
+    """The releases that changed it, and how."""
+    otherwise: str = ""
+    """What happens without it, where that is no error."""
+
+    @functools.cached_property
+    def module(self) -> str:
+        """Where it is imported from; empty for a part of a Trainer."""
+        return self.path.rpartition(":")[0]
+
+    @functools.cached_property
+    def parts(self) -> list[str]:
+        """The attributes on the way to it, after the module or the Trainer."""
+        path = self.path.rpartition(":")[2]
+        return (path.rpartition("(")[0] if self.kind == SIGNATURE else path).split(".")
+
+    @functools.cached_property
+    def attribute(self) -> str:
+        """The last of these."""
+        return self.parts[-1]
+
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        """Those that are relied upon."""
+        return re.findall(r"\w+", self.path.rpartition("(")[2]) if self.kind == SIGNATURE else []
+
+    def imported(self, tree: Any) -> Any:
+        """It, where it belongs to a module."""
+        return getattr(import_from(tree, self.module), self.attribute)
+
+    def of(self, owner: Any) -> Any:
+        """It of the object that has it; None where that can be missed and is missing."""
+        return getattr(owner, self.attribute, None) if self.otherwise else getattr(owner, self.attribute)
+
+    def set_of(self, owner: Any, value: Any) -> None:
+        """Set it there."""
+        setattr(owner, self.attribute, value)
+
+    @functools.cached_property
+    def _owner(self) -> Callable[[Any], Any]:
+        return operator.attrgetter(".".join(self.parts[:-1])) if len(self.parts) > 1 else lambda trainer: trainer
+
+    def __call__(self, trainer: Any) -> Any:
+        """It of a Trainer's part."""
+        return self.of(self._owner(trainer))
+
+    def set(self, trainer: Any, value: Any) -> None:
+        """Set it there."""
+        self.set_of(self._owner(trainer), value)
+
+    def shift(self, trainer: Any, by: int) -> None:
+        """Add to it, one of Lightning's counts of the stages of something, and to those of the other stages."""
+        shift(vars(self._owner(trainer)), by)
+
+    def original(self, trainer: Any) -> Any:
+        """The method of a Trainer's part that :meth:`replace` has replaced."""
+        owner = self._owner(trainer)
+        return getattr(type(owner), self.attribute).__get__(owner)
+
+    def replace(self, trainer: Any, function: Callable[..., Any]) -> Callable[[], None]:
+        """Put a function in the place of a method of a Trainer's part. Returns a function that takes it back."""
+        owner = self._owner(trainer)
+        vars(owner)[self.attribute] = function
+        return lambda: vars(owner).pop(self.attribute, None)
+
+
+def shift(counts: dict[str, int], by: int) -> None:
+    """Add to all of Lightning's counts of the stages of something."""
+    for name in counts:
+        counts[name] += by
+
+
+# ---------------------------------------------------------------------- what is imported
+
+script_launcher = Name("strategies.launchers:_SubprocessScriptLauncher", MODULE, STARTING)
+multi_process_launcher = Name("strategies.launchers:_MultiProcessingLauncher", MODULE, STARTING, changed="2.5.1")
+set_num_threads = Name("fabric.utilities.distributed:_set_num_threads_if_needed(num_processes)", SIGNATURE, STARTING)
+restart_random_numbers = Name("fabric.utilities.seed:reset_seed()", SIGNATURE, STARTING)
+optimizers_to_device = Name("fabric.utilities.optimizer:_optimizers_to_device(optimizers, device)", SIGNATURE, STARTING)
+configure_optimizers = Name("core.optimizer:_configure_optimizers(optim_conf)", SIGNATURE, TIMING)
+callback_states = Name("trainer.call:_call_callbacks_state_dict(trainer)", SIGNATURE, SAVING)
+trainer_connector = Name("trainer.connectors.accelerator_connector:_AcceleratorConnector", MODULE, TAKING)
+check_strategy = Name(f"{trainer_connector.path}._check_config_and_set_final_flags(strategy)", SIGNATURE, TAKING)
+make_process_group = Name("strategies.ddp:_init_dist_connection", MODULE, TAKING, otherwise="DDP may find ours")
+
+# Classes that are known by name: a program's object may be of either tree.
+prefetching = Name("loops.fetchers:_PrefetchDataFetcher", MODULE, LEASES)
+sampler_wrapper = Name("fabric.utilities.distributed:DistributedSamplerWrapper", MODULE, LEASES)
+one_machine = Name("fabric.plugins.environments:LightningEnvironment", MODULE, STARTING)
+tensorboard = Name("loggers:TensorBoardLogger", MODULE, LOGGING, otherwise="TensorBoard gets no histograms")
+wandb_logger = Name("loggers:WandbLogger", MODULE, LOGGING, otherwise="Weights & Biases gets no histograms and tables")
+
+
+def is_a(thing: Any, kind: Name) -> bool:
+    """Whether an object's class, or one of its bases, has a name."""
+    return any(cls.__name__ == kind.attribute for cls in type(thing).__mro__)
+
+
+# ---------------------------------------------------------------------- strategies, modules, callbacks
+
+_STRATEGY = "strategies:DDPStrategy()"
+accelerator = Name(f"{_STRATEGY}._accelerator", INSTANCE, TAKING)
+start_method = Name(f"{_STRATEGY}._start_method", INSTANCE, STARTING)
+layer_sync = Name(f"{_STRATEGY}._layer_sync", INSTANCE, STARTING)
+strategy_module = Name(f"{_STRATEGY}._lightning_module", INSTANCE, TAKING)
+optimizers = Name(f"{_STRATEGY}._optimizers", INSTANCE, TAKING)
+wrapped_optimizers = Name(f"{_STRATEGY}._lightning_optimizers", INSTANCE, TAKING)
+
+module_trainer = Name("core:LightningModule()._trainer", INSTANCE, TAKING)
+compiled = Name("core:LightningModule()._compiler_ctx", INSTANCE, LOOKING, otherwise="compiled modules are not seen")
+to_device = Name("core:LightningModule._apply_batch_transfer_handler(batch, device)", SIGNATURE, TIMING)
+
+_KEPT = "another worker that goes on writing checkpoints does not know it"
+kth_score = Name("callbacks:ModelCheckpoint().kth_value", INSTANCE, SAVING, otherwise=_KEPT)
+last_saved = Name("callbacks:ModelCheckpoint()._last_checkpoint_saved", INSTANCE, SAVING, otherwise=_KEPT)
+last_step_saved = Name("callbacks:ModelCheckpoint()._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
+steps_between_checkpoints = Name(
+    "callbacks:ModelCheckpoint()._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed"
+)
+accumulation_in = Name(
+    "callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)",
+    SIGNATURE,
+    LEASES,
+    otherwise="it is that of the epoch before",
+)
+_SHOWN = "the progress bar shows as many as Lightning counts"
+tqdm_bar = Name("callbacks:TQDMProgressBar()._train_progress_bar", INSTANCE, BARS, otherwise=_SHOWN)
+rich_bar = Name("callbacks:RichProgressBar().progress", INSTANCE, BARS, otherwise=_SHOWN)
+rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, BARS, otherwise=_SHOWN)
+
+
+def show_expected(bar: Any, batches: int) -> None:
+    """Have a progress bar say how many batches there will be."""
+    if tqdm_bar.of(bar) is not None:
+        tqdm_bar.of(bar).total = batches
+    elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
+        rich_bar.of(bar).update(rich_task.of(bar), total=batches)
+
+
+# ---------------------------------------------------------------------- the Trainer
+
+called_method = Name("state.fn", INSTANCE, TAKING)  # a member of Lightning's TrainerFn
+status = Name("state.status", INSTANCE, TAKING)
+may_replace_samplers = Name("_accelerator_connector.use_distributed_sampler", INSTANCE, LEASES)
+# Before 2.6.0 it is there once data have been set up.
+validates_after = Name("val_check_batch", INSTANCE, LEASES, since="2.6.0", changed="2.6.0: may be None")
+validation_interval_s = Name("_val_check_time_interval", INSTANCE, LEASES, since="2.6.0", otherwise="clocks are missed")
+schedules = Name("lr_scheduler_configs", INSTANCE, LEASES)
+first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
+sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
+note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS)
+loaded_checkpoint = Name("_checkpoint_connector._loaded_checkpoint", INSTANCE, SAVING, changed="2.5.1, 2.6.0")
+load_callback_states = Name("_checkpoint_connector.restore_callbacks()", SIGNATURE, SAVING)
+loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, SAVING)
+
+
+def is_between_epochs(loops: dict[str, Any]) -> bool:
+    """Whether a checkpoint, of which this is the fit loop's state, was written where an epoch had ended."""
+    epochs = loops["epoch_progress"]["current"]
+    return len({epochs[stage] for stage in ("ready", "started", "processed", "completed")}) == 1
+
+
+# ---------------------------------------------------------------------- the fit loop: epochs and their data
+
+combined_loader = Name("fit_loop._combined_loader", INSTANCE, DATA)
+loaders = Name("utilities.combined_loader:CombinedLoader.flattened", CLASS, DATA)
+loader_iterator = Name("utilities.combined_loader:CombinedLoader([])._iterator", INSTANCE, LEASES)
+iterators = Name("utilities.combined_loader:_ModeIterator([]).iterators", INSTANCE, LEASES)
+set_up_data = Name("fit_loop.setup_data()", SIGNATURE, DATA)
+expected_batches = Name("fit_loop.max_batches", INSTANCE, DATA)
+fetcher = Name("fit_loop._data_fetcher", INSTANCE, LEASES)
+fetcher_length = Name(f"{prefetching.path}().length", INSTANCE, LEASES)
+fetcher_done = Name(f"{prefetching.path}().done", INSTANCE, LEASES)
+epochs_begun = Name("fit_loop.epoch_progress.current.processed", INSTANCE, LEASES)
+resumes_epoch = Name("fit_loop.restarting", INSTANCE, LEASES, changed="2.5.2, 2.6.0: which states are restarts")
+trains_statistics_only = Name("fit_loop._skip_backward", INSTANCE, LEASES)
+end_epoch = Name("fit_loop.on_advance_end()", SIGNATURE, MEETING)
+may_stop_early = Name("fit_loop._can_stop_early", INSTANCE, MEETING)
+epochs_restart = Name("fit_loop._restarting", INSTANCE, SAVING)
+batches_restart = Name("fit_loop.epoch_loop._restarting", INSTANCE, SAVING)
+validation_restarts = Name("fit_loop.epoch_loop.val_loop._restarting", INSTANCE, SAVING)
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The training dataloaders; none before they are set up, and while a search for a batch size takes them away."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else list(loaders.of(combined))
+
+
+def deals_samples_out(sampler: Any) -> bool:
+    """Whether a sampler is torch's for several ranks, or the one that Lightning puts around a user's."""
+    return type(sampler).__name__ in ("DistributedSampler", sampler_wrapper.attribute)
+
+
+def replace_batch_sampler(loader: Any, sampler: Any) -> None:
+    """Give a training dataloader another batch sampler."""
+    # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
+    object.__setattr__(loader, "batch_sampler", sampler)
+    # With persistent_workers=True the loader keeps its iterator, which would go on with the sampler it began with.
+    loader._iterator = None
+
+
+def fetch_on(trainer: Any) -> None:
+    """Have batches fetched until the sampler ends, whatever the loader's length."""
+    fetcher_length.set_of(fetcher(trainer), float("inf"))
+    fetcher_done.set_of(fetcher(trainer), False)
+
+
+def program_seed() -> int:
+    """What the program has given ``seed_everything``, in an environment variable that its documentation names."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def load_on(trainer: Any) -> None:
+    """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
+
+    It does so by itself only when a batch comes in; with none under way it would end, and its processes too.
+    """
+    (iterator,) = iterators.of(loader_iterator.of(combined_loader(trainer)))
+    for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
+        iterator._try_put_index()
+
+
+# ---------------------------------------------------------------------- the epoch loop: batches and steps
+
+run_epoch = Name("fit_loop.epoch_loop.run(data_fetcher)", SIGNATURE, MEETING)
+end_batch = Name("fit_loop.epoch_loop.on_advance_end(data_fetcher)", SIGNATURE, MEETING, changed="2.5.2, 2.5.3, 2.6.0")
+is_trained = Name("fit_loop.epoch_loop._is_training_done", INSTANCE, MEETING)
+validates_now = Name("fit_loop.epoch_loop._should_check_val_fx(data_fetcher)", SIGNATURE, MEETING, changed="2.6.0")
+validates_this_epoch = Name("fit_loop.epoch_loop._should_check_val_epoch()", SIGNATURE, MEETING)
+skips_validation = Name("fit_loop.epoch_loop._skip_next_val", INSTANCE, MEETING)
+validate = Name("fit_loop.epoch_loop.val_loop.run()", SIGNATURE, MEETING)
+batch_in_epoch = Name("fit_loop.epoch_loop.batch_progress.current.ready", INSTANCE, STEPS)
+batches_begun = Name("fit_loop.epoch_loop.batch_progress.total.ready", INSTANCE, STEPS)
+last_batch_flag = Name("fit_loop.epoch_loop.batch_progress.is_last_batch", INSTANCE, LEASES, changed="2.6.0: resuming")
+latest_batch = Name("fit_loop.epoch_loop.batch_idx", INSTANCE, LEASES)
+latest_batch_ever = Name("fit_loop.epoch_loop.total_batch_idx", INSTANCE, LEASES)
+automatic_steps = Name(
+    "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.ready", INSTANCE, STEPS
+)
+manual_steps = Name("fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready", INSTANCE, STEPS)
+logged_step = Name("fit_loop.epoch_loop._batches_that_stepped", INSTANCE, STEPS)
+before_fetch = Name("fit_loop.epoch_loop._on_before_fetch()", SIGNATURE, STALLS)
+after_fetch = Name("fit_loop.epoch_loop._on_after_fetch()", SIGNATURE, STALLS)
+broadcast_sigterm = Name("fit_loop.epoch_loop._broadcast_sigterm_tensor()", SIGNATURE, SIGNALS, since="2.5.2")
+
+
+def count_steps(trainer: Any, step: int) -> None:
+    """Have Lightning and its loggers count so many optimizer steps."""
+    by = step - trainer.global_step
+    (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
+    logged_step.set(trainer, logged_step(trainer) + by)
+
+
+def count_batches(trainer: Any, batches: int) -> None:
+    """Have Lightning count so many batches of the present epoch."""
+    by = batches - batch_in_epoch(trainer)
+    batch_in_epoch.shift(trainer, by)
+    batches_begun.shift(trainer, by)
+
+
+def count_saved_batches(loops: dict[str, Any], batches: int, begun: int) -> None:
+    """The same in a checkpoint, of which this is the fit loop's state, where batches of all epochs are given too."""
+    progress = loops["epoch_loop.batch_progress"]
+    shift(progress["current"], batches - progress["current"]["ready"])
+    shift(progress["total"], begun - progress["total"]["ready"])
+
+
+# ---------------------------------------------------------------------- what Lightning calls of ours
+
+_SCRIPTS, _PROCESSES = script_launcher.path, multi_process_launcher.path
+_PASSED = (
+    Name(f"{_SCRIPTS}.__init__(cluster_environment, num_processes, num_nodes)", SIGNATURE, STARTING),
+    Name(f"{_SCRIPTS}._call_children_scripts()", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}.__init__(strategy, start_method)", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}._wrapping_function(process_idx, trainer)", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}._recover_results_in_main_process(worker_output, trainer)", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}.get_extra_results(trainer)", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}.update_main_process_results(trainer, extra)", SIGNATURE, STARTING),
+    Name(f"{_STRATEGY}._configure_launcher()", SIGNATURE, STARTING),
+    Name(f"{_STRATEGY}._launcher", INSTANCE, STARTING),
+    Name(f"{_STRATEGY}._precision_plugin", INSTANCE, TAKING),
+    Name(f"{_STRATEGY}._checkpoint_io", INSTANCE, TAKING),
+    Name(f"{_STRATEGY}.lightning_restore_optimizer", INSTANCE, SAVING),
+)
+NAMES = (*(each for each in list(vars().values()) if isinstance(each, Name)), *_PASSED)
+"""All of them."""
+
+
+class ScriptLauncherHooks:
+    """Lightning's script launcher in the words of ours."""
+
+    procs: list[Any]
+
+    def start_scripts(self) -> list[Any]:
+        """Start the script for all workers of this machine but the first. Returns their processes."""
+        self._call_children_scripts()  # type: ignore[attr-defined]
+        return self.procs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes: libraries save a strategy with their models."""
+        return {**self.__dict__, "procs": []}
+
+
+class ProcessLauncherHooks:
+    """Lightning's multi-processing launcher in the words of ours, which has the methods that are called here."""
+
+    _strategy: Any
+    _start_method: str
+    processes: list[Any]
+
+    @property
+    def procs(self) -> list[Any]:
+        """The workers' processes. Lightning sets them."""
+        return self.processes
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self.processes = processes
+        self.watch(processes)  # type: ignore[attr-defined]
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose workers are started."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def start_method(self) -> str:
+        """How they are started."""
+        return self._start_method
+
+    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        run: Any = super()._wrapping_function  # type: ignore[misc]
+        self.run_worker(process_idx, trainer, lambda: run(process_idx, trainer, *args, **kwargs))  # type: ignore[attr-defined]
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)  # type: ignore[misc]
+        self.remove_weights(worker_output.weights_path)  # type: ignore[attr-defined]
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """What worker 0 sends to the main process."""
+        mine = self.send_results(trainer)  # type: ignore[attr-defined]
+        return {**super().get_extra_results(trainer), **mine}  # type: ignore[misc]
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Take it there."""
+        super().update_main_process_results(trainer, extra)  # type: ignore[misc]
+        self.take_results(trainer, extra)  # type: ignore[attr-defined]
+
+
+class StrategyHooks:
+    """Lightning's strategy in the words of ours, which has the methods that are called here."""
+
+    _launcher: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As before its optimizers were made: Lightning's wrappers of these cannot be pickled."""
+        made = {name.attribute for name in (optimizers, wrapped_optimizers)}
+        return {name: [] if name in made else value for name, value in vars(self).items()}
+
+    def _configure_launcher(self) -> None:
+        launcher = self._make_launcher()  # type: ignore[attr-defined]
+        if launcher is not None:
+            self._launcher = launcher
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a checkpoint holds optimizer states that Lightning is to restore."""
+        return bool(self._restores_optimizers)  # type: ignore[attr-defined]
+
+
+class UnattachedHooks:
+    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
+
+    _given: dict[str, Any]
+    _accelerator = property(lambda self: self._given["accelerator"])
+    _precision_plugin = property(lambda self: self._given["precision_plugin"])
+    _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
+    cluster_environment = property(lambda self: self._given["cluster_environment"])
+    parallel_devices = property(lambda self: self._given["parallel_devices"])
