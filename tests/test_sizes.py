@@ -19,7 +19,7 @@ LONG_FILES = {
     "adapter.class_trees": 687,
     "adapter.leased_loop": 479,
     "server.service": 622,
-    "adapter.strategy": 631,
+    "adapter.strategy": 630,
     "worker.exchanger": 580,
 }
 
@@ -49,7 +49,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_508, "tools": 4_905}
+LINES = {"core": 18_974, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
