@@ -97,7 +97,7 @@ class Worker:
             push=True,
             fetch=True,
             updates=self.replica.updates(),
-            sane=self.replica.sane,
+            within_bounds=self.replica.within_bounds,
             steps=1,
         )
         replies = self.shards.replies(futures)

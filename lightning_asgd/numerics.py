@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ABSURD", "is_finite", "is_sane", "largest", "zero_what_is_not_finite"]
+__all__ = ["MAX_UPDATE", "is_finite", "is_within_bounds", "largest", "zero_what_is_not_finite"]
 
-ABSURD = 1e10
+MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
 
 
@@ -34,14 +34,14 @@ def largest(tensor: Tensor) -> float:
     return float(torch.maximum(-least, most))
 
 
-def is_sane(tensor: Tensor) -> bool:
-    """Whether every element is finite and below :data:`ABSURD`; False also where only a closer look would tell.
+def is_within_bounds(tensor: Tensor) -> bool:
+    """Whether every element is finite and below :data:`MAX_UPDATE`; False also where only a closer look would tell.
 
     From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
     """
     if tensor.dtype.is_complex:
         return False
-    return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= ABSURD**2
+    return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= MAX_UPDATE**2
 
 
 def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:

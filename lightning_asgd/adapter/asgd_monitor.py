@@ -25,7 +25,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     A Trainer with a logger and an :class:`~lightning_asgd.ASGDStrategy` gets one by itself. Everything goes to the
     Trainer's loggers under ``asgd/...``, of all workers together and of each, at most every few seconds and at sync
     points; docs/monitoring.md lists it. Worker 0 also writes it to ``asgd.jsonl`` beside the logs, for
-    ``lightning-asgd report``. The other workers' figures are those of their latest sign of life. Extends Lightning's
+    ``lightning-asgd report``. The other workers' figures are those of their latest heartbeat. Extends Lightning's
     ``Callback``.
 
     Args:

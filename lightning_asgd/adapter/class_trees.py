@@ -2,7 +2,7 @@
 
 ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code as two separate class trees, and both may be loaded
 in one process. What this package adds to Lightning is written as classes without a base; :meth:`Tree.derive` puts the
-Lightning class of one tree behind them. Neither tree is imported here: whoever makes a Trainer has done so.
+Lightning class of one tree behind them. Neither tree is imported here: a program that makes a Trainer has done so.
 """
 
 from __future__ import annotations

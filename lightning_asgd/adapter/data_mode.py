@@ -28,7 +28,7 @@ def batch_size_of(trainer: Any) -> int:
 
 
 def count_in(trainer: Any, batch: int) -> None:
-    """Have Lightning count an epoch, and the batches between two validations, in batches of the common size.
+    """Have Lightning count an epoch, and the batches between two validations, in batches of the reference size.
 
     Not where every worker trains a part of its own: there its own batches count.
 
@@ -54,7 +54,7 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
 
     Args:
         trainer: its training data have been set up.
-        batch: samples of a batch of the common size; 0 if that is the loader's.
+        batch: samples of a batch of the reference size; 0 if that is the loader's.
     """
     loaders, workers = training_loaders(trainer), trainer.world_size
     if len(loaders) != 1:

@@ -140,7 +140,7 @@ class RunMembership(Membership):
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 
     def begin_epoch(self) -> None:
-        """Ask who lives: from its signs of life alone this worker would hear of others too late."""
+        """Ask who takes part: with its heartbeats alone this worker would hear of the others too late."""
         now = self.client.beat(self._heard, self._config.timeouts.silence_s)
         if now is not None:
             self.board.living = now.living
@@ -184,12 +184,12 @@ class RunMembership(Membership):
 
     @property
     def fills(self) -> bool:
-        """The founder's weights are the run's first."""
+        """The bootstrap worker's weights are the run's first."""
         return self.bootstraps
 
     @property
     def layout(self) -> Any:
-        """Description of the run's layout; None for the founder."""
+        """Description of the run's layout; None for the bootstrap worker."""
         return self._attachment.layout
 
     @property
@@ -203,7 +203,7 @@ class RunMembership(Membership):
         return self._attachment.between_epochs
 
     def agree_with_run(self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption) -> None:
-        """The founder tells the others; they take its values."""
+        """The bootstrap worker publishes its values; the others take them."""
         self._trainer = trainer
         if not self.bootstraps:
             self._attachment.adopt(constants)

@@ -126,7 +126,7 @@ class Fit:
         return synchronizer
 
     def enter_again(self) -> None:
-        """Lay the module out anew and fill the servers from worker 0's. All workers call it together.
+        """Lay the module out again and fill the servers from worker 0's. All workers call it together.
 
         Raises:
             ConfigurationError: this is a run whose workers come and go.
@@ -357,7 +357,7 @@ class Fit:
         return self._meter
 
     def take_figures(self) -> None:
-        """Put this worker's figures on the board, if it is measured: the next sign of life tells the others."""
+        """Put this worker's figures on the board, if it is measured: the next heartbeat carries them."""
         if self._meter is not None:
             self._membership.board.post(self._collectives.rank, self._meter.read())
 

@@ -47,7 +47,7 @@ class Membership:
         world_size: number of workers.
 
     Attributes:
-        client: connection to the servers; another one where the worker comes once more, or weights are laid out anew.
+        client: connection to the servers; replaced when the worker joins once more, or weights are laid out again.
         collectives: what the worker does together with the others; the same.
 
     Raises:
@@ -273,7 +273,7 @@ class Membership:
     # ------------------------------------------------------------------ what is not possible everywhere
 
     def check_layout_may_change(self) -> None:
-        """Raise if all workers cannot lay their modules out anew."""
+        """Raise if the workers cannot all lay their modules out again."""
 
     def check_data_may_be_split(self, reason: str) -> None:
         """Raise if the training data cannot be split among the workers.
@@ -339,7 +339,7 @@ class Membership:
             self._recovery = None
 
     def _stop(self) -> None:
-        """Restore no servers and give no signs of life any more."""
+        """Stop restoring servers and sending heartbeats."""
         self._stop_restoring()
         if self._heartbeat is not None:
             self._heartbeat.stop()

@@ -377,7 +377,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 overseer.rest()
 
     def _hurry(self) -> None:
-        """Worker 0 has ended well: whoever hangs must not keep this process for ever."""
+        """Worker 0 has finished: kill workers that hang, after a grace period."""
         self._last = threading.Timer(self.policy.silence_s + _STOP_S, self.kill, (signal.SIGKILL,))
         self._last.daemon = True
         self._last.start()

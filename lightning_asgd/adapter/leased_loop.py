@@ -80,7 +80,7 @@ class LeasedLoop:
         self._loader: Any = None
         self._begins = False  # whether an epoch begins, and none of its batches has come
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
-        self._most = self._batches = 0  # of an epoch per worker, of the common size, if all are equally fast
+        self._most = self._batches = 0  # of an epoch per worker, of the reference size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
         self._frequencies: dict[int, int] = {}  # of schedules that step with batches
         self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
@@ -116,7 +116,7 @@ class LeasedLoop:
         """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins.
 
         Args:
-            batch: samples of a batch of the common size; 0 where a sampler of the user's own makes batches.
+            batch: samples of a batch of the reference size; 0 where a sampler of the user's own makes batches.
         """
         self._batch = batch or 1
         (loader,) = training_loaders(self.trainer)

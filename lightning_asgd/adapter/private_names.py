@@ -309,14 +309,14 @@ broadcast_sigterm = Name("fit_loop.epoch_loop._broadcast_sigterm_tensor()", SIGN
 
 
 def count_steps(trainer: Any, step: int) -> None:
-    """Have Lightning and its loggers count so many optimizer steps."""
+    """Have Lightning and its loggers count a number of optimizer steps."""
     by = step - trainer.global_step
     (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
     logged_step.set(trainer, logged_step(trainer) + by)
 
 
 def count_batches(trainer: Any, batches: int) -> None:
-    """Have Lightning count so many batches of the present epoch."""
+    """Have Lightning count a number of batches of the present epoch."""
     by = batches - batch_in_epoch(trainer)
     batch_in_epoch.shift(trainer, by)
     batches_begun.shift(trainer, by)

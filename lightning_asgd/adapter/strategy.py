@@ -518,7 +518,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return None if self._fit is None else self._fit.measure(epoch)
 
     def take_figures(self) -> None:
-        """Put this worker's figures on the board, if it is measured: the next sign of life tells the others."""
+        """Put this worker's figures on the board, if it is measured: the next heartbeat carries them."""
         if self._fit is not None:
             self._fit.take_figures()
 

@@ -21,7 +21,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
         trainer.strategy.share_data()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Do so again if the data have been loaded anew."""
+        """Do so again if the data have been reloaded."""
         trainer.strategy.share_data()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -171,7 +171,7 @@ class TrainingData(WorkFeed):
         return int(batch_in_epoch(self._trainer)) if self._loop is None else self._loop.stepped
 
     def count(self, step: int, batches: int) -> int:
-        """Count at least so many optimizer steps, which other workers have counted.
+        """Count at least as many optimizer steps as other workers have counted.
 
         Args:
             step: the most of any worker.
@@ -247,7 +247,7 @@ class TrainingData(WorkFeed):
         return super().left_s if self._loop is None else self._loop.leases.left_s
 
     def ask_ahead(self, seconds: float) -> None:
-        """Ask for data to train in so many seconds, if there are not enough: see :meth:`DataLeases.ask_ahead`."""
+        """Ask for data to train in the next seconds, if there are not enough: see :meth:`DataLeases.ask_ahead`."""
         if self._loop is not None:
             self._loop.leases.ask_ahead(seconds)
 

@@ -91,8 +91,8 @@ class Exchange:
         may_wait: whether the answer may be held back until others have come so far.
         rest: whether the worker stops at a sync point now, so that nobody waits for it.
         shared: whether update and answer go through the shared block.
-        sane: whether the worker has seen, where the update was in its cache, that all of it is finite and not absurdly
-            large; it counts for shared memory only.
+        within_bounds: whether the worker has seen, where the update was in its cache, that all of it is finite and below
+            the bound; it counts for shared memory only.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
         common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
@@ -116,7 +116,7 @@ class Exchange:
     may_wait: bool = False
     rest: bool = False
     shared: bool = False
-    sane: bool = False
+    within_bounds: bool = False
     fragment: int = 0
     full: bool = False
     common: str | None = None

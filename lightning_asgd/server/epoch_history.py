@@ -86,7 +86,7 @@ class Epochs:
         raise ProtocolError(f"Worker {worker} claims units of epoch {key}, which was not opened.")
 
     def applied(self, key: str, worker: int, units: int) -> None:
-        """Note that a worker's first so many units are applied; see :class:`Leases`."""
+        """Note how many of a worker's units are applied; see :class:`Leases`."""
         for leases in self:
             if leases.epoch.key == key:
                 leases.applied(worker, units)

@@ -138,7 +138,7 @@ class Leases:
                 self._hold(worker, a, b)
 
     def applied(self, number: int, units: int) -> None:
-        """Note that a worker's first so many units are applied, in the moment when the push itself arrives.
+        """Note how many of a worker's units are applied, at the moment when the push itself arrives.
 
         So a unit is either done or granted to others, whenever a worker is lost.
         """
@@ -308,7 +308,7 @@ class Leases:
         worker.held.append((first, last))
 
     def _apply(self, worker: _Worker, applied: int) -> None:
-        """Note that the first so many of the units granted to a worker have been applied."""
+        """Note how many of the units granted to a worker have been applied, from the first on."""
         fresh = applied - worker.applied
         worker.applied = max(worker.applied, applied)
         while fresh > 0 and worker.held:

@@ -48,7 +48,7 @@ class PendingReplies:
         return future
 
     def take(self, request: Any) -> Future[Any]:
-        """Remove a request; whoever takes it replies to it."""
+        """Remove a request; the caller replies to it."""
         return self._pending.pop(id(request))[1]
 
     def complete(self, request: Any, reply: Any) -> None:

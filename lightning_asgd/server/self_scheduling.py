@@ -49,7 +49,7 @@ def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, 
 
 
 def finish_s(loads: Sequence[Load], units: int) -> float:
-    """Seconds until workers have trained so many units in whole steps, if none idles."""
+    """Seconds until the workers have trained a number of units in whole steps, if none idles."""
     rate = busy = time = 0.0
     ordered = sorted(loads)
     for index, (free, pace, _) in enumerate(ordered):

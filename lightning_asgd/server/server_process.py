@@ -107,10 +107,10 @@ def main(argv: list[str] | None = None) -> int:
         kind = registry.kind_of(settings.transport)
         server = kind.serve(service.handle, arguments.name, settings.interface)
     except NetworkDownError:
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # begin anew
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
     rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
     rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
-    threading.Thread(target=_listen, args=(service,), name="lightning_asgd.obituaries", daemon=True).start()
+    threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):
         looked, shut = time.monotonic(), False
         while not stopped and not shut and os.getppid() == arguments.parent:
@@ -156,7 +156,7 @@ def _kept(service: Service, snapshots: Snapshots | None, settings: ServerSetting
 def _listen(service: Service) -> None:
     """Read on stdin which workers' processes have ended: the main process, their parent, knows it at once."""
     for line in sys.stdin:
-        service.bury(**json.loads(line))
+        service.report_exit(**json.loads(line))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class Service:
                 self._complete(leases.retry(now))
             self._separate(session)
 
-    def bury(self, session: str, worker: int, reason: str) -> None:
+    def report_exit(self, session: str, worker: int, reason: str) -> None:
         """Take a worker out, whose process is known to have ended; later generations of the session count too."""
         with self._lock:
             self._registry.exits.append((session, worker, reason))
@@ -321,7 +321,7 @@ class Service:
         session = self._current(message.session)
         members, now = session.members, self._clock()
         untouched = bool(run.name) and not members.joined  # nobody has joined since its snapshot: workers know more
-        goes_on = self._to_be_restored or begins or untouched  # else others may have begun the run anew
+        goes_on = self._to_be_restored or begins or untouched  # else others may have started the run again
         earlier = message.worker in members.joined or (not goes_on and message.worker > members.admitted)
         if run.name and message.restore and earlier and not session.recovery:
             raise WorkerLostError(

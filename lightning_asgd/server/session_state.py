@@ -81,7 +81,7 @@ class SessionState:
         return self.buffers.open(message)
 
     def members_changed(self) -> list[Completion]:
-        """Tell whoever waits for other workers who takes part now."""
+        """Tell the parts that wait for other workers who takes part now."""
         due = self.means.meet(self.members.living)
         for shard in self.shards.values():
             due += shard.meet(self.members.living)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role
-from lightning_asgd.numerics import ABSURD, is_finite, largest
+from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
@@ -236,7 +236,8 @@ class Shard:
             return Verdict.REPEATED
         self._last_seq[message.worker] = message.seq
         # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
-        if (message.shared and message.sane) or all(map(self._is_sane, range(len(self.groups)), update)):
+        trusted = message.shared and message.within_bounds
+        if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
             self._refused.pop(message.worker, None)
             return Verdict.APPLIED
         self.counts.refused += 1
@@ -244,16 +245,16 @@ class Shard:
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
                 f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
-                f"{ABSURD:g}. Look at its data and its machine; lower the learning rate or clip gradients."
+                f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
         return Verdict.REFUSED
 
-    def _is_sane(self, index: int, update: Tensor) -> bool:
+    def _is_within_bounds(self, index: int, update: Tensor) -> bool:
         """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
         if not update.dtype.is_floating_point:
             return is_finite(update)
         size = largest(update)
-        return size <= ABSURD or size <= ABSURD * largest(self._weights[index]) < math.inf
+        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self._weights[index]) < math.inf
 
     # ------------------------------------------------------------------ a push
 

@@ -112,7 +112,7 @@ class Snapshots:
         )
 
     def check(self, run: str, servers: int) -> int | None:
-        """The first server's version, where so many servers can go on with a run; None if the run is to begin."""
+        """The first server's version, if ``servers`` servers can go on with a run; None if the run is to begin."""
         first = self.read(0)
         if first is None:
             return None

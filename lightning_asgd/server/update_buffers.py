@@ -117,8 +117,8 @@ class Buffers:
     def _keep_mapped(self, worker: int, fragment: int) -> None:
         """Leave one worker's block mapped, the one in use, and no other.
 
-        If all stayed so, a server would seem to need as much memory as all its workers. Mapping anew takes a quarter of
-        an exchange, which a server with one worker on its machine is spared.
+        If all stayed so, a server would seem to need as much memory as all its workers. Mapping again takes a quarter
+        of an exchange, which a server with one worker on its machine is spared.
         """
         before = self._mapped.get(fragment)
         if before is not None and before != worker and (before, fragment) in self._blocks:

@@ -64,7 +64,7 @@ class Attachment:
 
     @property
     def layout(self) -> Any:
-        """Description of the run's layout; None for the founder."""
+        """Description of the run's layout; None for the bootstrap worker."""
         return self._notes.get(_LAYOUT)
 
     @property

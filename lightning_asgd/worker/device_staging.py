@@ -2,7 +2,7 @@
 
 On a CPU there is nothing to copy. On a CUDA device all that concerns exchanges is queued on a stream of its own, which
 the device works through between two training steps: it takes its *turn* after what the device was given before, and
-what it is given later comes after it. So the training thread only queues work. Once the device is through with a turn,
+what it is given later comes after it. So the training thread only queues work. Once the device has finished a turn,
 what it copied has *arrived*, and it reads no more of this machine's memory: before that no server may be sent anything
 that it answers there. The worker trains meanwhile, and looks again after every step. What is copied lies in pinned
 memory, which the device reads and writes by itself.
@@ -183,7 +183,7 @@ def _unpin(module: Any, device: torch.device, stream: Any, address: int) -> None
 
 
 def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -> int:
-    """CUDA's error of a call; 0 if there was none. CUDA itself would raise it at the next kernel, whoever's that is."""
+    """CUDA's error of a call; 0 if there was none. CUDA itself would raise it at the next kernel of any caller."""
     with contextlib.suppress(RuntimeError):
         scalar = torch.empty(1, device=device)
         with module.device(device):

@@ -5,7 +5,7 @@ were taken, starts the next exchange. Sending and receiving happen in the transp
 exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
 push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
 would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
-be sent leaves after the step in which the device was through with that.
+be sent leaves after the step in which the device has finished that.
 
 What may have to wait is a generator of the futures that it waits for, so that the simulator's one thread can go on with
 another worker meanwhile; :func:`run` runs it without a break.
@@ -133,7 +133,7 @@ class Exchanger(Synchronizer):
         self._on_refused = training.on_refused
         self._lr = training.lr
         self._whole = fragments == 1
-        # Fragments take turns: the first exchange comes so many steps earlier than after ``nsync``.
+        # Fragments take turns: the first exchange comes that many steps earlier than after ``nsync``.
         self._lead = config.npush * (fragments - 1 - shards.fragment) // fragments
         self._data = training.data
         self._trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
@@ -448,7 +448,7 @@ class Exchanger(Synchronizer):
         about = {
             "push": push,
             "fetch": fetch,
-            "sane": push and self.replica.sane,
+            "within_bounds": push and self.replica.within_bounds,
             "steps": local_steps,
             "lr": self._lr(),
             "speed": speed,

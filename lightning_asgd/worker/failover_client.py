@@ -59,7 +59,7 @@ class FailoverClient:
         collectives: the worker's in this session.
         synchronizer: what the worker shares through.
         part: of the present epoch, if there is one.
-        find: waits for the server in a lost one's place, and returns its address.
+        find: waits for the replacement of a lost server, and returns its address.
         background: runs that.
     """
 

@@ -132,7 +132,7 @@ class DataLeases(WorkFeed):
     # ------------------------------------------------------------------ the loader's side
 
     def open(self, plan: Plan) -> None:
-        """Begin an epoch; or begin to load anew what is left of it."""
+        """Begin an epoch, or begin to load the rest of it again."""
         self._dry = False
         if self._plan is not None and self._plan.epoch.key == plan.epoch.key:
             self._waiting.extendleft(reversed(self._loading))
@@ -165,7 +165,7 @@ class DataLeases(WorkFeed):
         return batch.samples
 
     def _lasts_s(self, batches: int) -> float:
-        """Seconds in which it trains so many batches."""
+        """Seconds in which it trains a number of batches."""
         return batches * (self.plan.batch or 1) * self.pace
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
@@ -202,7 +202,7 @@ class DataLeases(WorkFeed):
         return bool(self._loading) and self._loading[0].closes
 
     def accumulate(self, batches: int) -> None:
-        """Have optimizer steps of so many batches in what is granted from now on."""
+        """From now on have optimizer steps of a number of batches in what is granted."""
         self._plan = replace(self.plan, accumulate=batches)
 
     @property
@@ -270,20 +270,20 @@ class DataLeases(WorkFeed):
 
     @property
     def part(self) -> LeaseHoldings | None:
-        """This worker's part of the present epoch, for a coordinator that takes the place of one that was lost."""
+        """This worker's part of the present epoch, for the replacement of a lost coordinator."""
         if self._plan is None:
             return None
         return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served)
 
     def lose(self) -> None:
-        """The others have gone on without this worker: what it held is theirs, and it begins to count anew.
+        """The others have gone on without this worker: what it held is theirs, and its counts start over.
 
-        To be called before it joins again. Batches that the loader has fetched already are trained in vain.
+        To be called before it joins again. Batches already fetched are trained and their updates discarded.
         """
         asked, self._asked = self._asked, None
-        if asked is not None:  # lest it arrive after the worker has joined again
+        if asked is not None:  # else it could arrive after the worker has rejoined
             done_within(asked.future, self._timeout_s)
-        # A step that has begun stays whole, or Lightning's, which come every so many batches, would end elsewhere.
+        # A step that has begun stays whole: Lightning's steps end after a fixed number of batches.
         begun = self._loading[-1].step if self._loading else self._unfinished
         self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.step == begun)
         self._loading = deque(replace(batch, void=True) for batch in self._loading)
@@ -342,7 +342,7 @@ class DataLeases(WorkFeed):
         """Train no more in this epoch: let the others have what is left, unless it is to ``halt`` for them too."""
         self.halted |= halt
         self._note(acknowledged)
-        self._settle()  # lest it arrive after what follows
+        self._settle()  # else it could arrive after what follows
         self._waiting.clear()
         self._loading.clear()
         self._take(self._ask(stop=True, halt=halt))

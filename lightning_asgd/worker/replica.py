@@ -10,7 +10,7 @@ Of a module on a CUDA device ``base`` lies there, and ``wire`` in this machine's
 value on its way to the device, where it takes one vector more, from the first merge on (see
 :mod:`lightning_asgd.worker.device_staging`).
 
-In terms of the module's weights *x* (all sums element-wise):
+Written with the module's weights *x* (all sums element-wise):
 
 * :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if nobody else pushes: the
   same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
@@ -34,7 +34,7 @@ from torch.nn import Module
 
 from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
-from lightning_asgd.numerics import is_sane
+from lightning_asgd.numerics import is_within_bounds
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.worker.device_staging import lane_for
 
@@ -146,7 +146,7 @@ class Replica:
         for span in self._spans:
             span.base, spares = span.of(self._base), self._spare[span.server]
             span.spare = None if spares is None else spares[span.group][span.offset : span.offset + span.length]
-        self.sane = False
+        self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
         self._keeps = False  # whether the one that is being packed is the first
@@ -183,7 +183,7 @@ class Replica:
     def pack(self) -> None:
         """Put the update since the last pack, merge or adopt on the wire; it is there once it has :attr:`arrived`."""
         self._keeps = self.remembers and not self._packed
-        self.sane = self.device.type == "cpu"  # else the training thread would have to wait for the device
+        self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._lane.turn():
             for r, x in self._values(write=False):
                 wire = r.of(self.wire)
@@ -195,7 +195,7 @@ class Replica:
                         r.base, r.spare = r.spare, r.base
                 else:
                     self._pack_difference(r, x, wire)
-                self.sane = self.sane and (self.blocks[r.server] is None or is_sane(wire))
+                self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(wire))
         for server, spare in enumerate(self._spare):
             if self._keeps and spare is not None:
                 self._base[server], self._spare[server] = spare, self._base[server]
@@ -435,7 +435,7 @@ def _place(module: Module, name: str) -> tuple[Any, str]:
 
 
 def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> Tensor:
-    """A buffer of so many scalars, the same one every time, of a tensor's dtype and on its device."""
+    """A buffer of a number of scalars, the same one every time, of a tensor's dtype and on its device."""
     buffer = buffers.get(like.dtype)
     if buffer is None or buffer.numel() < length:
         buffer = buffers[like.dtype] = like.new_empty(length)

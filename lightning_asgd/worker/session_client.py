@@ -194,7 +194,7 @@ class HeartbeatThread:
     def _run(self) -> None:
         restored = 0
         while not self._stopped.wait(self._period_s):
-            if self._client.connection.restored[COORDINATOR] != restored:  # this one's news begin anew
+            if self._client.connection.restored[COORDINATOR] != restored:  # a replacement counts its events from 0
                 restored, self._told = self._client.connection.restored[COORDINATOR], 0
             try:
                 beaten = self._client.beat(self._told, self._period_s, self._board.mine)

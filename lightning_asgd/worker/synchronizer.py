@@ -32,7 +32,7 @@ class WorkFeed(Protocol):
         return math.inf
 
     def ask_ahead(self, seconds: float) -> None:
-        """An exchange of so many seconds (0: unknown) is about to begin, and keeps a slow network busy meanwhile."""
+        """An exchange is about to begin, and will keep a slow network busy for ``seconds`` (0: unknown)."""
 
     def lose(self) -> None:
         """The others have gone on without this worker and have its batches. Called before it joins again."""
@@ -99,7 +99,7 @@ class Synchronizer:
         """The others have gone on without this worker: join again, and begin with the weights that they have."""
 
     def allocate(self, server: int) -> None:
-        """Lay the shards out on a server that takes the place of one that was lost."""
+        """Lay the shards out on the replacement of a lost server."""
 
     def held(self, server: int) -> list[ReplicaState]:
         """What this worker has of a server's shards: the weights it fetched last, and what they hold."""

@@ -44,7 +44,7 @@ def bury(world: World, rank: int) -> None:
     """A worker's process ends, and its parent says so at once."""
     die(world, rank)
     for service in world.services:
-        service.bury("s", rank, "its process ended")
+        service.report_exit("s", rank, "its process ended")
     world.lost[rank] = "its process ended"
 
 
@@ -52,7 +52,7 @@ def kill(world: World, server: int, handles: bool) -> None:
     """A server ends, with or without having done what was on its way, and another takes its place."""
     successor = Service(lambda: world.now)
     for rank, reason in world.lost.items():
-        successor.bury("s", rank, reason)
+        successor.report_exit("s", rank, reason)
     world.killed += 1
     world.wire.kill(server, successor, lambda: handles)
 

@@ -423,7 +423,7 @@ class World:
         if self.plan.comes:
             self.pass_time(server, worker, MOST_PATIENCE_S)
         else:
-            self.servers[server].service.bury("s", worker, "it died")
+            self.servers[server].service.report_exit("s", worker, "it died")
 
     def memberships(self) -> list[Membership | None]:
         return [server.service.session and server.service.session.members for server in self.servers]

@@ -244,7 +244,7 @@ class World:
                     self.killed += 1
                     successor = self.serve(succeeds=True)
                     for rank, reason in self.lost.items():
-                        successor.bury("s", rank, reason)
+                        successor.report_exit("s", rank, reason)
                     self.wire.kill(server, successor, lambda: self.turns.random.random() < 0.5)
             self.turns.wait_until(lambda: self.turns.random.random() < 0.2)  # training is faster than time-outs
 

@@ -281,11 +281,11 @@ def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(payload: P
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
     replica = replica_for(payload, layout, lambda: [tensor], blocks, lambda: [gradient])
     replica.adopt([tuple(torch.zeros_like(t) for t in shard) for shard in replica.wire])
-    for value, is_sane in ((1.0, True), (bad, False)):
+    for value, is_within_bounds in ((1.0, True), (bad, False)):
         tensor[place] = gradient[place] = value
         replica.accrue()
         replica.pack()
-        assert replica.sane is is_sane
+        assert replica.within_bounds is is_within_bounds
     replica.close()
 
 

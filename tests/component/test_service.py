@@ -88,13 +88,13 @@ def test_a_worker_of_another_protocol_is_refused() -> None:
 
 def test_the_dead_are_missed_by_nobody_from_the_beginning_and_in_new_layouts() -> None:
     s = Service()
-    s.bury("1.1", 1, "killed")
+    s.report_exit("1.1", 1, "killed")
     for session in ("1.1", "1.1.1"):
         s.handle(Join(session, 0, 2))
         assert s.status()["living"] == [0]
     s.handle(Join("1.2", 0, 2))
     assert s.status()["living"] == [0, 1]
-    s.bury("1.2", 1, "killed again")
+    s.report_exit("1.2", 1, "killed again")
     assert s.status()["living"] == [0]
 
 

@@ -202,7 +202,7 @@ def test_a_workers_word_for_an_update_counts_where_memory_is_shared_only() -> No
     for shared_too, verdict in ((False, Verdict.REFUSED), (True, Verdict.APPLIED)):
         update = tensors(1)
         update[0][0] = math.nan
-        asked = replace(message(), sane=True, shared=shared_too)
+        asked = replace(message(), within_bounds=True, shared=shared_too)
         assert exchange(new_shard("sum"), asked, update, 2).verdict is verdict
 
 
