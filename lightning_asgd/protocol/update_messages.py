@@ -91,8 +91,8 @@ class Exchange:
         may_wait: whether the answer may be held back until others have come so far.
         rest: whether the worker stops at a sync point now, so that nobody waits for it.
         shared: whether update and answer go through the shared block.
-        within_bounds: whether the worker has seen, where the update was in its cache, that all of it is finite and below
-            the bound; it counts for shared memory only.
+        within_bounds: whether the worker has seen, while the update was in its cache, that all of it is finite and
+            below the bound; it counts for shared memory only.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
         common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
