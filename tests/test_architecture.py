@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -119,6 +120,25 @@ def test_layers_import_what_the_page_says_and_no_less() -> None:
     for layer, files in LAYERS.items():
         needed = {LAYER[other] for file in files for other in imported_modules(file) if not is_face(other)} - {layer}
         assert layer == "tools" or needed == IMPORTS[layer], layer
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    names = [module.rpartition(".")[2] for module, path in FILES.items() if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
+
+
+# Public functions and classes that two modules define: to become fewer.
+TWICE = {"Connection", "Fit", "Job", "Link", "Membership", "find", "main", "reachable", "stalls", "whole"}
+
+
+def test_no_two_modules_define_the_same_public_name() -> None:
+    found = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in found.items() if count > 1} == TWICE
 
 
 def test_imports_have_no_cycle() -> None:
