@@ -18,7 +18,7 @@ from lightning_asgd.adapter.class_trees import (
     checkpoint_states,
     progress_in,
 )
-from lightning_asgd.adapter.fleet import Membership
+from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.launchers import Job
 from lightning_asgd.adapter.sync_callback import SyncPoints
 from lightning_asgd.algorithms import Algorithm
@@ -32,7 +32,7 @@ from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 
-__all__ = ["RunMembership", "check_attaches", "check_is_one_worker"]
+__all__ = ["ElasticFleet", "check_attaches", "check_is_one_worker"]
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def check_is_one_worker(devices: int, num_nodes: int) -> None:
         )
 
 
-class RunMembership(Membership):
+class ElasticFleet(Fleet):
     """One worker's place in a run.
 
     Args:

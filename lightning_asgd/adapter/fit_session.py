@@ -20,7 +20,7 @@ from lightning_asgd.adapter.class_trees import (
     when_data_are_set_up,
     when_epochs_end,
 )
-from lightning_asgd.adapter.fleet import Membership
+from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.joint_decisions import Places
 from lightning_asgd.adapter.sync_callback import SyncPoints
 from lightning_asgd.adapter.training_data import TrainingData
@@ -35,12 +35,12 @@ from lightning_asgd.worker.sync_point import all_together, meet
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
 
-__all__ = ["Fit"]
+__all__ = ["FitSession"]
 
 log = logging.getLogger(__name__)
 
 
-class Fit:
+class FitSession:
     """One fit of one worker, from the strategy's set-up to its teardown. All workers make theirs together.
 
     Args:
@@ -64,7 +64,7 @@ class Fit:
     def __init__(
         self,
         trainer: Any,
-        membership: Membership,
+        membership: Fleet,
         config: ExchangeConfig,
         resume: Resumption,
         *,

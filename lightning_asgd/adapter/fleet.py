@@ -1,6 +1,6 @@
 """A worker's place in a session: how it comes, how it shows that it lives, how it leaves.
 
-:class:`Membership` is that of a job, whose workers start and end together. What is different in a run, whose workers
+:class:`Fleet` is that of a job, whose workers start and end together. What is different in a run, whose workers
 come and go, stands in ``adapter/elastic_run.py``, and nowhere else.
 """
 
@@ -30,12 +30,12 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["Membership", "leave_resting", "resting"]
+__all__ = ["Fleet", "leave_resting", "resting"]
 
 log = logging.getLogger(__name__)
 
 
-class Membership:
+class Fleet:
     """One worker's place in one session, from the strategy's set-up to its teardown. Connects to the servers.
 
     Args:
@@ -346,10 +346,10 @@ class Membership:
             self._heartbeat = None
 
 
-_resting: Membership | None = None  # of this process's latest session, if that is over and no other has begun
+_resting: Fleet | None = None  # of this process's latest session, if that is over and no other has begun
 
 
-def resting() -> Membership | None:
+def resting() -> Fleet | None:
     """This process's membership between two sessions."""
     return _resting
 
@@ -363,7 +363,7 @@ def leave_resting() -> None:
         membership.quit()
 
 
-def _rest(membership: Membership) -> None:
+def _rest(membership: Fleet) -> None:
     global _resting
     _resting = membership
     # Before the transport's own: what is registered last is called first.

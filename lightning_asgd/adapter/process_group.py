@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
 
-__all__ = ["BACKEND", "GuardedStore", "Standing", "group_class", "reachable"]
+__all__ = ["BACKEND", "GuardedStore", "Standing", "group_class", "served_through"]
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def group_class() -> Any:
             """
             if self.size() == 1:
                 return [list(mine)]
-            collectives = reachable(call, self._place())
+            collectives = served_through(call, self._place())
             sent = [t.detach().cpu() for t in mine] if root in (None, self.rank()) else []
             name = call if root is None else f"{call} from rank {root}"
             found = collectives.gather("torch.distributed", name, sent)
@@ -328,7 +328,7 @@ def group_class() -> Any:
     return WorkersGroup
 
 
-def reachable(call: str, place: Standing | None) -> Collectives:
+def served_through(call: str, place: Standing | None) -> Collectives:
     """The collectives of a worker, where the others take part in them now.
 
     Raises:

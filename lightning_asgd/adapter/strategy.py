@@ -20,9 +20,9 @@ from lightning_asgd.adapter.class_trees import (
     rank_zero_warn,
     synchronise_metrics,
 )
-from lightning_asgd.adapter.elastic_run import RunMembership, check_attaches, check_is_one_worker
-from lightning_asgd.adapter.fit_session import Fit
-from lightning_asgd.adapter.fleet import Membership, leave_resting, resting
+from lightning_asgd.adapter.elastic_run import ElasticFleet, check_attaches, check_is_one_worker
+from lightning_asgd.adapter.fit_session import FitSession
+from lightning_asgd.adapter.fleet import Fleet, leave_resting, resting
 from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
 from lightning_asgd.adapter.process_group import Standing
 from lightning_asgd.adapter.sync_callback import SyncPoints
@@ -228,8 +228,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             check_attaches(server, run_id, self.config.algorithm, data, self._policy)
             self._job.address, self._job.run_id = server_address(server or ""), run_id or ""
         self._resume = Resumption()
-        self._membership: Membership | None = None  # from set-up to teardown
-        self._fit: Fit | None = None  # the same, while it fits
+        self._membership: Fleet | None = None  # from set-up to teardown
+        self._fit: FitSession | None = None  # the same, while it fits
         self._offline = Collectives()  # before, and after where there is nobody else
         self._undo_sigterm: Callable[[], None] | None = None
         self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
@@ -306,9 +306,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.config, self._policy, self.board)
         if not self._job.attaches:
-            self._membership = Membership(*about, int(super().global_rank), self.world_size)
+            self._membership = Fleet(*about, int(super().global_rank), self.world_size)
         elif self._is_fitting(trainer):
-            self._membership = RunMembership(*about, self.root_device)
+            self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             with with_last_words():
                 self._membership.join()
@@ -379,7 +379,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Begin a fit: with common weights, this worker's optimizers, and where the others are."""
         membership = self._joined()
         about = {"split": self._data == "split", "measure": _is_monitored(trainer)}
-        self._fit = Fit(trainer, membership, self.config, self._resume, **about)
+        self._fit = FitSession(trainer, membership, self.config, self._resume, **about)
         self.stats, self.samples = self._fit.synchronizer.stats, []
         self.setup_optimizers(trainer)
         if not membership.bootstraps:
@@ -392,7 +392,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers), precision)
         self.config.algorithm.check(run)
 
-    def _joined(self) -> Membership:
+    def _joined(self) -> Fleet:
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
         return self._membership

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import begin_epochs_anew, tree_of
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, why_split
-from lightning_asgd.adapter.fleet import Membership
+from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.private_names import batch_in_epoch, count_batches, count_steps
 from lightning_asgd.adapter.undivided_data import FirstBatch, datasets_of, is_dealt
@@ -37,7 +37,7 @@ class TrainingData(WorkFeed):
     def __init__(
         self,
         trainer: Any,
-        membership: Membership,
+        membership: Fleet,
         config: ExchangeConfig,
         resume: Resumption,
         *,

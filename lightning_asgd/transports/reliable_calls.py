@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from lightning_asgd.transports.transport import TIMED_OUT, Transport
 
-__all__ = ["Arrivals", "Call", "Connection", "Link", "LinkedTransport", "ReplyCache", "Route"]
+__all__ = ["Arrivals", "Call", "LinkedTransport", "ReplyCache", "Route", "ServerLink", "Wire"]
 
 log = logging.getLogger(__name__)
 
@@ -76,19 +76,19 @@ class Call:
             self.future.set_exception(error)
 
 
-class Connection(Protocol):
+class Wire(Protocol):
     """One of a link's two connections, which its transport makes again when it breaks."""
 
     urgent: bool
 
     def send(self, call: Call) -> None:
-        """Send a call, or leave that to :meth:`Link.renewed` while there is no connection."""
+        """Send a call, or leave that to :meth:`ServerLink.renewed` while there is no connection."""
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """Tell the server which answers have arrived, or note them again in :attr:`Link.arrivals`."""
+        """Tell the server which answers have arrived, or note them again in :attr:`ServerLink.arrivals`."""
 
 
-class Link:
+class ServerLink:
     """The calls to one server's process. Any thread may use it, and no method waits.
 
     Two connections lead there. Each carries one message after the other, so a small and urgent one would wait behind
@@ -98,7 +98,7 @@ class Link:
     def __init__(
         self,
         server: int,
-        connection: Callable[[bool], Connection],
+        connection: Callable[[bool], Wire],
         pack: Callable[[list[Any], Any], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,7 +142,7 @@ class Link:
         """Seconds until a call's time is up."""
         return call.deadline - self._clock()
 
-    def answered(self, connection: Connection, number: int, answer: Any) -> None:
+    def answered(self, connection: Wire, number: int, answer: Any) -> None:
         """Complete a call. Large answers are acknowledged at once: a server need not keep them until the next call."""
         why = self._renewed.pop(connection.urgent, None) if self._renewed else None
         if why is not None:
@@ -163,13 +163,13 @@ class Link:
             self.arrivals.note(*call.arrived)
             call.fail(error)
 
-    def renewed(self, connection: Connection, why: str) -> None:
+    def renewed(self, connection: Wire, why: str) -> None:
         """Repeat over a connection that was made again what may have been lost with the one before."""
         self._renewed[connection.urgent] = why
         for call in self._calls(connection.urgent):
             connection.send(call)
 
-    def refused(self, connection: Connection, why: str) -> None:
+    def refused(self, connection: Wire, why: str) -> None:
         """Fail what waits for a connection that cannot be made."""
         for call in self._calls(connection.urgent):
             self.failed(call.number, RuntimeError(why))

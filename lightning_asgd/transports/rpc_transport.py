@@ -14,7 +14,7 @@ from typing import Any
 from torch.futures import Future
 
 from lightning_asgd.transports import tensorpipe
-from lightning_asgd.transports.reliable_calls import Call, Link, LinkedTransport, ReplyCache
+from lightning_asgd.transports.reliable_calls import Call, LinkedTransport, ReplyCache, ServerLink
 
 __all__ = ["RpcServer", "RpcTransport"]
 
@@ -49,7 +49,9 @@ class _Route:
 
     def __init__(self, agent: tensorpipe.Agent, server: int, address: str) -> None:
         self.address = address
-        self._link = Link(server, lambda urgent: self._connections[urgent], lambda about, message: (*about, message))
+        self._link = ServerLink(
+            server, lambda urgent: self._connections[urgent], lambda about, message: (*about, message)
+        )
         self._connections = {urgent: _Connection(agent, self._link, address, urgent=urgent) for urgent in (False, True)}
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
@@ -65,7 +67,7 @@ class _Connection:
     The agent's threads call back here. They take no lock that is held while the agent is stopped, which waits for them.
     """
 
-    def __init__(self, agent: tensorpipe.Agent, link: Link, address: str, *, urgent: bool) -> None:
+    def __init__(self, agent: tensorpipe.Agent, link: ServerLink, address: str, *, urgent: bool) -> None:
         self.urgent = urgent
         self._agent, self._link, self._address = agent, link, address
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class _Connection:
         self._name = self._connect()  # None while it is broken
 
     def send(self, call: Call) -> None:
-        """See :class:`Connection`."""
+        """See :class:`Wire`."""
         name = self._name
         if not self._agent.alive:
             self._link.failed(call.number, RuntimeError("the connection is closed"))
@@ -86,7 +88,7 @@ class _Connection:
             self._broke(name, "the network is unreachable")
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """See :class:`Connection`.
+        """See :class:`Wire`.
 
         To make a connection for that would be dangerous: if this process ended meanwhile, TensorPipe would let nobody
         connect to the server any more.

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.protocol import Failure, codec
-from lightning_asgd.transports.reliable_calls import Call, Link, LinkedTransport
+from lightning_asgd.transports.reliable_calls import Call, LinkedTransport, ServerLink
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
 __all__ = ["ZmqTransport"]
@@ -88,7 +88,7 @@ class _Route:
     def __init__(self, transport: ZmqTransport, server: int, address: str) -> None:
         self.transport = transport
         self.address = address
-        self.link = Link(server, self._connection, frames_of)
+        self.link = ServerLink(server, self._connection, frames_of)
         self._connections: dict[bool, _Connection] = {}
         self._looked = -math.inf
         self.served = False
@@ -172,7 +172,7 @@ class _Connection:
         self._flush()
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """See :class:`Connection`."""
+        """See :class:`Wire`."""
         if not self._sent([json.dumps([self._link.caller, 0, arrived, [], None]).encode()]):
             self._link.arrivals.note(*arrived)
 

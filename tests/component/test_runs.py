@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.futures import Future
 
-from lightning_asgd.adapter.elastic_run import RunMembership
+from lightning_asgd.adapter.elastic_run import ElasticFleet
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.status_command import tables
 from lightning_asgd.config import ExchangeConfig, Timeouts
@@ -121,7 +121,7 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport)
     silent = Timeouts(silence_s=1000.0)  # no heartbeat is sent during the test
     config = ExchangeConfig.create(nsync=1, timeouts=silent)
-    membership = RunMembership(job, config, Policy(1000.0), MetricsBoard(), "cpu")
+    membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), "cpu")
     membership.join()
     try:
         assert membership.standing == (1, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.futures import Future
 
-from lightning_asgd.transports.reliable_calls import Call, Link, ReplyCache
+from lightning_asgd.transports.reliable_calls import Call, ReplyCache, ServerLink
 from lightning_asgd.transports.transport import TIMED_OUT
 
 
@@ -74,7 +74,7 @@ class End:
     def __init__(self) -> None:
         self.now = 0.0
         self.wires = {urgent: Wire(self, urgent) for urgent in (False, True)}
-        self.link = Link(3, self.wires.__getitem__, self.pack, lambda: self.now)
+        self.link = ServerLink(3, self.wires.__getitem__, self.pack, lambda: self.now)
         self.cache = ReplyCache(lambda: self.now)
         self.handled: Counter[str] = Counter()
 
