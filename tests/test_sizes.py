@@ -16,8 +16,8 @@ from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "adapter.class_trees": 687,
-    "adapter.leased_loop": 479,
+    "adapter.class_trees": 651,
+    "adapter.leased_loop": 457,
     "server.service": 622,
     "adapter.strategy": 630,
     "worker.exchanger": 580,
@@ -28,7 +28,7 @@ LONG_FUNCTIONS = {
     "cli.plan_command.plan": 69,
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
-    "adapter.process_group.group_class": 173,
+    "adapter.process_group.group_class": 167,
     "adapter.strategy.ASGDStrategy.__init__": 100,
 }
 
@@ -49,7 +49,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_974, "tools": 4_905}
+LINES = {"core": 18_718, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -63,14 +63,7 @@ class Resumed:
 def entry_of(
     versions: Sequence[int], algorithm: str, servers: Sequence[Any], workers: Mapping[int, Any]
 ) -> dict[str, Any]:
-    """What worker 0 puts under :data:`KEY`.
-
-    Args:
-        versions: per server.
-        algorithm: name of its class.
-        servers: what they keep beside the weights, per fragment and server.
-        workers: every worker's optimizer and scheduler state.
-    """
+    """What worker 0 puts under :data:`KEY`."""
     return {
         "versions": list(versions),
         "algorithm": algorithm,
@@ -80,14 +73,7 @@ def entry_of(
 
 
 def resumed(entry: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Resumed:
-    """What a worker of this run takes from :func:`entry_of`'s result, which may come from quite another run.
-
-    Args:
-        entry: what stood under :data:`KEY`.
-        rank: the worker's.
-        algorithm: name of this run's class.
-        num_servers: of this run.
-    """
+    """What a worker of this run takes from :func:`entry_of`'s result, which may come from quite another run."""
     mine = entry["workers"].get(rank, {})
     versions = list(entry["versions"])
     writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())

@@ -114,15 +114,7 @@ class Tree:
     def derive(self, extension: type, base: str) -> Any:
         """A class that is both ``extension`` and this tree's ``base``; the same one every time.
 
-        Args:
-            extension: a subclass of :data:`Extension`; its methods come first, and ``super()`` leads to ``base``.
-            base: one of the names above.
-
-        Returns:
-            the class. It has this tree as ``tree``, and its objects can be pickled although it has no name of its own.
-
-        Raises:
-            ConfigurationError: this release lacks something that this package uses.
+        The extension's methods come first. Objects can be pickled although the class has no name of its own.
         """
         self._check_names()
 
@@ -146,11 +138,7 @@ class Tree:
         name_check.check_trainer(self, trainer, _warn_once, leases=leases)
 
     def check_release(self) -> None:
-        """Refuse to train with a release that held malicious code.
-
-        Raises:
-            ConfigurationError: the tree is of such a release.
-        """
+        """Refuse to train with a release that held malicious code."""
         if self.version in MALICIOUS:
             raise ConfigurationError(
                 f"{self.distribution} {self.version} is a malicious release. Expected another version. Uninstall it "
@@ -180,11 +168,7 @@ TREES = (
 
 
 def tree_of(thing: Any) -> Tree:
-    """The tree that an object of Lightning's belongs to.
-
-    Raises:
-        TypeError: it is not one of Lightning's.
-    """
+    """The tree that an object of Lightning's belongs to."""
     for cls in type(thing).__mro__:
         for tree in TREES:
             if f"{cls.__module__}.".startswith(f"{tree.package}."):
@@ -399,9 +383,6 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
 
     That would put all workers in lock-step with worker 0. A worker that gets the signal ends after its batch, as it
     does without a process group.
-
-    Returns:
-        a function that takes it back.
     """
 
     def note(signum: int, _: Any) -> None:
@@ -421,13 +402,7 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
 
 
 def synchronise_metrics(available: Callable[[], bool], gather: Callable[..., Any], *owners: Any) -> None:
-    """Have every metric of modules and callbacks measure over all workers.
-
-    Args:
-        available: whether workers meet at present.
-        gather: given a tensor, returns everybody's.
-        *owners: as for :func:`metrics_of`.
-    """
+    """Have every metric of modules and callbacks measure over all workers while ``available()`` says they meet."""
     for metric in metrics_of(*owners):
         for name, function in (("distributed_available_fn", available), ("dist_sync_fn", gather)):
             before = getattr(metric, name)
@@ -514,11 +489,7 @@ def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
 
 
 def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Have something called after all hooks of an epoch's end, before the loop decides whether to go on.
-
-    Returns:
-        a function that takes it back.
-    """
+    """Have something called after an epoch's last hook, before the loop decides to go on. Returns the undo."""
 
     def end_and_call() -> None:
         private_names.end_epoch.original(trainer)()
@@ -531,9 +502,6 @@ def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[],
     """Have something called whenever Lightning has set up training data, and counted their batches.
 
     At once if it has already: a ``setup`` hook may have asked for numbers that depend on them.
-
-    Returns:
-        a function that takes it back.
     """
 
     def set_up_and_call() -> None:
@@ -631,11 +599,7 @@ def forget_rank() -> None:
 
 
 def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Have something called before and after every batch of training data is waited for, from the next epoch on.
-
-    Returns:
-        a function that takes it back.
-    """
+    """Have something called around every wait for a training batch, from the next epoch on. Returns the undo."""
 
     def call_and_start() -> None:
         before()

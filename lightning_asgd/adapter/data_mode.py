@@ -15,11 +15,7 @@ __all__ = ["accumulation", "batch_size_of", "count_in", "why_split"]
 
 
 def batch_size_of(trainer: Any) -> int:
-    """Samples in this worker's training batches; 0 if it is not the loader that puts them together, or not one loader.
-
-    Args:
-        trainer: its training data have been set up.
-    """
+    """Samples in this worker's training batches; 0 if the loader does not form them, or there are several loaders."""
     loaders = training_loaders(trainer)
     sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
     sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
@@ -31,10 +27,6 @@ def count_in(trainer: Any, batch: int) -> None:
     """Have Lightning count an epoch, and the batches between two validations, in batches of the reference size.
 
     Not where every worker trains a part of its own: there its own batches count.
-
-    Args:
-        trainer: its training data have been set up, and :func:`batch_size_of` is not 0.
-        batch: samples of such a batch.
     """
     limit, before = trainer.limit_train_batches, (expected_batches(trainer), validates_after(trainer))
     (loader,) = training_loaders(trainer)
@@ -50,12 +42,7 @@ def count_in(trainer: Any, batch: int) -> None:
 
 
 def why_split(trainer: Any, batch: int = 0) -> str | None:
-    """Why the workers of a fit must each train a fixed part of the data; None if they can share it.
-
-    Args:
-        trainer: its training data have been set up.
-        batch: samples of a batch of the reference size; 0 if that is the loader's.
-    """
+    """Why the workers of a fit must each train a fixed part of the data; None if they can share it."""
     loaders, workers = training_loaders(trainer), trainer.world_size
     if len(loaders) != 1:
         return f"there are {len(loaders)} training dataloaders"

@@ -38,11 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def check_attaches(server: str | None, run_id: str | None, algorithm: Algorithm, data: str, policy: Policy) -> None:
-    """Check what a user gave beside ``server=`` or ``run_id=``.
-
-    Raises:
-        ConfigurationError: it does not go together with a run.
-    """
+    """Check what a user gave beside ``server=`` or ``run_id=``."""
     if not server or not run_id:
         raise ConfigurationError(f"server={server!r} and run_id={run_id!r}. Expected both, or neither.")
     if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
@@ -63,11 +59,7 @@ def check_attaches(server: str | None, run_id: str | None, algorithm: Algorithm,
 
 
 def check_is_one_worker(devices: int, num_nodes: int) -> None:
-    """Check that a Trainer which attaches itself is a single worker.
-
-    Raises:
-        ConfigurationError: it is several.
-    """
+    """Check that a Trainer which attaches itself is a single worker."""
     if devices * num_nodes != 1:
         raise ConfigurationError(
             f"devices={devices} and num_nodes={num_nodes} were given with server=... Expected "

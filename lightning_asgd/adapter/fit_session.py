@@ -126,11 +126,7 @@ class FitSession:
         return synchronizer
 
     def enter_again(self) -> None:
-        """Lay the module out again and fill the servers from worker 0's. All workers call it together.
-
-        Raises:
-            ConfigurationError: this is a run whose workers come and go.
-        """
+        """Lay the module out again and fill the servers from worker 0's. All workers call it together."""
         before = self.synchronizer
         self._membership.check_layout_may_change()
         agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
@@ -148,11 +144,7 @@ class FitSession:
     # ------------------------------------------------------------------ every batch
 
     def before_batch(self, batch: Any) -> None:
-        """Between two batches: merge what has come, exchange if it is time.
-
-        Args:
-            batch: the next one.
-        """
+        """Between two batches: merge what has come, exchange if it is time."""
         self._membership.check_goes_on()
         self._membership.update()
         if self._collectives.phase is Phase.SYNC:
@@ -218,15 +210,7 @@ class FitSession:
 
     @with_last_words()
     def meet_within(self, mine: Place, *, stops: bool) -> Place:
-        """Meet where a worker validates, or where its epoch ends: see :class:`Places`.
-
-        Args:
-            mine: where this worker is.
-            stops: whether it is to train no more.
-
-        Returns:
-            where all are together.
-        """
+        """Meet where a worker validates, or where its epoch ends, and return where all are: see :class:`Places`."""
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = all_together(m.place or mine for m in met.values())
@@ -256,19 +240,7 @@ class FitSession:
             self.sync_point("epoch end")
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
-        """Wait for all living workers and give them the servers' weights, the same bits everywhere.
-
-        Args:
-            name: which sync point, for error texts.
-            place: where in the epoch this worker is.
-            halt: whether the others are to train no more of it either.
-
-        Returns:
-            what all have said.
-
-        Raises:
-            CollectiveTimeoutError: a worker did not come; the message names it.
-        """
+        """Wait for all living workers, give them the same bits of the servers' weights, and return their reports."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         membership.update()
         synchronizer.flush()
@@ -348,11 +320,7 @@ class FitSession:
     # ------------------------------------------------------------------ figures
 
     def measure(self, epoch: Callable[[], float]) -> Meter:
-        """Begin to count what this worker trains, and where its time goes.
-
-        Args:
-            epoch: gives the epochs trained, with the fraction of the present one.
-        """
+        """Begin to count what this worker trains, and where its time goes."""
         self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch)
         return self._meter
 
@@ -375,11 +343,7 @@ class FitSession:
         return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
 
     def catch_up(self) -> dict[str, Tensor]:
-        """What a checkpoint is to hold instead of the module's own tensors, on worker 0 between two sync points.
-
-        Returns:
-            by key of the module's state.
-        """
+        """What a checkpoint holds instead of the module's tensors on worker 0 between sync points, by their keys."""
         instead = self.synchronizer.catch_up() if self._writes_alone else {}
         if not instead:
             return {}
@@ -391,9 +355,6 @@ class FitSession:
         """Put into a checkpoint what a fit that resumes has to know, with every worker's optimizers and schedulers.
 
         In the asynchronous phase the others are not asked: they resume with worker 0's.
-
-        Args:
-            checkpoint: Lightning's; changed in place.
         """
         mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
         workers = self._membership.gather_states(apply_to_collection(mine, Tensor, lambda t: t.detach().cpu()))

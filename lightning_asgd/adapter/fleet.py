@@ -195,31 +195,15 @@ class Fleet:
         return False
 
     def agree_with_run(self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption) -> None:
-        """Tell, or take from, those of a run what is not exchanged. The servers have the weights.
-
-        Args:
-            trainer: the Trainer.
-            layout: what is exchanged.
-            constants: the module's other tensors; changed in place.
-            resume: what the fit goes on from.
-        """
+        """Tell, or take from, those of a run what is not exchanged. The servers have the weights."""
 
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
-        """Take part in restoring servers that are lost from now on, where workers can.
-
-        Args:
-            synchronizer: what the worker shares through.
-            part: of the present epoch, if there is one.
-        """
+        """Take part in restoring servers that are lost from now on, where workers can."""
         if self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def check_goes_on(self) -> None:
-        """Do not train on until the next exchange if the session was ended.
-
-        Raises:
-            ASGDError: it was.
-        """
+        """Do not train on until the next exchange if the session was ended."""
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error
 
@@ -234,20 +218,12 @@ class Fleet:
         return met
 
     def common_batch(self, mine: int) -> int:
-        """Samples of the batches that all count progress in: the first worker's.
-
-        Args:
-            mine: those of this worker's batches; 0 if that is not known.
-        """
+        """The reference batch size: the first worker's; ``mine`` is 0 if this worker's is not known."""
         sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
         return sizes.get(0, mine)
 
     def of_the_first(self, mine: int) -> int:
-        """The first worker's number. All workers call it together.
-
-        Args:
-            mine: this worker's.
-        """
+        """The first worker's number. All workers call it together."""
         numbers: dict[int, int] = self.collectives.gather("all_gather", "batches per step", mine)
         return numbers.get(0, mine)
 
@@ -262,12 +238,7 @@ class Fleet:
         return self.collectives.gather("gather", "checkpoint", mine, target=0)
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
-        """Whether training is to end with this epoch. Called by all when they end it.
-
-        Args:
-            should_stop: whether this worker is to end training.
-            progress: what a worker that comes later has to know.
-        """
+        """Whether training is to end with this epoch. Called by all when they end it."""
         return self.collectives.decide(should_stop, all=False)
 
     # ------------------------------------------------------------------ what is not possible everywhere
@@ -276,11 +247,7 @@ class Fleet:
         """Raise if the workers cannot all lay their modules out again."""
 
     def check_data_may_be_split(self, reason: str) -> None:
-        """Raise if the training data cannot be split among the workers.
-
-        Args:
-            reason: why they cannot be shared.
-        """
+        """Raise if the training data, which cannot be shared for ``reason``, cannot be split either."""
 
     def check_is_no_search(self, trainer: Any) -> None:
         """Raise if this training is a search that the others take no part in."""

@@ -36,15 +36,7 @@ class Others(Protocol):
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
 
     def meet_within(self, mine: Place, *, stops: bool) -> Place:
-        """Wait for the others, and have ``should_stop`` and the count of steps of all.
-
-        Args:
-            mine: where this worker is.
-            stops: whether it is to train no more.
-
-        Returns:
-            where all are together.
-        """
+        """Wait for the others, take over ``should_stop`` and the count of steps, and return where all are together."""
 
     def begin_within(self) -> None:
         """An epoch begins."""

@@ -85,17 +85,7 @@ class Job:
         return self.run_id or f"{self.number}.{self.launches}"
 
     def begin(self, environment: Any, num_nodes: int, *, is_main: bool) -> None:
-        """Find or host the rendezvous, and start the servers if this is the main process.
-
-        Args:
-            environment: Lightning's cluster environment.
-            num_nodes: number of machines.
-            is_main: whether this process is the one to start the servers.
-
-        Raises:
-            ConfigurationError: this torch cannot do RPC.
-            LaunchError: the rendezvous cannot be hosted.
-        """
+        """Find or host the rendezvous, and start the servers if this is the main process."""
         kind = registry.kind_of(self.transport)
         kind.check_available()
         self.launches += 1
@@ -116,11 +106,7 @@ class Job:
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
-        """Look for the servers of the run, which are there already.
-
-        Raises:
-            LaunchError: they are not, or serve another run.
-        """
+        """Look for the servers of the run, which are there already."""
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
         registry.kind_of(self.transport).check_available()
@@ -136,14 +122,7 @@ class Job:
         self.num_servers = len(keys)
 
     def connect(self) -> Transport:
-        """Wait for the servers of the present session and connect to them.
-
-        Returns:
-            the process's transport, kept from one session to the next while the servers stay the same.
-
-        Raises:
-            LaunchError: a server did not start.
-        """
+        """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
@@ -158,24 +137,13 @@ class Job:
         return _transport
 
     def store(self) -> Any:
-        """A key-value store that all workers of the present session reach.
-
-        Raises:
-            LaunchError: the main process is gone.
-        """
+        """A key-value store that all workers of the present session reach."""
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         return Rendezvous.connect(*self.address, self.start_timeout_s).shared(f"session/{self.session}/")
 
     def successor(self, server: int) -> str:
-        """Wait for the server in the place of a lost one, which this process was connected to.
-
-        Returns:
-            its address.
-
-        Raises:
-            ServerLostError: there is none.
-        """
+        """Wait for the replacement of a lost server that this process was connected to; return its address."""
         lost = f"Server {server} is gone, and none has taken its place"
         transport = _transport
         if self.address is None or transport is None:
@@ -189,11 +157,7 @@ class Job:
             raise ServerLostError(f"{lost}: {error}") from error
 
     def excuse(self, rank: int) -> None:
-        """Let the main process know that a worker fails within a fit that goes on without it.
-
-        Args:
-            rank: the worker's, whose process this is.
-        """
+        """Let the main process know that a worker fails within a fit that goes on without it."""
         if self.address is not None and not self.attaches and rank:
             with contextlib.suppress(RuntimeError):  # the main process is gone
                 Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(rank), True)

@@ -113,11 +113,7 @@ class LeasedLoop:
         return self._loader is not None and training_loaders(self.trainer) == [self._loader]
 
     def install(self, batch: int) -> None:
-        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins.
-
-        Args:
-            batch: samples of a batch of the reference size; 0 where a sampler of the user's own makes batches.
-        """
+        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins."""
         self._batch = batch or 1
         (loader,) = training_loaders(self.trainer)
         self._uninstall()
@@ -274,14 +270,8 @@ class LeasedLoop:
     ) -> bool:
         """A batch has been trained: find out whether there is another one before all workers meet.
 
-        Args:
-            steps: optimizer steps of this worker.
-            acknowledged: those of them that the servers have.
-            flush: pushes the rest.
-            discard: forgets what was trained since the latest push.
-
-        Returns:
-            whether training goes on after everything was pushed.
+        ``acknowledged`` counts this worker's steps that the servers have, ``flush`` pushes the rest, and ``discard``
+        forgets what was trained since the latest push. True if training goes on after everything was pushed.
         """
         if self._ended:
             return False
@@ -334,15 +324,7 @@ class LeasedLoop:
         return self._met and self.leases.halted
 
     def leave(self, acknowledged: int, *, halt: bool) -> bool:
-        """Train no more of this epoch, if there is something left of it.
-
-        Args:
-            acknowledged: optimizer steps of this worker that the servers have.
-            halt: whether the others are to train no more of it either.
-
-        Returns:
-            whether all have trained and pushed what there was until now, as far as this worker knows.
-        """
+        """Train no more of this epoch; True if all have trained and pushed what there was, as far as is known here."""
         if self._idle or self._met:
             return not self._idle
         self._met = self._left = True
@@ -391,11 +373,7 @@ class LeasedLoop:
         return {**about, "done": self.leases.done()}
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
-        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's.
-
-        Args:
-            loops: the state of the fit loop, to be changed.
-        """
+        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's."""
         if self._idle:
             return
         count_saved_batches(loops, self._position, self._batches_before + self._position)

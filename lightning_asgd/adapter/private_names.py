@@ -445,3 +445,6 @@ class UnattachedHooks:
     _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
     cluster_environment = property(lambda self: self._given["cluster_environment"])
     parallel_devices = property(lambda self: self._given["parallel_devices"])
+
+
+__all__ = [name for name, value in list(vars().items()) if getattr(value, "__module__", "") == __name__]

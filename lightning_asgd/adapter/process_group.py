@@ -194,13 +194,7 @@ def group_class() -> Any:
         # -------------------------------------------------------------- what reaches the others
 
         def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
-            """The tensors of every rank, in the order of ranks; an empty list for a rank that is gone.
-
-            Args:
-                call: the function of ``torch.distributed``, for errors.
-                mine: this rank's.
-                root: the rank whose tensors are wanted; None for all.
-            """
+            """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that is gone."""
             if self.size() == 1:
                 return [list(mine)]
             collectives = served_through(call, self._place())
@@ -329,11 +323,7 @@ def group_class() -> Any:
 
 
 def served_through(call: str, place: Standing | None) -> Collectives:
-    """The collectives of a worker, where the others take part in them now.
-
-    Raises:
-        CollectiveUnavailableError: they do not.
-    """
+    """The collectives of a worker, where the others take part in them now."""
     if place is None:
         why, what = "after this process has left its job", "the call before the Trainer's end"
     elif place.forked:

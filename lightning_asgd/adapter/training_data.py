@@ -130,12 +130,7 @@ class TrainingData(WorkFeed):
             self._first.compare(self._trainer, collectives)
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
-        """A batch has been trained: find out whether there is another one before all workers meet.
-
-        Args:
-            synchronizer: what the worker shares through.
-            discard: forgets what was trained since the latest push.
-        """
+        """A batch has been trained: find out whether there is another one before all workers meet."""
         if self._loop is not None:
             steps = synchronizer.stats.steps
             if self._loop.after_batch(steps, lambda: steps - synchronizer.unacknowledged, synchronizer.flush, discard):
@@ -149,15 +144,7 @@ class TrainingData(WorkFeed):
     # ------------------------------------------------------------------ where all meet, and at the end
 
     def leave(self, acknowledged: int, *, halt: bool = False) -> bool:
-        """Train no more of this epoch, if there is something left of it.
-
-        Args:
-            acknowledged: optimizer steps of this worker that the servers have.
-            halt: whether the others are to train no more of it either.
-
-        Returns:
-            whether this worker knows that all have trained what there was until this sync point, and pushed it.
-        """
+        """Train no more of this epoch; True if all have trained and pushed what there was, as far as is known here."""
         return self._loop is not None and self._loop.leave(acknowledged, halt=halt)
 
     @property
@@ -171,26 +158,14 @@ class TrainingData(WorkFeed):
         return int(batch_in_epoch(self._trainer)) if self._loop is None else self._loop.stepped
 
     def count(self, step: int, batches: int) -> int:
-        """Count at least as many optimizer steps as other workers have counted.
-
-        Args:
-            step: the most of any worker.
-            batches: the same of :attr:`batches`.
-
-        Returns:
-            batches that all have counted now.
-        """
+        """Count at least as many optimizer steps as others have; return the batches that all have counted now."""
         if self._loop is not None:
             return self._loop.count(step, batches)
         count_steps(self._trainer, step)
         return batches
 
     def end_epoch(self, batches: int) -> None:
-        """Have Lightning count what all have counted: the epoch has ended for all.
-
-        Args:
-            batches: what :meth:`count` returned.
-        """
+        """Have Lightning count what all have counted: the epoch has ended for all."""
         count_batches(self._trainer, batches)
         if self._loop is not None:
             self._loop.end_epoch(batches)
@@ -209,23 +184,14 @@ class TrainingData(WorkFeed):
         return None if self._loop is None else self._loop.state()
 
     def in_checkpoint(self, state: dict[str, Any], found: tuple[str, tuple[tuple[int, int], ...]]) -> None:
-        """Put into a checkpoint's state what its weights hold, on worker 0 between two sync points.
-
-        Args:
-            state: :attr:`state`, changed in place.
-            found: the epoch, and the ranges of its units that the common weights hold.
-        """
+        """Put into a checkpoint's state what its weights hold, on worker 0 between two sync points."""
         if self._loop is not None and state:
             if found[0] == self.trained[0]:
                 state["done"] = found[1]  # not what others have pushed since
             state["done"] = merged(sorted([*state["done"], *self._loop.leases.own]))
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
-        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast.
-
-        Args:
-            loops: the state of the fit loop, changed in place.
-        """
+        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast."""
         if self._loop is not None:
             self._loop.to_ddp_counters(loops)
 

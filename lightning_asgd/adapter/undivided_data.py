@@ -25,11 +25,7 @@ _DIGESTED = 1 << 20  # bytes of each tensor, at most
 
 
 def is_dealt(trainer: Any) -> bool:
-    """Whether a distributed sampler gives every worker its share of the training data.
-
-    Args:
-        trainer: the Trainer. Where its training data have not been set up there is nothing to deal.
-    """
+    """Whether a distributed sampler gives every worker its share of the training data."""
     samplers = [_sampler_of(loader) for loader in training_loaders(trainer)]
     return all(getattr(sampler, "num_replicas", None) == trainer.world_size for sampler in samplers)
 

@@ -96,11 +96,7 @@ def collectives_are_real() -> bool:
 
 
 def check_module(module: nn.Module) -> None:
-    """Check that no part of a module synchronises gradients by itself, which would put all workers in lock-step.
-
-    Raises:
-        ConfigurationError: a part is a ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
-    """
+    """Check that no part of a module synchronises gradients by itself, which would put all workers in lock-step."""
     for name, part in module.named_modules():
         if any(cls.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") for cls in type(part).__mro__):
             raise ConfigurationError(
