@@ -19,7 +19,7 @@ LONG_FILES = {
     "adapter.class_trees": 651,
     "adapter.leased_loop": 457,
     "server.service": 622,
-    "adapter.strategy": 630,
+    "adapter.strategy": 609,
     "worker.exchanger": 580,
 }
 

@@ -27,7 +27,6 @@ from lightning_asgd.adapter.training_data import TrainingData
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_what_is_not_finite
-from lightning_asgd.processes.supervisor import with_last_words
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.exchanger import Training
@@ -208,7 +207,6 @@ class FitSession:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
         return self.data.halted
 
-    @with_last_words()
     def meet_within(self, mine: Place, *, stops: bool) -> Place:
         """Meet where a worker validates, or where its epoch ends, and return where all are: see :class:`Places`."""
         mine = replace(mine, batches=self.data.batches)
@@ -220,7 +218,6 @@ class FitSession:
         """An epoch begins."""
         self.data.begin_epoch()
 
-    @with_last_words()
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
@@ -276,13 +273,11 @@ class FitSession:
             agree(self._collectives, named_state(averaged), mean=True)
         return met
 
-    @with_last_words()
     def _agree_to_stop(self) -> None:
         """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
         should_stop = self._trainer.should_stop
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
-    @with_last_words()
     def _agree_on_batches(self) -> None:
         self.data.agree_on_batches()
 

@@ -117,6 +117,7 @@ class Fleet:
             # Where answers are held back for other workers, those may take as long as to a sync point.
             timeout_s=timeouts.collective_s if self._config.algorithm.waits else timeouts.exchange_s,
             patience_s=timeouts.collective_s,
+            with_last_output=supervisor.with_last_output,
         )
         policy = self._policy if self._watched else replace(self._policy, silence_s=0.0)
         return SessionClient(connection, policy=policy, after=after)

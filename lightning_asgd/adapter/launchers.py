@@ -154,7 +154,7 @@ class Job:
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
             return rendezvous.server(server, first, self.start_timeout_s, other_than=before)
         except RuntimeError as error:
-            raise ServerLostError(f"{lost}: {error}") from error
+            raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def excuse(self, rank: int) -> None:
         """Let the main process know that a worker fails within a fit that goes on without it."""

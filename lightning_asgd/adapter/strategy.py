@@ -34,7 +34,6 @@ from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.optim import PosteriorSampler
-from lightning_asgd.processes.supervisor import with_last_words
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
@@ -310,8 +309,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         elif self._is_fitting(trainer):
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
-            with with_last_words():
-                self._membership.join()
+            self._membership.join()
         self._announce()
         self._undo_sigterm = keep_sigterm_local(trainer)
         self._add_callbacks(trainer)
@@ -366,11 +364,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
-        with with_last_words():
-            if fitting:
-                self._set_out(trainer)
-            else:
-                agree(self.collectives, named_state(self.lightning_module))
+        if fitting:
+            self._set_out(trainer)
+        else:
+            agree(self.collectives, named_state(self.lightning_module))
         self.setup_precision_plugin()
         if fitting:
             self.tree.optimizers_to_device(self.optimizers, self.root_device)
@@ -397,7 +394,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
         return self._membership
 
-    @with_last_words()
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
         self._remove_callbacks()
@@ -449,7 +445,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             trainer = self.lightning_module.trainer
             trainer.should_stop = self._fit.any_stops(trainer.should_stop)
 
-    @with_last_words()
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
         if self._fit is not None:
@@ -460,11 +455,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         output = super().optimizer_step(optimizer, self._fit.synchronizer.wrap(optimizer, closure), model, **kwargs)
-        with with_last_words():
-            self._fit.after_step()
+        self._fit.after_step()
         return output
 
-    @with_last_words()
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
         if self._fit is not None:
@@ -473,7 +466,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ what SyncPoints and ASGDMonitor call
 
-    @with_last_words()
     def share_data(self) -> None:
         """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
         if self._fit is not None:
@@ -482,13 +474,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 self._joined().begin_epoch()
                 self._announce()
 
-    @with_last_words()
     def end_batch(self) -> None:
         """Decide what follows a training batch. Called when it ends."""
         if self._fit is not None:
             self._fit.after_batch()
 
-    @with_last_words()
     def sync_point(self, name: str) -> None:
         """Wait for all living workers and give them the servers' weights, the same bits everywhere.
 
@@ -501,13 +491,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._fit is not None:
             self._fit.sync_point(name)
 
-    @with_last_words()
     def begin_validation(self) -> None:
         """Let everybody validate the same weights: see :meth:`sync_point`."""
         if self._fit is not None:
             self._fit.validate()
 
-    @with_last_words()
     def end_epoch(self) -> None:
         """Let everybody end the epoch with the same weights: see :meth:`sync_point`."""
         if self._fit is not None:
@@ -524,12 +512,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ collectives
 
-    @with_last_words()
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all living workers; does nothing in the asynchronous phase."""
         self.collectives.barrier(name or "")
 
-    @with_last_words()
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Worker ``src``'s object; this worker's own in the asynchronous phase."""
         return self.collectives.broadcast(obj, src)
@@ -543,15 +529,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at "
                 "different times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
             )
-        with with_last_words():
-            return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
+        return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
-    @with_last_words()
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Everybody's tensor, stacked along a new first dimension; no gradients flow."""
         return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
 
-    @with_last_words()
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) of the workers say yes; this worker's own word in the asynchronous phase."""
         return self.collectives.decide(decision, all=all)
@@ -560,13 +543,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         # After the fit a program may have destroyed the process group, to test with one device for instance.
         return self.collectives.real if self._membership is not None else world.collectives_are_real()
 
-    @with_last_words()
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         return self.collectives.all_gather(tensor, "metric")
 
     # ------------------------------------------------------------------ checkpoints
 
-    @with_last_words()
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the servers' weights and all of this worker's steps."""
         instead = {} if self._fit is None else self._fit.catch_up()
@@ -574,14 +555,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         state.update((key, value) for key, value in instead.items() if key in state)
         return state
 
-    @with_last_words()
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
         super().load_model_state_dict(*args, **kwargs)
         if self._fit is not None and self.collectives.phase is Phase.SYNC:
             self._fit.enter_again()
 
-    @with_last_words()
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
 
