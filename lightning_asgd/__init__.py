@@ -66,7 +66,8 @@ if rank_variables.settle():
 
 def _register(tree: class_trees.Tree) -> None:
     from lightning_asgd.adapter import world
-    from lightning_asgd.adapter.strategy import ASGDStrategy, give_way
+    from lightning_asgd.adapter.fleet import give_way
+    from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
     class_trees.when_process_groups_are_made(tree, give_way)

@@ -19,7 +19,6 @@ LONG_FILES = {
     "adapter.class_trees": 651,
     "adapter.leased_loop": 457,
     "server.service": 622,
-    "adapter.strategy": 609,
     "worker.exchanger": 580,
 }
 
@@ -29,7 +28,6 @@ LONG_FUNCTIONS = {
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
     "adapter.process_group.group_class": 167,
-    "adapter.strategy.ASGDStrategy.__init__": 100,
 }
 
 PARAMETERS = 7  # without self and cls

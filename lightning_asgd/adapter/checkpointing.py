@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KEY", "Resumed", "Resumption", "entry_of", "resumed"]
+from lightning_asgd.adapter.class_trees import rank_zero_warn
+
+__all__ = ["KEY", "Resumption", "entry_of"]
 
 KEY = "lightning_asgd"
 """Where it stands in the checkpoint."""
@@ -18,13 +20,35 @@ class Resumption:
 
     Attributes:
         versions: per server, the version to count on from; None to begin with 0.
-        servers: what the servers kept beside the weights.
+        servers: what the servers kept beside the weights; empty if it does not fit the run.
         data: what had been trained of the epoch.
     """
 
     versions: list[int] | None = None
     servers: Sequence[Any] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
+        """Take what a worker of this run needs from a checkpoint, which may be of quite another run.
+
+        Returns the worker's own optimizer and scheduler state, by Lightning's keys; none for worker 0, whose state
+        is where Lightning looks for it.
+        """
+        entry = checkpoint.get(KEY)
+        if not entry:
+            return {}
+        versions, self.data = list(entry["versions"]), entry.get("data", {})
+        writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())
+        same = len(versions) == num_servers
+        fits = same and writer == algorithm
+        self.versions, self.servers = versions if same else [max(versions)] * num_servers, servers if fits else ()
+        if not fits and any(group.get("slots") for fragment in servers for shard in fragment for group in shard):
+            rank_zero_warn(
+                f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
+                f"{num_servers}: what the servers kept beside the weights, such as momentum, starts anew."
+            )
+        mine: Mapping[str, Any] = entry["workers"].get(rank, {})
+        return mine
 
     def take_versions(self) -> list[int] | None:
         """The versions, once."""
@@ -42,24 +66,6 @@ class Resumption:
         return data
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a worker takes from a checkpoint.
-
-    Attributes:
-        mine: the worker's own optimizer and scheduler state, by Lightning's keys; empty for worker 0, whose state
-            stands where Lightning looks for it.
-        versions: per server, the version to count on from.
-        servers: what the servers kept beside the weights; empty if it does not fit the run.
-        warning: what to tell the user; empty if all fits.
-    """
-
-    mine: Mapping[str, Any]
-    versions: list[int]
-    servers: Sequence[Any] = ()
-    warning: str = ""
-
-
 def entry_of(
     versions: Sequence[int], algorithm: str, servers: Sequence[Any], workers: Mapping[int, Any]
 ) -> dict[str, Any]:
@@ -70,20 +76,3 @@ def entry_of(
         "servers": list(servers),
         "workers": {rank: state for rank, state in workers.items() if rank != 0},
     }
-
-
-def resumed(entry: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Resumed:
-    """What a worker of this run takes from :func:`entry_of`'s result, which may come from quite another run."""
-    mine = entry["workers"].get(rank, {})
-    versions = list(entry["versions"])
-    writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())
-    same = len(versions) == num_servers
-    count_on = versions if same else [max(versions)] * num_servers
-    if same and writer == algorithm:
-        return Resumed(mine, count_on, servers)
-    kept = any(group.get("slots") for fragment in servers for shard in fragment for group in shard)
-    warning = (
-        f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
-        f"{num_servers}: what the servers kept beside the weights, such as momentum, starts anew."
-    )
-    return Resumed(mine, count_on, (), warning if kept else "")

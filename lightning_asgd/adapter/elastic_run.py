@@ -21,8 +21,6 @@ from lightning_asgd.adapter.class_trees import (
 from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.launchers import Job
 from lightning_asgd.adapter.sync_callback import SyncPoints
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
@@ -32,30 +30,9 @@ from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 
-__all__ = ["ElasticFleet", "check_attaches", "check_is_one_worker"]
+__all__ = ["ElasticFleet", "check_is_one_worker"]
 
 log = logging.getLogger(__name__)
-
-
-def check_attaches(server: str | None, run_id: str | None, algorithm: Algorithm, data: str, policy: Policy) -> None:
-    """Check what a user gave beside ``server=`` or ``run_id=``."""
-    if not server or not run_id:
-        raise ConfigurationError(f"server={server!r} and run_id={run_id!r}. Expected both, or neither.")
-    if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
-        raise ConfigurationError(
-            f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
-            "not wait for each other, such as ASGD: here they come and go."
-        )
-    if data == "split":
-        raise ConfigurationError(
-            f"data='split' was given with server={server!r}. Expected data='leases': nobody knows how many workers "
-            "there will be to split them among."
-        )
-    if policy.abort or policy.min_workers > 1:
-        raise ConfigurationError(
-            "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers come and "
-            "go as they like."
-        )
 
 
 def check_is_one_worker(devices: int, num_nodes: int) -> None:

@@ -15,6 +15,7 @@ from lightning_asgd.adapter.class_trees import (
     apply_to_collection,
     callback_modules,
     checkpoint_states,
+    follow_progress,
     looks_at_gradients,
     progress_of,
     when_data_are_set_up,
@@ -22,11 +23,13 @@ from lightning_asgd.adapter.class_trees import (
 )
 from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.joint_decisions import Places
-from lightning_asgd.adapter.sync_callback import SyncPoints
+from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.adapter.training_data import TrainingData
+from lightning_asgd.algorithms.base import Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_what_is_not_finite
+from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.exchanger import Training
@@ -48,7 +51,6 @@ class FitSession:
         config: when and how to exchange.
         resume: what to go on from.
         split: every worker is to have its own part of the data.
-        measure: whether somebody wants figures.
 
     Attributes:
         synchronizer: what the worker shares through.
@@ -68,13 +70,11 @@ class FitSession:
         resume: Resumption,
         *,
         split: bool,
-        measure: bool,
     ) -> None:
         self._trainer = trainer
         self._membership = membership
         self._config = config
         self._resume = resume
-        self._measure = measure
         self._meter: Meter | None = None  # None until somebody takes figures
         self.samples: list[dict[str, Tensor]] = []
         self.data = TrainingData(trainer, membership, config, resume, split=split, come_back=self._come_back)
@@ -99,6 +99,20 @@ class FitSession:
     def _collectives(self) -> Collectives:
         return self._membership.collectives
 
+    def begin(self) -> None:
+        """Go on from where the others are. The optimizers have been made."""
+        trainer, membership = self._trainer, self._membership
+        if not membership.bootstraps:
+            follow_progress(trainer, membership.progress)
+            membership.know_checkpoints(trainer)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, PosteriorSampler):
+                optimizer.use_stream(trainer.global_rank)
+        precision = str(trainer.precision_plugin.precision)
+        optimizers = tuple(trainer.optimizers)
+        run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
+        self._config.algorithm.check(run)
+
     def close(self) -> None:
         """Give the Trainer and the buffers back."""
         for undo in self._undo:
@@ -114,7 +128,7 @@ class FitSession:
             membership.collectives,
             module,
             self._config,
-            Training(self._heal_optimizers, self._lr, self.data, self._measure),
+            Training(self._heal_optimizers, self._lr, self.data, is_monitored(self._trainer)),
             Start(self._resume.take_versions(), membership.fills, membership.layout),
             late=not looks_at_gradients(module),
         )
@@ -141,6 +155,13 @@ class FitSession:
         return bool(newly_trainable(self._module, self.synchronizer.layout))
 
     # ------------------------------------------------------------------ every batch
+
+    def share_data(self) -> None:
+        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
+        self.data.share()
+        if self._membership.comes_and_goes:  # others may have joined or left since the latest epoch
+            self._membership.begin_epoch()
+            self._trainer.strategy.announce()
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge what has come, exchange if it is time."""

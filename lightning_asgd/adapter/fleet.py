@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_asgd.adapter import world
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.launchers import Job
 from lightning_asgd.algorithms.base import Payload
@@ -30,7 +31,7 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["Fleet", "leave_resting", "resting"]
+__all__ = ["Fleet", "give_way", "leave_resting", "resting"]
 
 log = logging.getLogger(__name__)
 
@@ -329,6 +330,13 @@ def leave_resting() -> None:
     membership, _resting = _resting, None
     if membership is not None:
         membership.quit()
+
+
+def give_way() -> None:
+    """Leave torch.distributed to another strategy of this process, which is about to make its own process group."""
+    leave_resting()
+    if world.is_ours():
+        world.withdraw()
 
 
 def _rest(membership: Fleet) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import Extension, is_foreign, save_on_exception
+from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Policy
@@ -73,6 +74,21 @@ class Job:
     address: tuple[str, int] | None = None
     interface: str = "lo"
     run_id: str = ""
+
+    @classmethod
+    def of(cls, options: StrategyOptions) -> Job:
+        """The job of a new strategy."""
+        config = options.config
+        writes = config.restorable and config.algorithm.keeps_state
+        return cls(
+            options.num_servers,
+            config.timeouts.start_s,
+            config.restorable,
+            options.transport,
+            config.snapshot_every_s if writes else 0.0,
+            address=options.address,
+            run_id=options.run_id or "",
+        )
 
     @property
     def attaches(self) -> bool:
