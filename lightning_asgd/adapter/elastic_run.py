@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import (
+from lightning_asgd.adapter.checkpointing import (
+    Resumption,
     adopt_checkpoint_states,
-    become_global_zero,
     checkpoint_states,
     progress_in,
 )
+from lightning_asgd.adapter.class_trees import become_global_zero
 from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.launchers import Job
 from lightning_asgd.adapter.sync_callback import SyncPoints

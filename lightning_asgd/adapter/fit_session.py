@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
-from lightning_asgd.adapter.class_trees import (
+from lightning_asgd.adapter.checkpointing import (
+    KEY,
+    Resumption,
     adopt_checkpoint_states,
-    apply_to_collection,
-    callback_modules,
     checkpoint_states,
+    entry_of,
     follow_progress,
-    looks_at_gradients,
     progress_of,
-    when_data_are_set_up,
-    when_epochs_end,
 )
+from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
+from lightning_asgd.adapter.data_mode import when_data_are_set_up
 from lightning_asgd.adapter.fleet import Fleet
-from lightning_asgd.adapter.joint_decisions import Places
+from lightning_asgd.adapter.joint_decisions import Places, when_epochs_end
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.adapter.training_data import TrainingData
 from lightning_asgd.algorithms.base import Run
@@ -290,7 +290,7 @@ class FitSession:
         if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
             # A pass that takes no steps is for the statistics of batch norm, which reach the servers with steps only.
             agree(self._collectives, named_state(self._module), mean=True)
-        for averaged in callback_modules(trainer):
+        for averaged in _callback_modules(trainer):
             agree(self._collectives, named_state(averaged), mean=True)
         return met
 
@@ -384,3 +384,9 @@ class FitSession:
             entry["data"] = data
             self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry
+
+
+def _callback_modules(trainer: Any) -> list[Any]:
+    """Modules that callbacks keep beside the one that is trained: averages of its weights, for instance."""
+    held = (value for callback in trainer.callbacks for value in vars(callback).values())
+    return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.class_trees import Extension, is_foreign, save_on_exception
+from lightning_asgd.adapter.checkpointing import save_on_exception
+from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor

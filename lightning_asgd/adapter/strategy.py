@@ -11,20 +11,17 @@ from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import (
-    Extension,
-    StrategyExtension,
-    keep_sigterm_local,
-    rank_zero_warn,
-    synchronise_metrics,
-)
+from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
 from lightning_asgd.adapter.elastic_run import ElasticFleet, check_is_one_worker
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.fleet import Fleet, leave_resting, resting
+from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import Standing
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
+from lightning_asgd.adapter.unattached import StrategyExtension
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts

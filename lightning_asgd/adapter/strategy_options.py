@@ -23,12 +23,18 @@ _ON_FAILURE = ("continue", "abort")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 # Who is given which.
-_EXCHANGE = ("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts")
-_EXCHANGE += ("compression", "snapshot_every_s")
-_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-_LIGHTNING += ("start_method",)
-_PEOPLE = ("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method")
-_PEOPLE += ("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s")
+_EXCHANGE = (
+    *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
+    "snapshot_every_s",
+)
+_LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    "start_method",
+)
+_PEOPLE = (
+    *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method"),
+    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

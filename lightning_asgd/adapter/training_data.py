@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import begin_epochs_anew, tree_of
+from lightning_asgd.adapter.checkpointing import Resumption, begin_epochs_anew
+from lightning_asgd.adapter.class_trees import tree_of
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, why_split
 from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.leased_loop import LeasedLoop
