@@ -16,7 +16,6 @@ from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "adapter.leased_loop": 457,
     "server.service": 622,
     "worker.exchanger": 580,
 }
@@ -46,7 +45,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_719, "tools": 4_926}
+LINES = {"core": 18_655, "tools": 4_926}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -14,18 +14,20 @@ from lightning_asgd.adapter.checkpointing import (
     KEY,
     Resumption,
     adopt_checkpoint_states,
+    begin_epochs_anew,
     checkpoint_states,
     entry_of,
     follow_progress,
     progress_of,
 )
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
-from lightning_asgd.adapter.data_mode import when_data_are_set_up
+from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
+from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
 from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.joint_decisions import Places, when_epochs_end
+from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
-from lightning_asgd.adapter.training_data import TrainingData
-from lightning_asgd.algorithms.base import Run
+from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_what_is_not_finite
@@ -33,6 +35,7 @@ from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.exchanger import Training
+from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, meet
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
@@ -54,7 +57,7 @@ class FitSession:
 
     Attributes:
         synchronizer: what the worker shares through.
-        data: its training data.
+        data: its loop over the training data, which may be another one in each epoch.
         samples: what the servers have collected of the weights, on worker 0 at the end.
 
     Raises:
@@ -77,7 +80,13 @@ class FitSession:
         self._resume = resume
         self._meter: Meter | None = None  # None until somebody takes figures
         self.samples: list[dict[str, Tensor]] = []
-        self.data = TrainingData(trainer, membership, config, resume, split=split, come_back=self._come_back)
+        waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
+        self._splits = split or waits or membership.alone
+        self._split = FixedSplit(trainer, membership)
+        self.data: FixedSplit | LeasedLoop = self._split
+        collective_s = config.timeouts.collective_s
+        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, come_back=self._come_back)
+        self._reference_batch = 0  # samples of the batches that all workers count progress in
         if not membership.bootstraps:  # what a checkpoint says is not what the run has come to
             resume.versions, resume.servers = None, ()
             resume.data = (membership.progress or {}).get("data", {})
@@ -128,14 +137,14 @@ class FitSession:
             membership.collectives,
             module,
             self._config,
-            Training(self._heal_optimizers, self._lr, self.data, is_monitored(self._trainer)),
+            Training(self._heal_optimizers, self._lr, self._leases, is_monitored(self._trainer)),
             Start(self._resume.take_versions(), membership.fills, membership.layout),
             late=not looks_at_gradients(module),
         )
         exchanged = {spec.name for spec in synchronizer.layout.tensors}
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
         membership.agree_with_run(self._trainer, synchronizer.layout, constants, self._resume)
-        membership.restore_servers(synchronizer, self.data.part)
+        membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
 
     def enter_again(self) -> None:
@@ -157,11 +166,31 @@ class FitSession:
     # ------------------------------------------------------------------ every batch
 
     def share_data(self) -> None:
-        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
-        self.data.share()
-        if self._membership.comes_and_goes:  # others may have joined or left since the latest epoch
-            self._membership.begin_epoch()
+        """Have the training dataloader yield what this worker is granted, if the data can be leased.
+
+        Called when training and epochs begin.
+        """
+        membership = self._membership
+        if not self._splits and not self.data.installed:
+            self._choose_loop()
+        if membership.comes_and_goes:  # others may have joined or left since the latest epoch
+            membership.begin_epoch()
             self._trainer.strategy.announce()
+
+    def _choose_loop(self) -> None:
+        trainer, membership, leased = self._trainer, self._membership, self.data
+        if leased is self._split and membership.between_epochs:
+            begin_epochs_anew(trainer)
+        reason = why_split(trainer, self._reference_batch)
+        if reason is not None:
+            membership.check_data_may_be_split(f"{datasets_of(trainer)}: {reason}")
+            self.data.restore()
+            self.data = self._split
+            self._split.explain(reason)
+            return
+        if not isinstance(leased, LeasedLoop):
+            leased = self.data = LeasedLoop(trainer, membership, self._leases, self._resume.take_data())
+        leased.install(self._reference_batch)
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
@@ -281,7 +310,7 @@ class FitSession:
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
         )
-        self.data.compare(self._collectives)
+        self.data.compare()
         board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
@@ -300,7 +329,12 @@ class FitSession:
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
     def _agree_on_batches(self) -> None:
-        self.data.agree_on_batches()
+        """Let progress count in batches of the same size on all workers."""
+        batch = self._leases.batch = batch_size_of(self._trainer)
+        if not self._splits:
+            self._reference_batch = self._membership.common_batch(batch)
+            if batch and self._reference_batch not in (0, batch):
+                count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
         """What a worker that attaches itself now has to know."""
@@ -318,6 +352,7 @@ class FitSession:
         if not self._trainer.is_global_zero:
             self._membership.know_checkpoints(self._trainer)
         self.data.restore()
+        self.data = self._split
 
     def _collect_samples(self) -> None:
         """Fetch what the servers have kept of the weights. Nobody pushes any more."""
@@ -347,9 +382,8 @@ class FitSession:
 
     def _waited(self) -> Waited:
         stats = self.synchronizer.stats
-        granted_s, others_s = self.data.waited_s
-        sync_s = stats.sync_wait_s + self._collectives.waited_s + others_s
-        return Waited(stats.wait_s, sync_s, granted_s)
+        sync_s = stats.sync_wait_s + self._collectives.waited_s + self._leases.others_wait_s
+        return Waited(stats.wait_s, sync_s, self._leases.granted_wait_s)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -377,12 +411,9 @@ class FitSession:
         is_writer = self._trainer.is_global_zero
         servers = self.synchronizer.state() if is_writer else []
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
-        data = self.data.state if is_writer else None
-        if data is not None:
-            if self._writes_alone:
-                self.data.in_checkpoint(data, self.synchronizer.caught_up)
-            entry["data"] = data
-            self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
+        if is_writer:
+            held = self.synchronizer.caught_up if self._writes_alone else None
+            self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
         checkpoint[KEY] = entry
 
 
