@@ -25,7 +25,6 @@ LONG_FUNCTIONS = {
     "cli.plan_command.plan": 69,
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
-    "adapter.process_group.group_class": 167,
 }
 
 PARAMETERS = 7  # without self and cls
