@@ -45,7 +45,7 @@ RETIRED = {
     "through with": "finished",
 }
 LEFT = {
-    "signs? of life|gives no sign": 3,
+    "signs? of life|gives no sign": 2,
     "common (batch )?size|common batch": 3,
     "spare server|spares?": 31,
     "come back|comes back|came back": 18,

@@ -22,8 +22,8 @@ from lightning_asgd.adapter.checkpointing import (
 )
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
-from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.joint_decisions import Places, when_epochs_end
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
@@ -68,7 +68,7 @@ class FitSession:
     def __init__(
         self,
         trainer: Any,
-        membership: Fleet,
+        membership: AnyFleet,
         config: ExchangeConfig,
         resume: Resumption,
         *,
@@ -76,6 +76,7 @@ class FitSession:
     ) -> None:
         self._trainer = trainer
         self._membership = membership
+        self._run = membership if isinstance(membership, ElasticFleet) else None
         self._config = config
         self._resume = resume
         self._meter: Meter | None = None  # None until somebody takes figures
@@ -87,9 +88,9 @@ class FitSession:
         collective_s = config.timeouts.collective_s
         self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, come_back=self._come_back)
         self._reference_batch = 0  # samples of the batches that all workers count progress in
-        if not membership.bootstraps:  # what a checkpoint says is not what the run has come to
+        if self._run is not None and not self._run.attachment.bootstraps:  # the run has gone on since a checkpoint
             resume.versions, resume.servers = None, ()
-            resume.data = (membership.progress or {}).get("data", {})
+            resume.data = (self._run.attachment.progress or {}).get("data", {})
         self.synchronizer = self._enter()
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
@@ -110,10 +111,10 @@ class FitSession:
 
     def begin(self) -> None:
         """Go on from where the others are. The optimizers have been made."""
-        trainer, membership = self._trainer, self._membership
-        if not membership.bootstraps:
-            follow_progress(trainer, membership.progress)
-            membership.know_checkpoints(trainer)
+        trainer = self._trainer
+        if self._run is not None and not self._run.attachment.bootstraps:
+            follow_progress(trainer, self._run.attachment.progress)
+            self._run.know_checkpoints(trainer)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(trainer.global_rank)
@@ -131,26 +132,31 @@ class FitSession:
     # ------------------------------------------------------------------ one layout, one set of weights
 
     def _enter(self) -> Synchronizer:
-        module, membership = self._module, self._membership
+        module, membership, run = self._module, self._membership, self._run
+        start = Start(self._resume.take_versions())
+        if run is not None:
+            start = replace(start, fill=run.attachment.bootstraps, layout=run.attachment.layout)
         synchronizer = enter(
             membership.client,
             membership.collectives,
             module,
             self._config,
             Training(self._heal_optimizers, self._lr, self._leases, is_monitored(self._trainer)),
-            Start(self._resume.take_versions(), membership.fills, membership.layout),
+            start,
             late=not looks_at_gradients(module),
         )
-        exchanged = {spec.name for spec in synchronizer.layout.tensors}
-        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
-        membership.agree_with_run(self._trainer, synchronizer.layout, constants, self._resume)
+        if run is not None:
+            exchanged = {spec.name for spec in synchronizer.layout.tensors}
+            constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+            run.agree_with_others(self._trainer, synchronizer.layout, constants, self._resume)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
 
     def enter_again(self) -> None:
         """Lay the module out again and fill the servers from worker 0's. All workers call it together."""
         before = self.synchronizer
-        self._membership.check_layout_may_change()
+        if isinstance(self._membership, ElasticFleet):
+            self._membership.refuse_another_layout()
         agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
         self._resume.versions = list(before.versions)
         self._collectives.barrier("new layout")
@@ -170,34 +176,36 @@ class FitSession:
 
         Called when training and epochs begin.
         """
-        membership = self._membership
         if not self._splits and not self.data.installed:
             self._choose_loop()
-        if membership.comes_and_goes:  # others may have joined or left since the latest epoch
-            membership.begin_epoch()
+        if self._run is not None:  # others may have joined or left since the latest epoch
+            self._run.begin_epoch()
             self._trainer.strategy.announce()
 
     def _choose_loop(self) -> None:
-        trainer, membership, leased = self._trainer, self._membership, self.data
-        if leased is self._split and membership.between_epochs:
+        trainer, run, leased = self._trainer, self._run, self.data
+        if leased is self._split and run is not None and run.attachment.between_epochs:
             begin_epochs_anew(trainer)
         reason = why_split(trainer, self._reference_batch)
         if reason is not None:
-            membership.check_data_may_be_split(f"{datasets_of(trainer)}: {reason}")
+            if run is not None:
+                run.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
             self.data.restore()
             self.data = self._split
             self._split.explain(reason)
             return
         if not isinstance(leased, LeasedLoop):
-            leased = self.data = LeasedLoop(trainer, membership, self._leases, self._resume.take_data())
+            leased = self.data = LeasedLoop(trainer, self._membership, self._leases, self._resume.take_data())
         leased.install(self._reference_batch)
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
         self._membership.check_goes_on()
-        self._membership.update()
+        if self._run is not None:
+            self._run.attachment.update()
         if self._collectives.phase is Phase.SYNC:
-            self._membership.check_is_no_search(self._trainer)
+            if self._run is not None and self.apart:
+                self._run.refuse_a_search()
             if self._has_grown():
                 self.enter_again()
             self.synchronizer.begin()
@@ -289,7 +297,8 @@ class FitSession:
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
         """Wait for all living workers, give them the same bits of the servers' weights, and return their reports."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
-        membership.update()
+        if self._run is not None:
+            self._run.attachment.update()
         synchronizer.flush()
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
@@ -311,7 +320,7 @@ class FitSession:
             always=waits or membership.comes_and_goes,
         )
         self.data.compare()
-        board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
+        board.hear({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
         if any(m.grown for m in met.values()):
@@ -349,8 +358,8 @@ class FitSession:
         elif self._trainer.is_global_zero:
             self._collect_samples()
         agree(self._collectives, named_state(self._module), mean=True)
-        if not self._trainer.is_global_zero:
-            self._membership.know_checkpoints(self._trainer)
+        if self._run is not None and not self._trainer.is_global_zero:
+            self._run.know_checkpoints(self._trainer)
         self.data.restore()
         self.data = self._split
 

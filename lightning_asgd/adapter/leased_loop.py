@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
-from lightning_asgd.adapter.fleet import Fleet
+from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.loop_counters import NEVER, BatchSchedules, set_global_step, up_to_mark
 from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
@@ -61,7 +61,7 @@ class LeasedLoop:
         resumed: what a checkpoint says of the epoch that it was written in: see :meth:`save`.
     """
 
-    def __init__(self, trainer: Any, membership: Fleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self._membership = membership
         self.leases = leases

@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
-from lightning_asgd.adapter.elastic_run import ElasticFleet, check_is_one_worker
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.fleet import Fleet, leave_resting, resting
+from lightning_asgd.adapter.fleet import FixedFleet, leave_resting, resting
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
@@ -157,7 +157,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._offline = Collectives()  # before a session, and after one where there is nobody else
 
     # Of the present session, from set-up to teardown.
-    _membership: Fleet | None = None
+    _membership: AnyFleet | None = None
     fit_session: FitSession | None = None
     """What the worker does while it fits; None else."""
     _undo: tuple[Callable[[], None], ...] = ()  # gives the Trainer back what was changed
@@ -233,7 +233,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.options.config, self.options.policy, self.board)
         if not self._job.attaches:
-            self._membership = Fleet(*about, int(super().global_rank), self.world_size)
+            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size)
         elif self._is_fitting(trainer):
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
@@ -427,7 +427,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self.fit_session is not None and "optimizer_states" in checkpoint:
             self.fit_session.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._membership is not None and self.is_global_zero:
+        if isinstance(self._membership, ElasticFleet) and self.is_global_zero:
             self._membership.wrote_checkpoint(self.lightning_module.trainer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -440,4 +440,4 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def _restores_optimizers(self) -> bool:
         """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
-        return self._membership is None or self._membership.bootstraps
+        return not isinstance(self._membership, ElasticFleet) or self._membership.attachment.bootstraps
