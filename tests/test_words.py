@@ -46,7 +46,7 @@ RETIRED = {
 }
 LEFT = {
     "signs? of life|gives no sign": 2,
-    "common (batch )?size|common batch": 3,
+    "common (batch )?size|common batch": 2,
     "spare server|spares?": 31,
     "come back|comes back|came back": 18,
     "anew": 8,

@@ -319,7 +319,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self._last: threading.Timer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes: libraries save a strategy with their models."""
+        """Leave out the processes: libraries save a strategy together with a model."""
         return {**self.__dict__, "processes": [], "_last": None}
 
     def watch(self, processes: list[Any]) -> None:
