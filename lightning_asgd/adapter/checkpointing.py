@@ -1,4 +1,7 @@
-"""What a checkpoint holds of a run beside Lightning's own: versions, the servers' state, every worker's optimizers."""
+"""What checkpoints hold beside Lightning's own entries, what a fit resumes from, and where a joining worker starts.
+
+Beside Lightning's own a checkpoint holds versions, the servers' state, and every worker's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,8 @@ def entry_of(
     }
 
 
+# ---------------------------------------------------------------------- checkpoint callbacks
+
 # Attributes of ModelCheckpoint that tell what files there are.
 _CHECKPOINT_STATE = (
     "best_model_path",
@@ -123,6 +128,9 @@ def save_on_exception(trainer: Any, error: BaseException) -> None:
     """Let the Trainer's checkpoint callbacks save what they do when an exception is raised."""
     for callback in trainer.checkpoint_callbacks:
         callback.on_exception(trainer, trainer.lightning_module, error)
+
+
+# ---------------------------------------------------------------------- progress of a run, for a worker that joins
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:

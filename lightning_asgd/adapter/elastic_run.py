@@ -43,20 +43,9 @@ def check_is_one_worker(devices: int, num_nodes: int) -> None:
 
 
 class ElasticFleet(Fleet):
-    """One worker's place in a run.
+    """One worker's place in a run. Raises a :class:`LaunchError` if its servers are not there, or serve another one.
 
-    Args:
-        job: says which run it is, and where.
-        config: how the worker exchanges.
-        policy: how long a worker may be silent.
-        board: has this worker's figures, and is told the others'.
-        device: what the worker trains on, for people.
-
-    Attributes:
-        attachment: what the worker was told when it joined, and tells the others.
-
-    Raises:
-        LaunchError: the run's servers are not there, or serve another one.
+    ``attachment`` is what the worker was told when it joined, and tells the others.
     """
 
     comes_and_goes = True

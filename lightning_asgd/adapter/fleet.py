@@ -155,19 +155,7 @@ class Fleet:
 
 
 class FixedFleet(Fleet):
-    """One worker's place in a session of a job. Connects to the servers.
-
-    Args:
-        job: where the servers are.
-        config: how the worker exchanges.
-        policy: what becomes of the session when workers fail.
-        board: has this worker's figures, and is told the others'.
-        rank: the worker's.
-        world_size: number of workers.
-
-    Raises:
-        LaunchError: the servers are not there.
-    """
+    """One worker's place in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
 
     def __init__(
         self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int

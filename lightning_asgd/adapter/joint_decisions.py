@@ -9,8 +9,8 @@ then does what follows from what all have said:
 - all validate where one does,
 - the epoch ends where it ends for all. A worker that has nothing left to train validates with the others until then.
 
-The loop's methods that are replaced here: ``run_epoch``, ``end_batch`` and ``validates_now``, as
-:mod:`~lightning_asgd.adapter.private_names` calls them.
+The Trainer's methods that are replaced here: ``run_epoch``, ``end_batch``, ``validates_now``, ``end_epoch``,
+``note_sigterm`` and ``broadcast_sigterm``, as :mod:`~lightning_asgd.adapter.private_names` calls them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ that follows the progress that all workers have made together, divided by their 
 would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
 ``trainer.num_training_batches`` is what it will probably train of the epoch.
 
-Where batch sizes differ, progress counts in batches of the *common* size, the first worker's.
+Where batch sizes differ, progress counts in batches of the *reference* size, the first worker's.
 
 What is set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
 ``expected_batches``, ``validates_after``, ``last_batch_flag``, the fetcher's length and whether it is done, the
