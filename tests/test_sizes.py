@@ -18,7 +18,6 @@ LINES_OF_A_FILE = 450
 LONG_FILES = {
     "adapter.class_trees": 651,
     "adapter.leased_loop": 457,
-    "server.service": 622,
     "adapter.strategy": 630,
     "worker.exchanger": 580,
 }
@@ -49,7 +48,8 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_719, "tools": 4_905}
+# 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
+LINES = {"core": 18_860, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
