@@ -59,6 +59,7 @@ TORCH: dict[str, set[str]] = {
     "_init": {"transports.tensorpipe"},
     "_init_rpc_states": {"transports.tensorpipe"},
     "_is_current_rpc_agent_set": {"transports.tensorpipe"},
+    "_reset_current_rpc_agent": {"transports.tensorpipe"},
     "_transports": {"transports.tensorpipe"},
     "_update_group_membership": {"transports.tensorpipe"},
     "_world": {"adapter.process_group", "adapter.world"},
