@@ -45,11 +45,11 @@ RETIRED = {
     "through with": "finished",
 }
 LEFT = {
-    "signs? of life|gives no sign": 3,
-    "common (batch )?size|common batch": 3,
+    "signs? of life|gives no sign": 1,
+    "common (batch )?size|common batch": 2,
     "spare server|spares?": 31,
     "last words|with_last_words": 28,
-    "come back|comes back|came back": 18,
+    "come back|comes back|came back": 17,
     "anew": 8,
     "whoever": 3,
     "so many": 1,
