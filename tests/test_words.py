@@ -50,11 +50,10 @@ LEFT = {
     "spare server|spares?": 31,
     "last words|with_last_words": 28,
     "come back|comes back|came back": 17,
-    "anew": 8,
-    "whoever": 3,
+    "anew": 6,
+    "whoever": 2,
     "so many": 1,
     "what (it|they|a collective|collectives|that) (comes?|came) to": 1,
-    "through with": 1,
 }
 
 
