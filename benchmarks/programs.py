@@ -95,7 +95,7 @@ def main() -> int:
         "--cells", default="", metavar="TEXT", help='only trainings whose name holds this, as "asgd 2x0"'
     )
     parser.add_argument("--again", action="store_true", help="run what has been run before, too")
-    parser.add_argument("--seeds", type=int, default=1, help="of libraries that train: compare the errors of so many")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds per library; its errors are means over them")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/compatibility.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no training is left behind

@@ -59,13 +59,15 @@ TORCH: dict[str, set[str]] = {
     "_init": {"transports.tensorpipe"},
     "_init_rpc_states": {"transports.tensorpipe"},
     "_is_current_rpc_agent_set": {"transports.tensorpipe"},
+    "_reset_current_rpc_agent": {"transports.tensorpipe"},
     "_transports": {"transports.tensorpipe"},
     "_update_group_membership": {"transports.tensorpipe"},
     "_world": {"adapter.process_group", "adapter.world"},
     "TensorPipeAgent": {"transports.tensorpipe"},
 }
 
-NO_NAMES = {"_exit", "_fork", "_notebook", "_spawn"}  # os._exit is documented; ends of our strategies' names
+# os._exit is documented; ends of our strategies' names; a key of what our samplers are pickled as
+NO_NAMES = {"_exit", "_fork", "_notebook", "_spawn", "_state"}
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

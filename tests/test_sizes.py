@@ -16,7 +16,6 @@ from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "server.service": 622,
     "worker.exchanger": 580,
 }
 
@@ -44,7 +43,8 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_537, "tools": 4_926}
+# 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
+LINES = {"core": 18_696, "tools": 4_926}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

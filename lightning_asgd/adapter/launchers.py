@@ -45,6 +45,17 @@ _jobs = itertools.count()
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
 _transport: Transport | None = None  # kept from one call of the Trainer to the next
+_inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
+
+
+def _after_fork() -> None:
+    global _transport
+    _inherited.append((_transport, dict(_hosted)))
+    _transport = None
+    _hosted.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass

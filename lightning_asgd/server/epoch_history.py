@@ -7,12 +7,14 @@ over: the others have trained and applied all of it before they began the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseHoldings
 from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.server.membership import Membership
+from lightning_asgd.server.pending_replies import Completion
 
 __all__ = ["Epochs", "Ranges"]
 
@@ -60,20 +62,17 @@ class Epochs:
         self._held.clear()
         self._fit, self._latest = "", -1
 
-    def open(self, theirs: Epoch, worker: int, now: float) -> tuple[Leases, bool]:
-        """The leases of an epoch that a worker begins, which is checked to be that of the others.
-
-        Also returns whether they are new: then they have yet to learn who takes part.
-        """
+    def open(self, theirs: Epoch, worker: int, members: Membership, now: float) -> Leases:
+        """The leases of an epoch that a worker begins, which is checked to be that of the others."""
         if theirs.fit != self._fit:
             self.clear()
             self._fit = theirs.fit
         number = theirs.number
-        new = number not in self._known
-        if new:
+        if number not in self._known:
             self._keep(theirs, self.latest, now)
+            self._known[number].meet(members.trusted, now, members.catching_up)  # nobody has asked for units yet
         self._known[number].check(theirs, worker)
-        return self._known[number], new
+        return self._known[number]
 
     def find(self, key: str, worker: int) -> Leases:
         """The leases of an epoch that was opened. One that is over and was forgotten makes its worker rejoin."""
@@ -90,6 +89,22 @@ class Epochs:
         for leases in self:
             if leases.epoch.key == key:
                 leases.applied(worker, units)
+
+    def meet(self, living: Collection[int], now: float, behind: Collection[int]) -> list[Completion]:
+        """Take note of who takes part; see :class:`Leases`, here and below."""
+        return [due for leases in self for due in leases.meet(living, now, behind)]
+
+    def retry(self, now: float) -> list[Completion]:
+        """Look again at the requests that wait."""
+        return [due for leases in self for due in leases.retry(now)]
+
+    def forget(self, worker: int, now: float) -> list[Completion]:
+        """Take back what a worker holds that rejoins."""
+        return [due for leases in self for due in leases.forget(worker, now)]
+
+    def go_without(self, workers: Collection[int], now: float) -> list[Completion]:
+        """Wait no longer for workers that know the end of an epoch already."""
+        return [due for leases in self for due in leases.go_without(workers, now)]
 
     def remember(self, epochs: tuple[Epoch, ...]) -> None:
         """Go on from a snapshot: see :attr:`progress`."""

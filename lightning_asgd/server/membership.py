@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.protocol import Policy, WorkerMetrics
+from lightning_asgd.protocol import Join, Policy, WorkerMetrics
 
 __all__ = ["Membership"]
 
@@ -48,6 +48,26 @@ class Membership:
     metrics: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
+
+    @classmethod
+    def following(cls, before: Membership | None, message: Join, exited: dict[int, str]) -> Membership:
+        """The members of the session that a worker begins; workers that are gone or suspected are so from its start.
+
+        ``before`` are those of the session before, ``exited`` workers whose processes have ended, and why.
+        """
+        if message.again or (message.restore and before is not None):
+            raise WorkerLostError(
+                f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
+                "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
+            )
+        left, suspected = exited, {}
+        if before is not None:
+            suspected = {**before.suspected, **dict.fromkeys(before.catching_up, "was behind")}
+            if message.after == before.session:
+                left = {**left, **{worker: why for worker, why in before.left.items() if why}}
+        left = {worker: why for worker, why in left.items() if worker < message.world_size}
+        suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
+        return cls(message.session, message.world_size, message.policy, message.server, left, suspected)
 
     @property
     def elastic(self) -> bool:

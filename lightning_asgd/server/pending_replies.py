@@ -6,6 +6,7 @@ other can have its number meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch.futures import Future
@@ -50,6 +51,12 @@ class PendingReplies:
     def take(self, request: Any) -> Future[Any]:
         """Remove a request; the caller replies to it."""
         return self._pending.pop(id(request))[1]
+
+    def complete_all(self, kind: type, reply: Any, workers: Collection[int] | None = None) -> None:
+        """Reply to all requests of a kind, or to those of some workers."""
+        for request in self.of(kind):
+            if workers is None or request.worker in workers:
+                self.complete(request, reply)
 
     def complete(self, request: Any, reply: Any) -> None:
         """Reply to a request, unless it was answered before; an error fails it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, RunMetadata
+from lightning_asgd.errors import ProtocolError, ServerLostError, WorkerLostError
+from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, Attached, RunMetadata
+from lightning_asgd.server.membership import Membership
 
 __all__ = ["RunRegistry", "goes_on_from"]
 
@@ -17,7 +18,6 @@ class RunRegistry:
         self.name = name
         self.metadata: dict[str, Any] = {}
         self.bootstrap_worker: int | None = None  # brings the run's first weights
-        self.arriving: list[Attach] = []  # requests of workers that wait for these weights
         self.exits: list[tuple[str, int, str]] = []  # of processes: session (empty for all), worker, reason
 
     @property
@@ -51,6 +51,36 @@ class RunRegistry:
                 f"Worker {worker} was silent before it had brought the run's first weights, and another "
                 "one has brought them. Start it again: it will take these."
             )
+
+    def check_same_start(self, worker: int, members: Membership, *, again: bool) -> None:
+        """Raise if a worker that waited for these servers knows another run than they serve now.
+
+        ``again``: others may have begun the run again.
+        """
+        if self.name and (worker in members.joined or (again and worker > members.admitted)):
+            raise WorkerLostError(
+                f"Worker {worker} waited for servers that were started again, but others came first and began "
+                f"run {self.name!r} anew. Start it again to take part."
+            )
+
+    @property
+    def lost(self) -> ServerLostError:
+        """The error of workers that join a run whose weights nobody has."""
+        return ServerLostError(
+            f"The weights of run {self.name!r} were lost: a server ended while the run had no workers. Start "
+            "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint. With "
+            "--snapshots a run outlives its servers."
+        )
+
+    def admit(self, message: Attach, members: Membership, now: float) -> Attached | None:
+        """Admit a worker; None while the run has no weights, and another worker is to bring them."""
+        bootstraps = not self.bootstrapped
+        if bootstraps and self.bootstrap_worker in members.living:
+            return None
+        worker = members.admit(message.about, now)
+        if bootstraps:
+            self.bootstrap_worker = worker
+        return Attached(worker, bootstraps, dict(self.metadata), len(members.events), members.chief)
 
     def exited(self, session: str) -> dict[int, str]:
         """Workers whose processes have ended, as far as a session is concerned, and why."""

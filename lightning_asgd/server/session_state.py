@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.protocol import (
     Epoch,
-    Exchange,
     Heartbeat,
     HeartbeatReply,
     InitShard,
     ReplicaState,
+    ShardState,
     WorkerMetrics,
 )
 from lightning_asgd.server.collective_table import CollectiveTable
@@ -37,13 +39,29 @@ class SessionState:
     shards: dict[int, Shard] = field(default_factory=dict)  # by fragment
     means: Means = field(default_factory=Means)
     buffers: Buffers = field(default_factory=Buffers)
-    recovery: StateRecovery | None = None  # where a server was lost
-    deferred: list[Exchange] = field(default_factory=list)  # until its state is restored
+    have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTable(self.members)
 
-    def heartbeat(self, message: Heartbeat, have_weights: Collection[int]) -> HeartbeatReply:
+    @property
+    def initialised(self) -> bool:
+        """Whether all shards have weights."""
+        return bool(self.shards) and all(shard.initialised for shard in self.shards.values())
+
+    @property
+    def held_by_workers(self) -> bool:
+        """Whether workers hold all that is needed to replace this server."""
+        holding = self.have_weights & (self.members.living | self.members.expected_back)
+        whole = all(shard.algorithm.leaves_weights for shard in self.shards.values())
+        return bool(holding and self.shards) and whole and not self.buffers.compressed
+
+    @property
+    def samples(self) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """The posterior samples that its first shard has kept, by version."""
+        return list(self.shards[0].samples) if 0 in self.shards else []
+
+    def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """What a worker is told of the session when it sends its metrics."""
         members, worker = self.members, message.worker
         if members.aborted:
@@ -55,7 +73,7 @@ class SessionState:
             tuple(sorted(members.living)),
             dict(members.metrics) if worker == members.chief else {},
             members.chief,
-            tuple(sorted(members.living.intersection(have_weights))),
+            tuple(sorted(members.living & self.have_weights)),
             members.admitted,
             worker in members.fenced,
             self.collectives.needed,
@@ -80,6 +98,13 @@ class SessionState:
             shard.initialise(message.weights, message.version)
         return self.buffers.open(message)
 
+    def shard_state(self, message: ShardState) -> Any:
+        """Return what a checkpoint holds of a shard, or restore it from that."""
+        shard = self.shards.get(message.fragment)
+        if shard is None:
+            raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
+        return shard.state() if message.state is None else shard.restore(message.state)
+
     def members_changed(self) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now."""
         due = self.means.meet(self.members.living)
@@ -93,6 +118,7 @@ class SessionState:
             self.members.metrics.pop(worker, None)
             for shard in self.shards.values():
                 shard.forget(worker)
+            self.have_weights.discard(worker)
         self.buffers.forget(worker)
 
     def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> Snapshot:
@@ -101,6 +127,12 @@ class SessionState:
         shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
         about = members.session, members.index, members.policy, members.admitted
         return Snapshot(*about, dict(metadata), epochs, shards)
+
+    def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
+        """Go on from a snapshot, without the workers."""
+        self.members.restore(now, admitted=snapshot.admitted)
+        self.members.events.append(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
+        self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
         """Take the newest state that workers report, and from a snapshot what the algorithm keeps beside the weights.

@@ -1,35 +1,89 @@
-"""What workers report of a server that was lost, for its replacement. Pure: no network, no clock, no threads.
+"""A server's way back after its state was lost, as a state machine. Pure: no network, no threads, time as an argument.
 
-An answer to a push and fetch is the shard right after that push, so the newest state of a shard is at the worker that
-holds the highest version. All living workers report what they have; the newest is taken; then each
-replays what that does not hold, and all go on together.
+The reply to a push with a fetch is the shard right after that push, so the newest state of a shard is at the worker
+that holds the highest version. All living workers report what they hold, and the newest of each shard is taken. Then
+each worker replays the pushes that this state lacks, and all go on together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from lightning_asgd.protocol import LeaseHoldings, ReplicaState, StateReport
 
-__all__ = ["StateRecovery"]
+__all__ = ["RecoveryPhase", "StateRecovery"]
+
+_REPORT_S = 20.0  # in which workers notice that a server was lost, and begin to report to its replacement
 
 
-@dataclass
+class RecoveryPhase(Enum):
+    """Where a server is on its way back: whether its state is ``lost``, and whether reports have ``begun``."""
+
+    INTACT = "intact", False, False  # nothing was lost: it is new, or serves what it was given
+    LOST = "lost", True, False  # workers, or a snapshot, hold its state; no worker has joined to report
+    COLLECTING = "collecting", True, True  # a worker has joined to report; pushes are deferred
+    RESTORED = "restored", False, True  # it serves the newest state; workers replay what that lacks
+
+    def __init__(self, name: str, lost: bool, begun: bool) -> None:
+        self.lost = lost
+        self.begun = begun
+
+
 class StateRecovery:
-    """The way from the first report until all workers have replayed."""
+    """The phase of one server, and what workers have reported to it.
 
-    offers: dict[int, StateReport] = field(default_factory=dict)  # without the shards
-    newest: dict[int, ReplicaState] = field(default_factory=dict)  # per fragment, of what was offered
-    excused: set[int] = field(default_factory=set)  # workers with nothing to report: new ones, and those that rejoin
-    settled: set[int] = field(default_factory=set)
-    restored: bool = False
-    """Whether the newest state was taken."""
+    ============ ================================================= ==========
+    from         when                                              to
+    ============ ================================================= ==========
+    (start)      in the place of a lost server                     LOST
+    (start)      otherwise                                         INTACT
+    INTACT       a worker that has a state waited for this server  LOST
+    INTACT, LOST such a worker joins                               COLLECTING
+    COLLECTING   all living workers have reported                  RESTORED
+    any          a snapshot, or a worker's first weights, replace  INTACT
+                 what was lost; nobody can report; a job's next
+                 session begins
+    ============ ================================================= ==========
+    """
 
-    def expect(self, worker: int, *, tells: bool) -> None:
-        """Note a worker that joins: it reports what it has, or waits for what the others have."""
-        (self.excused.discard if tells else self.excused.add)(worker)
+    def __init__(self, *, replaces: bool = False) -> None:
+        self.replaces = replaces
+        self.phase = RecoveryPhase.LOST if replaces else RecoveryPhase.INTACT
+        self._asked: float | None = None  # when a worker last asked for what a report must restore first
+        self.reset(self.phase)
+
+    def reset(self, phase: RecoveryPhase = RecoveryPhase.INTACT) -> None:
+        """Forget all reports: what was lost is replaced by something else."""
+        self.phase = phase
+        self.offers: dict[int, StateReport] = {}  # without the shards
+        self.newest: dict[int, ReplicaState] = {}  # per fragment, of what was reported
+        self.excused: set[int] = set()  # workers with nothing to report: new ones, and those that rejoin
+        self.settled: set[int] = set()  # workers that have replayed
+
+    def begin_session(self, *, elastic: bool) -> None:
+        """Forget all reports to the session before. Only an elastic run has a state from before its session."""
+        self.reset(RecoveryPhase.LOST if self.phase.lost and elastic else RecoveryPhase.INTACT)
+
+    def hear(self, worker: int, *, waited: bool, now: float) -> None:
+        """Note a heartbeat; ``waited``: the worker knows an elastic run of which this server knows no workers."""
+        if waited and not self.phase.begun:
+            self.phase = RecoveryPhase.LOST
+        if self.phase.lost and worker not in self.excused:
+            self._asked = now  # there is a worker that will report
+
+    def join(self, worker: int, *, reports: bool) -> bool:
+        """Note a worker that joins while the state is lost: it reports, or waits for the others' reports.
+
+        Returns whether it is the first.
+        """
+        first = self.phase is not RecoveryPhase.COLLECTING
+        if first:
+            self.reset(RecoveryPhase.COLLECTING)
+        (self.excused.discard if reports else self.excused.add)(worker)
+        return first
 
     def add(self, offer: StateReport) -> None:
         """Take a worker's report, and of its weights those that are newer than all others'."""
@@ -38,27 +92,43 @@ class StateRecovery:
                 self.newest[held.fragment] = held
         self.offers[offer.worker] = replace(offer, shards=())
 
-    def offered(self, living: Collection[int]) -> bool:
-        """Whether all have offered what they have, and it is to be taken now."""
-        return not self.restored and bool(self.offers) and self.awaited(living) <= set(self.offers)
+    @property
+    def waiting(self) -> Collection[int]:
+        """The workers that have reported and wait for the others' reports."""
+        return self.offers.keys() if self.phase is RecoveryPhase.COLLECTING else ()
 
     def awaited(self, living: Collection[int]) -> set[int]:
-        """Those of the living who are to tell what they have."""
+        """The living workers that have to report."""
         return set(living) - self.excused
 
-    def over(self, living: Collection[int]) -> bool:
-        """Whether all go on together."""
-        return self.restored and set(living) & set(self.offers) <= self.settled
+    def complete(self, living: Collection[int]) -> bool:
+        """Whether all have reported, and the newest state is to be taken now."""
+        return self.phase is RecoveryPhase.COLLECTING and bool(self.offers) and self.awaited(living) <= set(self.offers)
+
+    def nobody_reports(self, living: Collection[int], silence_s: float, now: float) -> bool:
+        """Whether no worker is left to report, for longer than a worker needs to notice the loss and to say so.
+
+        ``silence_s``: the failure timeout, in which a worker sends heartbeats.
+        """
+        if self._asked is None:
+            self._asked = now
+        if self.phase is RecoveryPhase.COLLECTING and self.awaited(living):
+            return False
+        return now > self._asked + _REPORT_S + silence_s
 
     def take(self) -> list[ReplicaState]:
         """The newest state, per fragment. It is not kept any longer."""
-        self.restored = True
+        self.phase = RecoveryPhase.RESTORED
         newest, self.newest = list(self.newest.values()), {}
         return newest
 
+    def over(self, living: Collection[int]) -> bool:
+        """Whether all workers that reported have replayed."""
+        return self.phase is RecoveryPhase.RESTORED and set(living) & set(self.offers) <= self.settled
+
     @property
     def incarnations(self) -> dict[int, int]:
-        """How often workers were declared away, as far as anybody knows."""
+        """How often each worker was suspected, as far as any worker knows."""
         known: dict[int, int] = {}
         for offer in self.offers.values():
             for worker, incarnation in offer.incarnations.items():
@@ -67,14 +137,14 @@ class StateRecovery:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the workers have told each other; the word of the one that is there longest counts."""
+        """The run's metadata as the workers know them; the worker that has been there longest is authoritative."""
         return {
             name: value for _, offer in sorted(self.offers.items(), reverse=True) for name, value in offer.notes.items()
         }
 
     @property
     def stale(self) -> set[int]:
-        """Those who were declared away and do not know it: what they have trained, others have or will."""
+        """Workers that were suspected and do not know it: others have trained, or will train, what they have."""
         incarnations = self.incarnations
         return {worker for worker, offer in self.offers.items() if offer.incarnation < incarnations.get(worker, 0)}
 
@@ -85,7 +155,7 @@ class StateRecovery:
         return {w: o.part for w, o in self.offers.items() if o.part is not None and w not in stale}
 
     def drop_stale(self) -> set[int]:
-        """Ignore the offers of workers that are stale; returns these workers."""
+        """Ignore the reports of workers that are stale; returns these workers."""
         stale = self.stale
         for worker in stale:
             del self.offers[worker]
@@ -93,5 +163,5 @@ class StateRecovery:
 
     @property
     def answered(self) -> int:
-        """Number of the latest collective that anybody was answered."""
+        """Number of the latest collective that any worker has the result of."""
         return max((offer.answered for offer in self.offers.values()), default=0)

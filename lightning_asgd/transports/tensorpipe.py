@@ -16,6 +16,7 @@ run spans machines; keep other users off that network.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import socket
@@ -164,6 +165,18 @@ def stop() -> None:
         _current = None
         if is_available() and _rpc()._is_current_rpc_agent_set():
             _rpc().shutdown(graceful=False)
+
+
+def _after_fork() -> None:
+    """Forget the parent's agent. Its threads are not here: to stop or to destroy it would wait for them."""
+    global _current, _lock
+    inherited, _current, _lock = _current, None, threading.RLock()
+    if inherited is not None and _rpc()._is_current_rpc_agent_set():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_rpc().api._get_current_rpc_agent()))
+        _rpc()._reset_current_rpc_agent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def why_broken(error: Exception) -> str | None:

@@ -7,6 +7,9 @@ import pytest
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseHoldings, LeaseRequest
 from lightning_asgd.server.epoch_history import Epochs
+from lightning_asgd.server.membership import Membership
+
+NOBODY = Membership("s", 2)  # who takes part is told by each test
 
 
 def epoch(key: str, units: int = 4, done: tuple[tuple[int, int], ...] = ()) -> Epoch:
@@ -16,7 +19,7 @@ def epoch(key: str, units: int = 4, done: tuple[tuple[int, int], ...] = ()) -> E
 def opened(*keys: str) -> Epochs:
     epochs = Epochs(all_train=True)
     for key in keys:
-        epochs.open(epoch(key), 0, 0.0)
+        epochs.open(epoch(key), 0, NOBODY, 0.0)
     return epochs
 
 
@@ -30,22 +33,24 @@ def train(epochs: Epochs, key: str, units: int, worker: int = 0) -> None:
 
 def test_an_epoch_is_opened_once() -> None:
     epochs = Epochs(all_train=True)
-    leases, new = epochs.open(epoch("s/0"), 0, 0.0)
-    again, second = epochs.open(epoch("s/0"), 1, 0.0)
-    assert (new, second) == (True, False)
+    assert list(epochs) == []
+    leases = epochs.open(epoch("s/0"), 0, NOBODY, 0.0)
+    again = epochs.open(epoch("s/0"), 1, NOBODY, 0.0)
+    assert list(epochs) == [leases]
     assert again is leases is epochs.latest
 
 
 def test_a_worker_with_another_epoch_in_mind_is_told_so() -> None:
     with pytest.raises(ProtocolError, match="5 units"):
-        opened("s/0").open(epoch("s/0", units=5), 1, 0.0)
+        opened("s/0").open(epoch("s/0", units=5), 1, NOBODY, 0.0)
 
 
 @pytest.mark.parametrize("later", [1, 3, 7], ids=lambda later: f"{later} later")
 def test_an_epoch_that_is_not_known_and_older_than_the_latest_is_over(later: int) -> None:
     epochs = opened(*(f"s/{number}" for number in range(1, 1 + later)))
-    leases, new = epochs.open(epoch("s/0"), 1, 0.0)
-    assert new
+    before = list(epochs)
+    leases = epochs.open(epoch("s/0"), 1, NOBODY, 0.0)
+    assert leases not in before
     assert leases.finished == ((0, 4),)
     assert epochs.done[0] == f"s/{later}"  # the others go on in theirs
 
@@ -53,9 +58,11 @@ def test_an_epoch_that_is_not_known_and_older_than_the_latest_is_over(later: int
 def test_who_is_behind_sees_how_much_was_trained_of_its_epoch() -> None:
     epochs = opened("s/0")
     train(epochs, "s/0", 3)
-    epochs.open(epoch("s/1"), 0, 0.0)
-    leases, new = epochs.open(epoch("s/0"), 1, 0.0)
-    assert (leases.finished, new) == (((0, 3),), False)
+    epochs.open(epoch("s/1"), 0, NOBODY, 0.0)
+    before = list(epochs)
+    leases = epochs.open(epoch("s/0"), 1, NOBODY, 0.0)
+    assert leases in before
+    assert leases.finished == ((0, 3),)
 
 
 def test_the_latest_few_epochs_are_kept() -> None:
@@ -74,13 +81,13 @@ def test_a_claim_of_an_epoch_that_was_forgotten_and_one_of_none_are_told_apart()
 
 def test_another_fit_begins_anew() -> None:
     epochs = opened("s/0", "s/1")
-    leases, _ = epochs.open(epoch("s.2/0"), 0, 0.0)
+    leases = epochs.open(epoch("s.2/0"), 0, NOBODY, 0.0)
     assert leases.finished == ()
     assert [e.key for e in epochs.progress] == ["s.2/0"]
 
 
 def test_a_checkpoint_s_units_are_done() -> None:
-    leases, _ = Epochs(all_train=True).open(epoch("s/7", done=((0, 2),)), 0, 0.0)
+    leases = Epochs(all_train=True).open(epoch("s/7", done=((0, 2),)), 0, NOBODY, 0.0)
     assert leases.finished == ((0, 2),)
 
 
@@ -114,7 +121,7 @@ def test_the_epoch_of_the_weights_counts_although_nobody_is_in_it() -> None:
     epochs = Epochs(all_train=True)
     epochs.restore({1: part("s/2", (0, 1))}, {"s/3": ((0, 1),)})
     assert epochs.find("s/2", 1).finished == ((0, 4),)
-    leases, _ = epochs.open(epoch("s/3"), 1, 0.0)
+    leases = epochs.open(epoch("s/3"), 1, NOBODY, 0.0)
     assert leases.finished == ((0, 1),)
 
 
@@ -138,5 +145,5 @@ def test_what_restored_weights_hold_of_an_epoch_is_told_although_nobody_is_in_it
     epochs = Epochs(all_train=False)
     epochs.restore({2: part("s/0")}, {"s/1": ((0, 2),)})
     assert epochs.done == ("s/1", ((0, 2),))
-    epochs.open(epoch("s/1"), 2, 0.0)
+    epochs.open(epoch("s/1"), 2, NOBODY, 0.0)
     assert epochs.done == ("s/1", ((0, 2),))

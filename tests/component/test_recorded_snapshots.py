@@ -27,6 +27,7 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots
+from tests.helpers.cluster import summary
 
 DATA = Path(__file__).parent.parent / "data"
 CURRENT = DATA / f"snapshots-{PROTOCOL}"
@@ -84,7 +85,7 @@ def test_servers_go_on_from_them_as_if_they_had_never_stopped(server: int) -> No
     ends = [push(service, come(service, server), 4) for service in (never, after)]
     assert ends[0] == ends[1]
     assert ends[0][1] == [28]
-    assert after.status()["version"] == 4
+    assert summary(after)["version"] == 4
 
 
 def test_notes_and_numbers_of_workers_are_remembered() -> None:

@@ -52,6 +52,7 @@ from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
+from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 EPOCHS = 3
@@ -112,7 +113,7 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
         service.tick()
     service.handle(RunMetadata("s", 1, "founded", True))
     service.tick()
-    assert waiting.value().worker in service.status()["living"]
+    assert waiting.value().worker in summary(service)["living"]
 
 
 def test_an_epoch_begins_with_those_who_live_then() -> None:
@@ -362,7 +363,7 @@ def test_a_restored_server_waits_for_all_that_any_worker_knows_of() -> None:
     assert third is None
     assert first.done()
     assert second.done()
-    assert service.status()["version"] == 3
+    assert summary(service)["version"] == 3
 
 
 def test_a_restored_server_does_not_wait_for_who_has_come_since_it_was_lost() -> None:
@@ -398,7 +399,7 @@ def test_a_founder_that_was_silent_meanwhile_founds_the_run_all_the_same() -> No
     come(service)
     for clock.now in range(12):
         service.tick()
-    assert service.status()["living"] == []
+    assert summary(service)["living"] == []
     service.handle(RunMetadata("s", 1, "founded", True))
     assert come(service).notes == {"founded": True}
 
@@ -497,7 +498,8 @@ class Left(Exception):
 
 def is_settled(service: Service) -> bool:
     session = service.session
-    return session is None or session.recovery is None or session.recovery.over(session.members.living)
+    recovery = service.state.recovery
+    return session is None or not recovery.phase.begun or recovery.over(session.members.living)
 
 
 @pytest.mark.parametrize(

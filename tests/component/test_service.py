@@ -36,6 +36,7 @@ from lightning_asgd.protocol import (
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
+from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 
@@ -91,11 +92,11 @@ def test_the_dead_are_missed_by_nobody_from_the_beginning_and_in_new_layouts() -
     s.report_exit("1.1", 1, "killed")
     for session in ("1.1", "1.1.1"):
         s.handle(Join(session, 0, 2))
-        assert s.status()["living"] == [0]
+        assert summary(s)["living"] == [0]
     s.handle(Join("1.2", 0, 2))
-    assert s.status()["living"] == [0, 1]
+    assert summary(s)["living"] == [0, 1]
     s.report_exit("1.2", 1, "killed again")
-    assert s.status()["living"] == [0]
+    assert summary(s)["living"] == [0]
 
 
 def test_who_has_no_process_is_gone_in_later_sessions_too() -> None:
@@ -103,10 +104,10 @@ def test_who_has_no_process_is_gone_in_later_sessions_too() -> None:
     s.handle(Leave("s", 1, "it raised an error"))
     s.handle(Leave("s", 2, "killed", final=True))
     s.handle(Join("t", 0, 3))
-    assert s.status()["living"] == [0, 1]
+    assert summary(s)["living"] == [0, 1]
     s.handle(Leave("t", 1, "it raised an error"))
     s.handle(Join("u", 0, 3, after="t"))
-    assert s.status()["living"] == [0]
+    assert summary(s)["living"] == [0]
 
 
 def test_a_push_of_one_that_is_away_is_refused_and_changes_nothing() -> None:
@@ -211,7 +212,7 @@ def test_who_is_away_when_a_session_ends_is_not_waited_for_in_the_next() -> None
     late = s.handle(Contribution("t", 1, 1, "barrier", "join"))
     assert late.done()
     assert s.handle(Contribution("t", 1, 2, "barrier", "end")).done() is False
-    assert s.status()["living"] == [0, 1]
+    assert summary(s)["living"] == [0, 1]
 
 
 def test_joining_a_session_again_that_is_over_does_not_end_the_present_one() -> None:
@@ -220,7 +221,7 @@ def test_joining_a_session_again_that_is_over_does_not_end_the_present_one() -> 
     error, text = failure(s.handle(Join("s", 1, 2, again=True)))
     assert error == "WorkerLostError"
     assert "Worker 1 was away until session 's' was over" in text
-    assert s.status()["session"] == "t"
+    assert summary(s)["session"] == "t"
 
 
 def test_a_process_that_ends_between_two_sessions_is_missed_by_nobody() -> None:
@@ -229,7 +230,7 @@ def test_a_process_that_ends_between_two_sessions_is_missed_by_nobody() -> None:
     s.handle(Leave("s", 1, "killed", final=True))
     for session, workers, living in (("u", 1, [0]), ("v", 2, [0]), ("w", 2, [0])):
         assert isinstance(s.handle(Join(session, 0, workers)), Joined)
-        assert s.status()["living"] == living
+        assert summary(s)["living"] == living
 
 
 def test_the_end_of_the_main_process_ends_the_session() -> None:
@@ -243,7 +244,7 @@ def test_the_end_of_the_main_process_ends_the_session() -> None:
 def test_a_refused_worker_does_not_end_the_session() -> None:
     s = service()
     s.handle(Join("other", 1, 2, protocol=PROTOCOL + 1))
-    assert s.status()["session"] == "s"
+    assert summary(s)["session"] == "s"
 
 
 def test_a_rank_that_was_not_expected_is_refused() -> None:
@@ -262,7 +263,7 @@ def test_another_session_ends_the_one_before() -> None:
     error, text = failure(s.handle(push(2, 1.0)))
     assert error == "ProtocolError"
     assert "Session 's' is not the current one ('t')" in text
-    assert s.status()["version"] == 0
+    assert summary(s)["version"] == 0
     assert failure(s.handle(fetch(session="t")))[0] == "ProtocolError"  # the shard went with its session
 
 
@@ -334,7 +335,7 @@ def test_the_mean_is_over_the_living() -> None:
     s.handle(Leave("s", 3, "killed"))
     s.handle(Leave("s", 2))
     assert s.handle(push(2, 4.0)).weights[0].tolist() == [3.0] * 3
-    assert s.status()["living"] == [0, 1]
+    assert summary(s)["living"] == [0, 1]
 
 
 def test_a_collective_is_answered_to_everybody() -> None:
@@ -428,7 +429,7 @@ def test_a_push_that_came_too_early_and_is_refused_keeps_nobody_from_an_answer()
     held = ReplicaState(0, 5, (torch.ones(3),), {})
     assert s.handle(StateReport("s", 0, (held,))) is None
     assert failure(early)[0] == "WorkerAwayError"
-    assert s.status()["version"] == 5
+    assert summary(s)["version"] == 5
 
 
 def test_what_was_lost_with_a_server_is_trained_by_those_who_are_not_past_the_segment() -> None:
@@ -498,7 +499,7 @@ def test_leaving_completes_what_the_others_wait_for() -> None:
 def test_leaving_another_session_changes_nothing() -> None:
     s = service()
     assert s.handle(Leave("earlier", 1)) is False
-    assert s.status()["living"] == [0, 1]
+    assert summary(s)["living"] == [0, 1]
     assert Service().handle(Leave("s", 1)) is False
 
 
@@ -516,7 +517,7 @@ def test_closing_answers_who_waits_and_may_be_repeated() -> None:
     error, text = failure(waiting)
     assert error == "ProtocolError"
     assert "the server was stopped" in text
-    assert s.status() == {"session": None, "living": [], "version": 0, "counts": {}}
+    assert summary(s) == {"session": None, "living": [], "version": 0, "counts": {}}
 
 
 def test_status_counts() -> None:
@@ -525,8 +526,8 @@ def test_status_counts() -> None:
     s.handle(push(1, 1.0))
     s.handle(push(2, float("nan")))
     s.handle(fetch())
-    assert s.status()["version"] == 1
-    assert s.status()["counts"] == {"applied": 1, "repeated": 1, "refused": 1, "dropped": 0, "fetched": 4}
+    assert summary(s)["version"] == 1
+    assert summary(s)["counts"] == {"applied": 1, "repeated": 1, "refused": 1, "dropped": 0, "fetched": 4}
 
 
 needs_shared_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")

@@ -54,6 +54,7 @@ from lightning_asgd.server.snapshot_store import Snapshot, Snapshots, keep
 from lightning_asgd.stats import Verdict
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
 from tests.component.test_runs import EPOCHS, RunWorld
+from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
 UNITS = 12
@@ -155,7 +156,7 @@ def test_what_an_algorithm_keeps_on_the_servers_is_in_it(tmp_path: Path, algorit
         torch.manual_seed(0)
         for seq in range(1, 6):
             push(service, worker, seq, 1.0 / (5 + seq))
-        ends.append((fetch(service, worker), service.status()["version"], service.session.shards[0].samples))
+        ends.append((fetch(service, worker), summary(service)["version"], service.session.shards[0].samples))
     (weights, version, samples), (same, again, kept) = ends
     assert torch.equal(weights, same)
     assert version == again
@@ -256,7 +257,7 @@ def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_opti
     held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
     assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
     assert torch.equal(fetch(after, 1), seen.weights[0])
-    assert after.status()["version"] == 2
+    assert summary(after)["version"] == 2
     shard = after.session.shards[0]
     (state,) = [group["slots"]["optimizer"]["state"][0] for group in shard.state()]
     assert state["step"] == 1.0  # that of the snapshot
@@ -336,7 +337,7 @@ def test_a_server_that_nobody_has_asked_anything_takes_no_snapshot_of_another_on
     after.handle(Heartbeat("s", 1))  # of a worker that ends before it joins
     clock.now = 100.0
     after.tick()
-    assert after.status()["session"] is None
+    assert summary(after)["session"] is None
 
 
 def test_a_revived_shard_knows_that_workers_come_and_go(tmp_path: Path) -> None:

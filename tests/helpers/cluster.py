@@ -96,10 +96,22 @@ class Cluster:
             service.close()
 
     def versions(self) -> list[int]:
-        return [s.status()["version"] for s in self.services]
+        return [summary(s)["version"] for s in self.services]
 
     def counts(self, what: str) -> list[int]:
-        return [s.status()["counts"][what] for s in self.services]
+        return [summary(s)["counts"][what] for s in self.services]
+
+
+def summary(service: Service) -> dict[str, Any]:
+    """The present session of a server: its name, its living workers, the version and counts of its first shard."""
+    session = service.session
+    shard = session.shards.get(0) if session else None
+    return {
+        "session": session.members.session if session else None,
+        "living": sorted(session.members.living) if session else [],
+        "version": shard.version if shard else 0,
+        "counts": vars(shard.counts).copy() if shard else {},
+    }
 
 
 def layout_of_floats(n: int, servers: int) -> Layout:

@@ -113,7 +113,7 @@ class Actors(Turns):
                 return
 
 
-_LOCK = type(threading.Lock())
+_LOCK = type(threading.Lock()) | type(threading.RLock())
 
 
 def fingerprint(thing: Any) -> Hashable:

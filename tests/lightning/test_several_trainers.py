@@ -118,6 +118,29 @@ def test_the_strategy_of_a_trainer_that_runs_is_not_taken(tmp_path: Path, tree: 
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_a_forked_process_trains_by_itself(tmp_path: Path, transport: str) -> None:
+    script = f"""
+import multiprocessing, os
+def child(name):
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    fit(name, ASGDStrategy(nsync=2, transport={transport!r}), devices=1)
+fit("0", ASGDStrategy(nsync=2, transport={transport!r}), devices=1)
+process = multiprocessing.get_context("fork").Process(target=child, args=("1",))
+process.start()
+process.join(60)
+assert process.exitcode == 0, process.exitcode
+pid = os.fork()
+if not pid:
+    raise SystemExit(0)  # with all that is registered for the exit
+assert os.waitpid(pid, 0)[1] == 0
+fit("2", ASGDStrategy(nsync=2, transport={transport!r}), devices=1)
+"""
+    run(tmp_path, script)
+    assert {path.name for path in tmp_path.glob("*.json")} == {"0-0.json", "1-0.json", "2-0.json"}
+
+
+@pytest.mark.timeout(120)
 def test_with_workers_that_run_the_script(tmp_path: Path) -> None:
     script = """
 strategy = ASGDStrategy(nsync=2)

@@ -1,0 +1,134 @@
+"""All that one server knows, and the steps that change several parts of it at once. Pure: no network, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_asgd.protocol import Attach, Exchange, InitShard, Join
+from lightning_asgd.server.epoch_history import Epochs
+from lightning_asgd.server.membership import Membership
+from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.run_registry import RunRegistry
+from lightning_asgd.server.session_state import SessionState
+from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.snapshot_store import Snapshot
+from lightning_asgd.server.state_recovery import StateRecovery
+
+__all__ = ["ServerState"]
+
+
+class ServerState:
+    """The run, the session, the epochs of its data, and the server's way back if its state was lost.
+
+    ``run`` names the one elastic run that it serves; without, it serves the sessions of a job one after the other. With
+    ``succeeds`` it may replace a lost server, so the run has weights already. ``remembered`` reads the latest snapshot
+    of a server.
+    """
+
+    def __init__(self, run: str, *, succeeds: bool, remembered: Callable[[int], Snapshot | None] | None) -> None:
+        self.registry = RunRegistry(run)
+        self.recovery = StateRecovery(replaces=succeeds)
+        self.epochs = Epochs(all_train=not run)
+        self.session: SessionState | None = None
+        self._remembered = remembered
+
+    @property
+    def unknown(self) -> bool:
+        """Whether no worker of an elastic run has joined since this server began: those that did before know more."""
+        return bool(self.registry.name) and not (self.session and self.session.members.joined)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        if self.recovery.replaces and self.recovery.phase.lost:
+            return True  # it knows nothing that would not be reported to another one
+        held = self.session is not None and self.session.held_by_workers
+        return held or (self._remembered is not None and bool(self.registry.name))
+
+    def snapshot(self) -> Snapshot | None:
+        """What is to be written down; None if there are no weights yet."""
+        session, run = self.session, self.registry
+        if session is None or self.recovery.phase.lost or not session.initialised:
+            return None
+        if run.name and session.members.index == 0 and not run.bootstrapped:
+            return None
+        return session.snapshot(run.metadata, self.epochs.progress)
+
+    def restore_from_snapshot(self, server: int, now: float) -> bool:
+        """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
+        run = self.registry
+        snapshot = None if self._remembered is None or not run.name else self._remembered(server)
+        if snapshot is None or (snapshot.run, snapshot.server) != (run.name, server):
+            return False
+        if self.session is None:
+            self.session = SessionState(Membership(snapshot.run, 0, snapshot.policy, server))
+        self.session.restore_from_snapshot(snapshot, now)
+        self.recovery.reset()
+        run.metadata = {**snapshot.notes, **run.metadata}
+        self.epochs.remember(snapshot.epochs)
+        return True
+
+    @property
+    def index(self) -> int:
+        """The server's number, as far as it knows."""
+        return 0 if self.session is None else self.session.members.index
+
+    def nobody_reports(self, waiting: Sequence[Attach | Exchange], now: float) -> bool:
+        """Whether no worker is left to report what a run needs, which others wait for; they ask once in a while."""
+        if not self.registry.name or not waiting:
+            return False
+        members = None if self.session is None else self.session.members
+        policy = members.policy if members is not None else next(w.policy for w in waiting if isinstance(w, Attach))
+        return self.recovery.nobody_reports(members.living if members is not None else (), policy.silence_s, now)
+
+    def following(self, message: Join) -> Membership:
+        """The members of the session that a worker begins; raises if the worker missed the end of the one before."""
+        before = None if self.session is None else self.session.members
+        return Membership.following(before, message, self.registry.exited(message.session))
+
+    def begin_session(self, members: Membership) -> None:
+        """Make another session; the one before has ended."""
+        self.recovery.begin_session(elastic=bool(self.registry.name))
+        self.session = SessionState(members)
+
+    def join(self, session: SessionState, message: Join, now: float, *, begun: bool) -> list[Completion]:
+        """Let a worker join, which has ``begun`` the session itself, or not; it may know more than this server."""
+        run, recovery = self.registry, self.recovery
+        knows_more = message.restore and not recovery.phase.begun
+        fresh = recovery.phase.lost or begun or self.unknown  # else others may have started the run again
+        if knows_more:
+            run.check_same_start(message.worker, session.members, again=not fresh)
+        if recovery.phase.lost or (knows_more and fresh):
+            if recovery.join(message.worker, reports=message.restore):
+                run.metadata.clear()
+                self.epochs.clear()
+            if message.restore:
+                session.members.restore(now, message.holding, message.admitted)
+        session.collectives.join(message.worker, now)
+        return self.epochs.forget(message.worker, now) if message.again else []
+
+    def initialise(self, session: SessionState, message: InitShard) -> bool:
+        """Lay a shard out, unless it is, and take the weights that a worker brings.
+
+        Returns whether exchanges can pass through shared memory.
+        """
+        elastic = bool(self.registry.name)
+        new = message.fragment not in session.shards
+        if elastic and message.weights is not None:
+            if session.members.index == 0:
+                self.registry.check_bootstraps(message.worker)
+            new = True  # a worker that began to bootstrap the run before, and died, may have had others
+            self.recovery.reset()  # what was lost was lost before
+        if new:
+            session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic)
+        return session.initialise(message)
+
+    def recover(self, session: SessionState) -> set[int]:
+        """Go on from the newest state that workers report; returns the workers whose reports are stale."""
+        recovery, index = self.recovery, session.members.index
+        newest = recovery.take()
+        session.resume(newest, recovery, self._remembered(index) if self._remembered else None)
+        if index == 0:
+            self.registry.metadata = recovery.notes
+            self.epochs.restore(recovery.parts, {held.epoch: held.done for held in newest if held.epoch})
+        return recovery.drop_stale()
