@@ -188,3 +188,4 @@ class ElasticFleet(Fleet):
 
 
 AnyFleet = FixedFleet | ElasticFleet
+"""A worker's place in a job or in a run."""

@@ -22,7 +22,7 @@ _DATA = ("leases", "split")
 _ON_FAILURE = ("continue", "abort")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
-# Who is given which.
+# Arguments of ExchangeConfig.create, of Lightning's DDPStrategy, and those that ``settings`` lists.
 _EXCHANGE = (
     *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
     "snapshot_every_s",
@@ -31,7 +31,7 @@ _LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     "start_method",
 )
-_PEOPLE = (
+_SETTINGS = (
     *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method"),
     *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
 )
@@ -139,7 +139,7 @@ class StrategyOptions:
         config = self.config
         found = {"nfetch": config.nfetch, "npush": config.npush, "overlap": config.overlap}
         code = None if config.compression is None else repr(config.compression)
-        return {**self._named(_PEOPLE), **found, "algorithm": repr(config.algorithm), "compression": code}
+        return {**self._named(_SETTINGS), **found, "algorithm": repr(config.algorithm), "compression": code}
 
     def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
