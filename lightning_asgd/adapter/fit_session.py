@@ -66,13 +66,7 @@ class FitSession:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        membership: AnyFleet,
-        config: ExchangeConfig,
-        resume: Resumption,
-        *,
-        split: bool,
+        self, trainer: Any, membership: AnyFleet, config: ExchangeConfig, resume: Resumption, *, split: bool
     ) -> None:
         self._trainer = trainer
         self._membership = membership
@@ -118,8 +112,7 @@ class FitSession:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(trainer.global_rank)
-        precision = str(trainer.precision_plugin.precision)
-        optimizers = tuple(trainer.optimizers)
+        optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
 
