@@ -10,6 +10,7 @@ from lightning_asgd.protocol.collective_messages import Contribution, Pickled, P
 from lightning_asgd.protocol.lease_messages import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.protocol.metric_messages import Status, StatusRequest, WorkerMetrics, WorkerStatus
 from lightning_asgd.protocol.recovery_messages import ReplayDone, ReplicaState, StateReport
+from lightning_asgd.protocol.request import Request
 from lightning_asgd.protocol.session_messages import (
     BOOTSTRAPPED,
     PROTOCOL,
@@ -63,6 +64,7 @@ __all__ = [
     "ReplayDone",
     "ReplicaState",
     "Reply",
+    "Request",
     "RunMetadata",
     "Samples",
     "ShardState",
@@ -75,3 +77,9 @@ __all__ = [
     "WorkerStatus",
     "nbytes",
 ]
+
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        # RPC unpickles a message before anybody can compare PROTOCOL. With one path for all, a class that has moved
+        # since does not hide the error that names the versions.
+        globals()[_name].__module__ = __name__

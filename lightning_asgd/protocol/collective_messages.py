@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
+from lightning_asgd.protocol.request import Request
 
 __all__ = ["Contribution", "Pickled", "Place", "SyncReport"]
 
@@ -63,12 +64,10 @@ class SyncReport:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class Contribution(Request):
     """A worker's part in a collective.
 
     Attributes:
-        session: session of the collective.
-        worker: global rank of the sender.
         seq: number of this worker's collective in the session, counted from 1.
         kind: ``"barrier"``, ``"broadcast"``, ``"all_gather"``, ...: must be the same on all workers.
         name: what the caller calls it; must be the same on all workers.
@@ -81,8 +80,6 @@ class Contribution:
             others are to get the same. None if it waits.
     """
 
-    session: str
-    worker: int
     seq: int
     kind: str
     name: str

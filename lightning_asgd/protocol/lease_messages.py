@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from lightning_asgd.protocol.request import Request
+
 __all__ = ["Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
 
 
@@ -57,29 +59,23 @@ class LeaseHoldings:
 
 
 @dataclass(frozen=True)
-class OpenEpoch:
+class OpenEpoch(Request):
     """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
 
     Where workers meet, the first claim begins it: see :class:`LeaseRequest`.
 
     Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
         epoch: the first worker's says what it is, the others' must be the same.
     """
 
-    session: str
-    worker: int
     epoch: Epoch
 
 
 @dataclass(frozen=True)
-class LeaseRequest:
+class LeaseRequest(Request):
     """A worker asks for units of the present epoch.
 
     Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
         key: which epoch.
         segment: number of times that all have met in it.
         trained: units that the worker has trained in it since it began or rejoined.
@@ -96,8 +92,6 @@ class LeaseRequest:
 
     urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
 
-    session: str
-    worker: int
     key: str
     segment: int
     trained: int

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.protocol.lease_messages import LeaseHoldings
+from lightning_asgd.protocol.request import Request
 
 __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 
@@ -34,12 +35,10 @@ class ReplicaState:
 
 
 @dataclass(frozen=True)
-class StateReport:
+class StateReport(Request):
     """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
 
     Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
         shards: what it holds, per fragment.
         answered: number of its latest collective that was answered.
         part: of the present epoch, if there is one.
@@ -49,8 +48,6 @@ class StateReport:
         notes: the last of every :class:`RunMetadata` that it knows, for the coordinator.
     """
 
-    session: str
-    worker: int
     shards: tuple[ReplicaState, ...]
     answered: int = 0
     part: LeaseHoldings | None = None
@@ -61,13 +58,5 @@ class StateReport:
 
 
 @dataclass(frozen=True)
-class ReplayDone:
-    """A worker has sent again what the weights do not hold. Answered when all have.
-
-    Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
-    """
-
-    session: str
-    worker: int
+class ReplayDone(Request):
+    """A worker has sent again what the weights do not hold. Answered when all have."""

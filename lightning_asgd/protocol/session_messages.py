@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
+from lightning_asgd.protocol.request import Request
 
 __all__ = [
     "BOOTSTRAPPED",
@@ -46,12 +47,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Join:
+class Join(Request):
     """A worker enters a session.
 
     Attributes:
-        session: names one run of ``fit``, ``validate``, ``test`` or ``predict``; all its workers send the same.
-        worker: global rank.
         world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
         policy: the same from all workers; the first one's counts.
         again: whether the worker was told that it counts as away, and starts over with the servers' weights.
@@ -63,8 +62,6 @@ class Join:
         protocol: version of the messages the worker speaks.
     """
 
-    session: str
-    worker: int
     world_size: int
     policy: Policy = Policy()
     again: bool = False
@@ -128,39 +125,31 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class RunMetadata:
+class RunMetadata(Request):
     """What the workers of a run tell each other, and workers that join later. The last write wins.
 
     Attributes:
-        session: name of the run.
-        worker: number of the sender.
         name: what it is about; :data:`BOOTSTRAPPED` is the one that servers read.
         value: a plain value, or an object as :class:`Pickled`; None to ask only.
         first: whether an earlier value stays, if there is one (put-if-absent).
     """
 
-    session: str
-    worker: int
     name: str
     value: Any = None
     first: bool = False
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Request):
     """Sent a few times within :attr:`Policy.silence_s`.
 
     Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
         heard: number of events that the worker has heard of.
         figures: the worker's latest, for the coordinator; None if it takes none.
     """
 
     urgent: ClassVar[bool] = True  # behind weights it might come too late
 
-    session: str
-    worker: int
     heard: int = 0
     figures: WorkerMetrics | None = None
 
@@ -192,33 +181,21 @@ class HeartbeatReply:
 
 
 @dataclass(frozen=True)
-class DisconnectWatch:
-    """Answered when the session ends; if the server is lost before, the worker learns of it at once.
-
-    Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
-    """
+class DisconnectWatch(Request):
+    """Answered when the session ends; if the server is lost before, the worker learns of it at once."""
 
     urgent: ClassVar[bool] = True
 
-    session: str
-    worker: int
-
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Request):
     """A worker leaves a session, or somebody who knows reports that it is gone.
 
     Attributes:
-        session: session to leave.
-        worker: global rank of the one who leaves.
         reason: why; empty for an orderly end.
         final: whether its process is gone, so that it won't be in later sessions of the same job either.
     """
 
-    session: str
-    worker: int
     reason: str = ""
     final: bool = False
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Groups
+from lightning_asgd.protocol.request import Request
 from lightning_asgd.stats import Verdict
 
 __all__ = [
@@ -45,12 +46,10 @@ class SharedRef:
 
 
 @dataclass(frozen=True)
-class InitShard:
+class InitShard(Request):
     """Lay out a server's shard (every worker) and fill it (the first worker).
 
     Attributes:
-        session: session the shard belongs to.
-        worker: global rank of the sender.
         groups: ``(role, dtype name, number of scalars in this shard)`` per group.
         algorithm: what the server does with updates (:class:`lightning_asgd.algorithms.Algorithm`).
         weights: initial values, from one worker only; None from the others.
@@ -60,8 +59,6 @@ class InitShard:
         compression: code of what is sent by value (:class:`lightning_asgd.compression.Compression`); None for none.
     """
 
-    session: str
-    worker: int
     groups: Groups
     algorithm: Any
     weights: tuple[Tensor, ...] | None = None
@@ -72,12 +69,10 @@ class InitShard:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Request):
     """One push, one fetch, or a push with the fetch that answers it.
 
     Attributes:
-        session: session the shard belongs to.
-        worker: global rank of the sender.
         seq: number of this worker's push, counted from 1; a server applies each number once.
         base_version: version of the shard that the update is based on.
         push: whether an update is sent.
@@ -102,8 +97,6 @@ class Exchange:
         batch: samples of one of the worker's batches; 0 if it does not know.
     """
 
-    session: str
-    worker: int
     seq: int
     base_version: int
     push: bool
@@ -169,37 +162,29 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class ShardState:
+class ShardState(Request):
     """Ask for what a shard keeps beside its weights, or put it back.
 
     Attributes:
-        session: session the shard belongs to.
-        worker: global rank of the sender.
         fragment: number of the part of the module.
         state: what was answered when a checkpoint was written; None to ask.
     """
 
-    session: str
-    worker: int
     fragment: int = 0
     state: Any = None
 
 
 @dataclass(frozen=True)
-class LayerGradient:
+class LayerGradient(Request):
     """One layer's gradient, to be answered with the mean of all workers'.
 
     Attributes:
-        session: session of the worker.
-        worker: global rank of the sender.
         phase: number of sync points that the worker has passed.
         step: number of the step since the last one.
         layer: number of the layer.
         gradient: shape ``(n,)``, the layer's parameters one after the other; None: the worker ends the phase.
     """
 
-    session: str
-    worker: int
     phase: int
     step: int
     layer: int
@@ -207,15 +192,8 @@ class LayerGradient:
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(Request):
     """Ask for the copies of the weights that the algorithm had the shard keep.
 
     The answer is a list of ``(version, tuple of one tensor per group)``, oldest first.
-
-    Attributes:
-        session: session the shard belongs to.
-        worker: global rank of the sender.
     """
-
-    session: str
-    worker: int

@@ -34,6 +34,7 @@ from lightning_asgd.protocol import (
     OpenEpoch,
     ReplayDone,
     Reply,
+    Request,
     RunMetadata,
     Samples,
     ShardState,
@@ -329,7 +330,7 @@ class Service:
         session.members.hear(worker, self._clock())
         return session
 
-    def _member(self, message: Any) -> SessionState:
+    def _member(self, message: Request) -> SessionState:
         """The session of a message that only a worker that may train can send."""
         session = self._heard(message.session, message.worker)
         session.members.check(message.worker)

@@ -14,6 +14,7 @@ import pytest
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Pair
 from tests.helpers import pages
+from tests.lightning.test_processes import environment
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = pages.DOCS / "tutorials" / "notebook.md"  # one process, which forks the workers by itself
@@ -52,11 +53,9 @@ def test_the_code_of_a_page_runs(pair: Pair, page: Path, tmp_path: Path) -> None
 def test_the_code_of_the_notebook_runs(tmp_path: Path) -> None:
     """In a process that no other test has used: where an optimizer has taken a step Lightning refuses to fork."""
     code = f"import pathlib; from tests.conformance.test_pages import run; run(pathlib.Path({str(NOTEBOOK)!r}))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = environment()
     for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
+        environ.pop(name, None)
     program = [sys.executable, "-c", code]
-    done = subprocess.run(
-        program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
-    )
+    done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

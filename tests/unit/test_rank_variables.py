@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,10 +103,14 @@ def test_a_worker_that_replaces_its_program_stays_the_worker() -> None:
     assert worker == MINE
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_processes_of_a_dataloader_keep_the_workers_rank(tmp_path: Path, method: str) -> None:
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The rank variables in processes of data loaders, by how these are started: of one worker, which imports torch."""
     script = f"""
-import os, sys, multiprocessing, torch
+import json, os, sys, multiprocessing, torch
 from lightning_asgd.processes import rank_variables
 from torch.utils.data import DataLoader, Dataset
 class Ranks(Dataset):
@@ -118,12 +122,23 @@ if __name__ == "__main__":
     multiprocessing.set_forkserver_preload(["lightning_asgd"])
     with rank_variables.owning():
         os.environ.update(LOCAL_RANK="1", RANK="1")
-    batches = list(DataLoader(Ranks(), num_workers=1, multiprocessing_context={method!r}, collate_fn=list))
-    assert batches == [[["1", "1"]]], batches
+    loaders = {{
+        method: DataLoader(Ranks(), num_workers=1, multiprocessing_context=method, collate_fn=list)
+        for method in {METHODS!r}
+    }}
+    print(json.dumps({{method: list(loader) for method, loader in loaders.items()}}))
 """
-    file = tmp_path / "script.py"
+    file = tmp_path_factory.mktemp("loaders") / "script.py"
     file.write_text(script)
+    clean = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, OWNER_ENV, RENDEZVOUS_ENV)}
     done = subprocess.run(
-        [sys.executable, str(file)], env=os.environ, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, str(file)], env=clean, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_processes_of_a_dataloader_keep_the_workers_rank(found: dict[str, Any], method: str) -> None:
+    assert found[method] == [[["1", "1"]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd import compression
+from lightning_asgd import compression, protocol
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
@@ -149,3 +150,11 @@ def test_rubbish_is_an_error_or_a_plain_value(header: bytes, buffer: bytes) -> N
     except ProtocolError:
         return
     json.dumps(value)
+
+
+def test_a_pickled_message_names_no_file_of_the_protocol() -> None:
+    """RPC pickles messages: a version whose classes lie elsewhere must come as far as comparing PROTOCOL."""
+    text = pickle.dumps(protocol.Join("s", 0, 1, policy=protocol.Policy(1.0)))
+    assert b"lightning_asgd.protocol" in text
+    assert b"_messages" not in text
+    assert pickle.loads(text) == protocol.Join("s", 0, 1, policy=protocol.Policy(1.0))
