@@ -104,7 +104,7 @@ class Report(pl.Callback):
         metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
         seen = sorted(Counter(pl_module.seen.tolist()).items()) if isinstance(pl_module, Counts) else []
         pushes = trainer.strategy.stats.pushes
-        versions = trainer.strategy._synchronizer.versions
+        versions = trainer.strategy.fit_session.synchronizer.versions
         self.tell(
             ended=True, epochs=trainer.current_epoch, metrics=metrics, seen=seen, pushes=pushes, versions=versions
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd.adapter import class_trees
+from lightning_asgd.adapter import class_trees, unattached
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.processes import rank_variables
 
@@ -65,14 +65,15 @@ if rank_variables.settle():
 
 
 def _register(tree: class_trees.Tree) -> None:
-    from lightning_asgd.adapter import world
-    from lightning_asgd.adapter.strategy import ASGDStrategy, give_way
+    from lightning_asgd.adapter import metric_sync, world
+    from lightning_asgd.adapter.fleet import give_way
+    from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
     class_trees.when_process_groups_are_made(tree, give_way)
-    class_trees.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
+    metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
 class_trees.when_imported("strategies", _register)
-class_trees.when_imported("trainer.connectors.accelerator_connector", class_trees.let_several_trainers_take)
+class_trees.when_imported("trainer.connectors.accelerator_connector", unattached.let_several_trainers_take)
 class_trees.when_imported("callbacks.callback", class_trees.CallbackExtension.join)

@@ -66,7 +66,8 @@ TORCH: dict[str, set[str]] = {
     "TensorPipeAgent": {"transports.tensorpipe"},
 }
 
-NO_NAMES = {"_exit", "_fork", "_notebook", "_spawn"}  # os._exit is documented; ends of our strategies' names
+# os._exit is documented; ends of our strategies' names; a key of what our samplers are pickled as
+NO_NAMES = {"_exit", "_fork", "_notebook", "_spawn", "_state"}
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

@@ -16,9 +16,6 @@ from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
 LONG_FILES = {
-    "adapter.class_trees": 651,
-    "adapter.leased_loop": 457,
-    "adapter.strategy": 630,
     "worker.exchanger": 580,
 }
 
@@ -27,8 +24,6 @@ LONG_FUNCTIONS = {
     "cli.plan_command.plan": 69,
     "cli.serve_command.serve": 72,
     "data_stalls.probe.stalls": 63,
-    "adapter.process_group.group_class": 167,
-    "adapter.strategy.ASGDStrategy.__init__": 100,
 }
 
 PARAMETERS = 7  # without self and cls
@@ -49,7 +44,7 @@ PUBLIC = {
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
 # 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
-LINES = {"core": 18_860, "tools": 4_905}
+LINES = {"core": 18_690, "tools": 4_926}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -48,7 +48,6 @@ LEFT = {
     "signs? of life|gives no sign": 1,
     "common (batch )?size|common batch": 2,
     "spare server|spares?": 31,
-    "last words|with_last_words": 28,
     "come back|comes back|came back": 17,
     "anew": 6,
     "whoever": 2,

@@ -61,10 +61,10 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         """Begin to count."""
         self._meter = self._journal = None
         self._logs = False
-        if not hasattr(trainer.strategy, "measure"):
+        if not hasattr(trainer.strategy, "fit_session"):
             rank_zero_warn(f"ASGDMonitor has nothing to log under {type(trainer.strategy).__name__}.")
             return
-        self._meter = trainer.strategy.measure(lambda: self._epoch + _fraction(trainer, self._batch))
+        self._meter = trainer.strategy.fit_session.measure(lambda: self._epoch + _fraction(trainer, self._batch))
         self._windows, self._logged = Windows(self.every_n_seconds), (-1, -1)
         begun = self._meter.resume()
         self._read_at, self._log_at = begun + self._read_s, begun + self.every_n_seconds
@@ -101,7 +101,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         if now < self._read_at:
             return
         self._read_at = now + self._read_s
-        trainer.strategy.take_figures()
+        trainer.strategy.fit_session.take_figures()
         if trainer.is_global_zero and now >= self._log_at:
             self._log_at = now + self.every_n_seconds
             self._meter.pause()

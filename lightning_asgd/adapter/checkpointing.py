@@ -1,4 +1,7 @@
-"""What a checkpoint holds of a run beside Lightning's own: versions, the servers' state, every worker's optimizers."""
+"""What checkpoints hold beside Lightning's own entries, what a fit resumes from, and where a joining worker starts.
+
+Beside Lightning's own a checkpoint holds versions, the servers' state, and every worker's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KEY", "Resumed", "Resumption", "entry_of", "resumed"]
+from torch import Tensor
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import apply_to_collection, rank_zero_warn, tree_of
+
+__all__ = [
+    "KEY",
+    "Resumption",
+    "adopt_checkpoint_states",
+    "begin_epochs_anew",
+    "checkpoint_states",
+    "entry_of",
+    "follow_progress",
+    "progress_in",
+    "progress_of",
+    "save_on_exception",
+]
 
 KEY = "lightning_asgd"
 """Where it stands in the checkpoint."""
@@ -18,13 +37,35 @@ class Resumption:
 
     Attributes:
         versions: per server, the version to count on from; None to begin with 0.
-        servers: what the servers kept beside the weights.
+        servers: what the servers kept beside the weights; empty if it does not fit the run.
         data: what had been trained of the epoch.
     """
 
     versions: list[int] | None = None
     servers: Sequence[Any] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
+        """Take what a worker of this run needs from a checkpoint, which may be of quite another run.
+
+        Returns the worker's own optimizer and scheduler state, by Lightning's keys; none for worker 0, whose state
+        is where Lightning looks for it.
+        """
+        entry = checkpoint.get(KEY)
+        if not entry:
+            return {}
+        versions, self.data = list(entry["versions"]), entry.get("data", {})
+        writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())
+        same = len(versions) == num_servers
+        fits = same and writer == algorithm
+        self.versions, self.servers = versions if same else [max(versions)] * num_servers, servers if fits else ()
+        if not fits and any(group.get("slots") for fragment in servers for shard in fragment for group in shard):
+            rank_zero_warn(
+                f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
+                f"{num_servers}: what the servers kept beside the weights, such as momentum, starts anew."
+            )
+        mine: Mapping[str, Any] = entry["workers"].get(rank, {})
+        return mine
 
     def take_versions(self) -> list[int] | None:
         """The versions, once."""
@@ -42,24 +83,6 @@ class Resumption:
         return data
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a worker takes from a checkpoint.
-
-    Attributes:
-        mine: the worker's own optimizer and scheduler state, by Lightning's keys; empty for worker 0, whose state
-            stands where Lightning looks for it.
-        versions: per server, the version to count on from.
-        servers: what the servers kept beside the weights; empty if it does not fit the run.
-        warning: what to tell the user; empty if all fits.
-    """
-
-    mine: Mapping[str, Any]
-    versions: list[int]
-    servers: Sequence[Any] = ()
-    warning: str = ""
-
-
 def entry_of(
     versions: Sequence[int], algorithm: str, servers: Sequence[Any], workers: Mapping[int, Any]
 ) -> dict[str, Any]:
@@ -72,18 +95,104 @@ def entry_of(
     }
 
 
-def resumed(entry: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Resumed:
-    """What a worker of this run takes from :func:`entry_of`'s result, which may come from quite another run."""
-    mine = entry["workers"].get(rank, {})
-    versions = list(entry["versions"])
-    writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())
-    same = len(versions) == num_servers
-    count_on = versions if same else [max(versions)] * num_servers
-    if same and writer == algorithm:
-        return Resumed(mine, count_on, servers)
-    kept = any(group.get("slots") for fragment in servers for shard in fragment for group in shard)
-    warning = (
-        f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
-        f"{num_servers}: what the servers kept beside the weights, such as momentum, starts anew."
-    )
-    return Resumed(mine, count_on, (), warning if kept else "")
+# ---------------------------------------------------------------------- checkpoint callbacks
+
+# Attributes of ModelCheckpoint that tell what files there are.
+_CHECKPOINT_STATE = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "kth_best_model_path",
+    private_names.kth_score.attribute,
+    "current_score",
+    "last_model_path",
+    private_names.last_saved.attribute,
+    private_names.last_step_saved.attribute,
+)
+
+
+def checkpoint_states(trainer: Any) -> list[Any]:
+    """What the Trainer's checkpoint callbacks know of the files; tensors are on the CPU."""
+    states = [vars(callback) for callback in trainer.checkpoint_callbacks]
+    kept = [{key: state[key] for key in _CHECKPOINT_STATE if key in state} for state in states]
+    return list(apply_to_collection(kept, Tensor, lambda t: t.detach().cpu()))
+
+
+def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
+    """Let the Trainer's checkpoint callbacks know what those of another worker do: see :func:`checkpoint_states`."""
+    for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):
+        vars(callback).update(state)
+
+
+def save_on_exception(trainer: Any, error: BaseException) -> None:
+    """Let the Trainer's checkpoint callbacks save what they do when an exception is raised."""
+    for callback in trainer.checkpoint_callbacks:
+        callback.on_exception(trainer, trainer.lightning_module, error)
+
+
+# ---------------------------------------------------------------------- progress of a run, for a worker that joins
+
+
+def progress_of(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint would hold at an epoch's end, but for weights and optimizer states.
+
+    In place of these stand the optimizers' settings, such as the learning rates, which schedules go on from.
+    """
+    tree = tree_of(trainer)
+    groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers]
+    progress = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": tree.version,
+        "loops": private_names.loop_states(trainer)(),
+        "callbacks": tree.callback_states(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in private_names.schedules(trainer)],
+        "groups": groups,
+        "between_epochs": True,
+    }
+    return dict(apply_to_collection(progress, Tensor, lambda t: t.detach().cpu()))
+
+
+def progress_in(trainer: Any) -> dict[str, Any] | None:
+    """The same from the checkpoint that a fit is about to begin with; None without one."""
+    checkpoint = private_names.loaded_checkpoint(trainer)
+    if not checkpoint or "optimizer_states" not in checkpoint:
+        return None
+    names = ("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers")
+    states = [state["param_groups"] for state in checkpoint["optimizer_states"]]
+    groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in states]
+    between = private_names.is_between_epochs(checkpoint["loops"]["fit_loop"])
+    found = {name: checkpoint[name] for name in names if name in checkpoint}
+    return {**found, "groups": groups, "between_epochs": between}
+
+
+def begin_epochs_anew(trainer: Any) -> None:
+    """After :func:`follow_progress`, when training begins: Lightning takes any state that it loads for mid-epoch."""
+    for restarts in (private_names.epochs_restart, private_names.batches_restart, private_names.validation_restarts):
+        restarts.set(trainer, False)
+
+
+# Settings of an optimizer that say how it computes on its device, not what.
+_OF_THE_DEVICE = ("foreach", "fused", "capturable")
+
+
+def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
+    """Have a fit begin where :func:`progress_of` was called, whatever checkpoint it was given.
+
+    To be called while the strategy is set up, after the optimizers: Lightning goes on from the same place afterwards.
+    """
+    if private_names.loaded_checkpoint(trainer):
+        rank_zero_warn("The checkpoint is not loaded: this worker takes part in a run that has begun.")
+    private_names.loaded_checkpoint.set(trainer, progress or {})
+    if progress is not None:
+        private_names.load_callback_states(trainer)()
+        for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update({n: _like(group.get(n), v) for n, v in settings.items() if n not in _OF_THE_DEVICE})
+
+
+def _like(mine: Any, theirs: Any) -> Any:
+    """Another worker's value: in this one's tensor on its device, where that is one (a learning rate, for instance)."""
+    if isinstance(mine, Tensor):
+        return mine.fill_(theirs)
+    return theirs.item() if isinstance(theirs, Tensor) else theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -11,7 +12,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.worker.leased_sampler import LeasedBatches
 
-__all__ = ["accumulation", "batch_size_of", "count_in", "why_split"]
+__all__ = ["accumulation", "batch_size_of", "count_in", "when_data_are_set_up", "why_split"]
 
 
 def batch_size_of(trainer: Any) -> int:
@@ -76,3 +77,21 @@ def accumulation(trainer: Any, epoch: int) -> int:
         if (per_step := private_names.accumulation_in.of(callback)) is not None:
             return int(per_step(epoch))
     return int(trainer.accumulate_grad_batches)
+
+
+def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have something called whenever Lightning has set up training data, and counted their batches.
+
+    At once if it has already: a ``setup`` hook may have asked for numbers that depend on them.
+    """
+
+    def set_up_and_call() -> None:
+        before = private_names.combined_loader(trainer)
+        private_names.set_up_data.original(trainer)()
+        if private_names.combined_loader(trainer) is not before:
+            call()
+
+    undo = private_names.set_up_data.replace(trainer, set_up_and_call)
+    if private_names.combined_loader(trainer) is not None:
+        call()
+    return undo

@@ -1,4 +1,4 @@
-"""What is different where a Trainer attaches itself to a run, whose workers come and go.
+"""A worker's place in a run that a Trainer attaches itself to, and whose workers come and go.
 
 What a worker is told when it comes, and tells the others, stands in ``worker/attachment.py``, without Lightning.
 """
@@ -6,56 +6,31 @@ What a worker is told when it comes, and tells the others, stands in ``worker/at
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import (
+from lightning_asgd.adapter.checkpointing import (
+    Resumption,
     adopt_checkpoint_states,
-    become_global_zero,
     checkpoint_states,
     progress_in,
 )
-from lightning_asgd.adapter.fleet import Fleet
+from lightning_asgd.adapter.class_trees import become_global_zero
+from lightning_asgd.adapter.fleet import FixedFleet, Fleet
 from lightning_asgd.adapter.launchers import Job
-from lightning_asgd.adapter.sync_callback import SyncPoints
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
+from lightning_asgd.worker.session_client import HeartbeatThread
 
-__all__ = ["ElasticFleet", "check_attaches", "check_is_one_worker"]
+__all__ = ["AnyFleet", "ElasticFleet", "check_is_one_worker"]
 
 log = logging.getLogger(__name__)
-
-
-def check_attaches(server: str | None, run_id: str | None, algorithm: Algorithm, data: str, policy: Policy) -> None:
-    """Check what a user gave beside ``server=`` or ``run_id=``."""
-    if not server or not run_id:
-        raise ConfigurationError(f"server={server!r} and run_id={run_id!r}. Expected both, or neither.")
-    if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
-        raise ConfigurationError(
-            f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
-            "not wait for each other, such as ASGD: here they come and go."
-        )
-    if data == "split":
-        raise ConfigurationError(
-            f"data='split' was given with server={server!r}. Expected data='leases': nobody knows how many workers "
-            "there will be to split them among."
-        )
-    if policy.abort or policy.min_workers > 1:
-        raise ConfigurationError(
-            "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers come and "
-            "go as they like."
-        )
 
 
 def check_is_one_worker(devices: int, num_nodes: int) -> None:
@@ -68,33 +43,25 @@ def check_is_one_worker(devices: int, num_nodes: int) -> None:
 
 
 class ElasticFleet(Fleet):
-    """One worker's place in a run.
+    """One worker's place in a run. Raises a :class:`LaunchError` if its servers are not there, or serve another one.
 
-    Args:
-        job: says which run it is, and where.
-        config: how the worker exchanges.
-        policy: how long a worker may be silent.
-        board: has this worker's figures, and is told the others'.
-        device: what the worker trains on, for people.
-
-    Raises:
-        LaunchError: the run's servers are not there, or serve another one.
+    ``attachment`` is what the worker was told when it joined, and tells the others.
     """
 
     comes_and_goes = True
 
     def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any) -> None:
-        super().__init__(job, config, policy, board, rank=0, world_size=1)
+        super().__init__(job, config, policy, board, alone=False)  # others may come
         self._device = device
         self._trainer: Any = None  # while it fits
         self._living: tuple[int, ...] = ()  # as the latest epoch began
         self._heard = 0  # news that were there before this worker
-        self._attachment = Attachment(self.client, self._change_chief)
+        self._find()
 
     @property
     def rank(self) -> int:
         """The chief's is 0, that of others their number."""
-        return 0 if self._attachment.chief else self.client.connection.worker
+        return 0 if self.attachment.chief else self.client.connection.worker
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -102,25 +69,13 @@ class ElasticFleet(Fleet):
         living = sorted({*self._living, self.client.connection.worker})
         return living.index(self.client.connection.worker), len(living)
 
-    @property
-    def alone(self) -> bool:
-        """Others may come."""
-        return False
-
     # ------------------------------------------------------------------ coming and leaving
 
-    def _connect(self, session: str, after: str = "") -> SessionClient:
+    def _find(self) -> None:
+        """Connect to the run's servers: as nobody, until this worker is told its number."""
         self._job.find_run()
-        timeouts = self._config.timeouts
-        connection = Connection(
-            self._job.connect(),
-            session,
-            worker=0,  # until it is told
-            world_size=0,
-            timeout_s=timeouts.exchange_s,
-            patience_s=timeouts.collective_s,
-        )
-        return SessionClient(connection, policy=self._policy)
+        self._connect(0, 0, self._policy, self.session)
+        self.attachment = Attachment(self.client, self._change_chief)
 
     def join(self) -> None:
         """Attach the worker; waits while another one brings the run's first weights."""
@@ -128,7 +83,7 @@ class ElasticFleet(Fleet):
         become_global_zero(self.rank)
         self.board.living = (self.client.connection.worker,)
         self.begin_epoch()
-        about = (self._tell, self.board, self._attachment.follow, heard)
+        about = (self._tell, self.board, self.attachment.follow, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 
     def begin_epoch(self) -> None:
@@ -141,15 +96,14 @@ class ElasticFleet(Fleet):
     def _arrive(self) -> int:
         while True:
             try:
-                return self._attachment.arrive(self._device)
+                return self.attachment.arrive(self._device)
             except ServerLostError as error:
                 if error.server is None:
                     raise
                 # It has just been lost: come again, as somebody else, when another one has taken its place.
                 self.client.leave()
                 self._job.successor(error.server)
-                self._use(self._connect(self.client.connection.session))
-                self._attachment = Attachment(self.client, self._change_chief)
+                self._find()
 
     def leave(self) -> None:
         """Leave the run to the others."""
@@ -169,53 +123,22 @@ class ElasticFleet(Fleet):
 
     # ------------------------------------------------------------------ a fit
 
-    @property
-    def bootstraps(self) -> bool:
-        """Whether the run had no weights when this worker came."""
-        return self._attachment.bootstraps
-
-    @property
-    def fills(self) -> bool:
-        """The bootstrap worker's weights are the run's first."""
-        return self.bootstraps
-
-    @property
-    def layout(self) -> Any:
-        """Description of the run's layout; None for the bootstrap worker."""
-        return self._attachment.layout
-
-    @property
-    def progress(self) -> dict[str, Any] | None:
-        """Where the run was when this worker came; None in its first epoch."""
-        return self._attachment.progress
-
-    @property
-    def between_epochs(self) -> bool:
-        """Whether that was the end of an epoch."""
-        return self._attachment.between_epochs
-
-    def agree_with_run(self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption) -> None:
+    def agree_with_others(
+        self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
+    ) -> None:
         """The bootstrap worker publishes its values; the others take them."""
         self._trainer = trainer
-        if not self.bootstraps:
-            self._attachment.adopt(constants)
+        if not self.attachment.bootstraps:
+            self.attachment.adopt(constants)
             return
         progress = progress_in(trainer)
         if progress is not None:
             progress["data"] = resume.data
-        self._attachment.found(layout.describe(), constants, progress)
-
-    def update(self) -> None:
-        """Become the chief, or cease to be, if that was heard of."""
-        self._attachment.update()
-
-    def living(self, met: Collection[int]) -> Collection[int]:
-        """Those that were heard of: nobody is met."""
-        return self.board.living
+        self.attachment.found(layout.describe(), constants, progress)
 
     def common_batch(self, mine: int) -> int:
         """That of the run's first worker."""
-        return self._attachment.common_batch(mine) if mine else 0
+        return self.attachment.common_batch(mine) if mine else 0
 
     def of_the_first(self, mine: int) -> int:
         """This worker's own: nobody is met."""
@@ -223,11 +146,11 @@ class ElasticFleet(Fleet):
 
     def wrote_checkpoint(self, trainer: Any) -> None:
         """Note what the chief's callbacks know of their files, for the next one."""
-        self._attachment.wrote(checkpoint_states(trainer))
+        self.attachment.wrote(checkpoint_states(trainer))
 
     def know_checkpoints(self, trainer: Any) -> None:
         """Let checkpoint callbacks know what chiefs have written, in place of what this worker would have."""
-        files = self._attachment.files
+        files = self.attachment.files
         if files is not None and len(files) == len(trainer.checkpoint_callbacks):
             adopt_checkpoint_states(trainer, files)
 
@@ -237,11 +160,11 @@ class ElasticFleet(Fleet):
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
         """The run ends where the chief does; any other worker may leave it."""
-        return self._attachment.end_epoch(progress, should_stop)
+        return self.attachment.end_epoch(progress, should_stop)
 
     # ------------------------------------------------------------------ what is not possible in a run
 
-    def check_layout_may_change(self) -> None:
+    def refuse_another_layout(self) -> NoReturn:
         """Raise: nobody waits for the others here."""
         raise ConfigurationError(
             "Weights were replaced, or parameters unfrozen, during fit in a run that workers attach themselves to. "
@@ -249,17 +172,20 @@ class ElasticFleet(Fleet):
             "with about others."
         )
 
-    def check_data_may_be_split(self, reason: str) -> None:
+    def refuse_a_split(self, reason: str) -> NoReturn:
         """Raise: nobody knows how many workers there will be."""
         raise ConfigurationError(
             f"{reason}. Expected training data that workers can share in a run that they attach themselves to: one "
             "dataloader over a dataset with a length, whose batches Lightning may deal out."
         )
 
-    def check_is_no_search(self, trainer: Any) -> None:
-        """Raise if callbacks were put aside, as in a search for a learning rate or batch size."""
-        if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
-            raise ConfigurationError(
-                "A search for a learning rate or batch size was begun in a run that workers attach themselves to. "
-                "Expected it to be done before, with a Trainer of its own: it would spoil the weights of all."
-            )
+    def refuse_a_search(self) -> NoReturn:
+        """Raise: this training is a callback's search for a learning rate or batch size."""
+        raise ConfigurationError(
+            "A search for a learning rate or batch size was begun in a run that workers attach themselves to. "
+            "Expected it to be done before, with a Trainer of its own: it would spoil the weights of all."
+        )
+
+
+AnyFleet = FixedFleet | ElasticFleet
+"""A worker's place in a job or in a run."""

@@ -8,29 +8,34 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
-from lightning_asgd.adapter.class_trees import (
+from lightning_asgd.adapter.checkpointing import (
+    KEY,
+    Resumption,
     adopt_checkpoint_states,
-    apply_to_collection,
-    callback_modules,
+    begin_epochs_anew,
     checkpoint_states,
-    looks_at_gradients,
+    entry_of,
+    follow_progress,
     progress_of,
-    when_data_are_set_up,
-    when_epochs_end,
 )
-from lightning_asgd.adapter.fleet import Fleet
-from lightning_asgd.adapter.joint_decisions import Places
-from lightning_asgd.adapter.sync_callback import SyncPoints
-from lightning_asgd.adapter.training_data import TrainingData
+from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
+from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
+from lightning_asgd.adapter.joint_decisions import Places, when_epochs_end
+from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
+from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_what_is_not_finite
-from lightning_asgd.processes.supervisor import with_last_words
+from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.exchanger import Training
+from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, meet
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
@@ -49,11 +54,10 @@ class FitSession:
         config: when and how to exchange.
         resume: what to go on from.
         split: every worker is to have its own part of the data.
-        measure: whether somebody wants figures.
 
     Attributes:
         synchronizer: what the worker shares through.
-        data: its training data.
+        data: its loop over the training data, which may be another one in each epoch.
         samples: what the servers have collected of the weights, on worker 0 at the end.
 
     Raises:
@@ -62,26 +66,25 @@ class FitSession:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        membership: Fleet,
-        config: ExchangeConfig,
-        resume: Resumption,
-        *,
-        split: bool,
-        measure: bool,
+        self, trainer: Any, membership: AnyFleet, config: ExchangeConfig, resume: Resumption, *, split: bool
     ) -> None:
         self._trainer = trainer
         self._membership = membership
+        self._run = membership if isinstance(membership, ElasticFleet) else None
         self._config = config
         self._resume = resume
-        self._measure = measure
         self._meter: Meter | None = None  # None until somebody takes figures
         self.samples: list[dict[str, Tensor]] = []
-        self.data = TrainingData(trainer, membership, config, resume, split=split, come_back=self._come_back)
-        if not membership.bootstraps:  # what a checkpoint says is not what the run has come to
+        waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
+        self._splits = split or waits or membership.alone
+        self._split = FixedSplit(trainer, membership)
+        self.data: FixedSplit | LeasedLoop = self._split
+        collective_s = config.timeouts.collective_s
+        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, come_back=self._come_back)
+        self._reference_batch = 0  # samples of the batches that all workers count progress in
+        if self._run is not None and not self._run.attachment.bootstraps:  # the run has gone on since a checkpoint
             resume.versions, resume.servers = None, ()
-            resume.data = (membership.progress or {}).get("data", {})
+            resume.data = (self._run.attachment.progress or {}).get("data", {})
         self.synchronizer = self._enter()
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
@@ -100,6 +103,19 @@ class FitSession:
     def _collectives(self) -> Collectives:
         return self._membership.collectives
 
+    def begin(self) -> None:
+        """Go on from where the others are. The optimizers have been made."""
+        trainer = self._trainer
+        if self._run is not None and not self._run.attachment.bootstraps:
+            follow_progress(trainer, self._run.attachment.progress)
+            self._run.know_checkpoints(trainer)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, PosteriorSampler):
+                optimizer.use_stream(trainer.global_rank)
+        optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
+        run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
+        self._config.algorithm.check(run)
+
     def close(self) -> None:
         """Give the Trainer and the buffers back."""
         for undo in self._undo:
@@ -109,26 +125,31 @@ class FitSession:
     # ------------------------------------------------------------------ one layout, one set of weights
 
     def _enter(self) -> Synchronizer:
-        module, membership = self._module, self._membership
+        module, membership, run = self._module, self._membership, self._run
+        start = Start(self._resume.take_versions())
+        if run is not None:
+            start = replace(start, fill=run.attachment.bootstraps, layout=run.attachment.layout)
         synchronizer = enter(
             membership.client,
             membership.collectives,
             module,
             self._config,
-            Training(self._heal_optimizers, self._lr, self.data, self._measure),
-            Start(self._resume.take_versions(), membership.fills, membership.layout),
+            Training(self._heal_optimizers, self._lr, self._leases, is_monitored(self._trainer)),
+            start,
             late=not looks_at_gradients(module),
         )
-        exchanged = {spec.name for spec in synchronizer.layout.tensors}
-        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
-        membership.agree_with_run(self._trainer, synchronizer.layout, constants, self._resume)
-        membership.restore_servers(synchronizer, self.data.part)
+        if run is not None:
+            exchanged = {spec.name for spec in synchronizer.layout.tensors}
+            constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+            run.agree_with_others(self._trainer, synchronizer.layout, constants, self._resume)
+        membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
 
     def enter_again(self) -> None:
         """Lay the module out again and fill the servers from worker 0's. All workers call it together."""
         before = self.synchronizer
-        self._membership.check_layout_may_change()
+        if isinstance(self._membership, ElasticFleet):
+            self._membership.refuse_another_layout()
         agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
         self._resume.versions = list(before.versions)
         self._collectives.barrier("new layout")
@@ -143,12 +164,41 @@ class FitSession:
 
     # ------------------------------------------------------------------ every batch
 
+    def share_data(self) -> None:
+        """Have the training dataloader yield what this worker is granted, if the data can be leased.
+
+        Called when training and epochs begin.
+        """
+        if not self._splits and not self.data.installed:
+            self._choose_loop()
+        if self._run is not None:  # others may have joined or left since the latest epoch
+            self._run.begin_epoch()
+            self._trainer.strategy.announce()
+
+    def _choose_loop(self) -> None:
+        trainer, run, leased = self._trainer, self._run, self.data
+        if leased is self._split and run is not None and run.attachment.between_epochs:
+            begin_epochs_anew(trainer)
+        reason = why_split(trainer, self._reference_batch)
+        if reason is not None:
+            if run is not None:
+                run.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
+            self.data.restore()
+            self.data = self._split
+            self._split.explain(reason)
+            return
+        if not isinstance(leased, LeasedLoop):
+            leased = self.data = LeasedLoop(trainer, self._membership, self._leases, self._resume.take_data())
+        leased.install(self._reference_batch)
+
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
         self._membership.check_goes_on()
-        self._membership.update()
+        if self._run is not None:
+            self._run.attachment.update()
         if self._collectives.phase is Phase.SYNC:
-            self._membership.check_is_no_search(self._trainer)
+            if self._run is not None and self.apart:
+                self._run.refuse_a_search()
             if self._has_grown():
                 self.enter_again()
             self.synchronizer.begin()
@@ -208,7 +258,6 @@ class FitSession:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
         return self.data.halted
 
-    @with_last_words()
     def meet_within(self, mine: Place, *, stops: bool) -> Place:
         """Meet where a worker validates, or where its epoch ends, and return where all are: see :class:`Places`."""
         mine = replace(mine, batches=self.data.batches)
@@ -220,7 +269,6 @@ class FitSession:
         """An epoch begins."""
         self.data.begin_epoch()
 
-    @with_last_words()
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
@@ -242,7 +290,8 @@ class FitSession:
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
         """Wait for all living workers, give them the same bits of the servers' weights, and return their reports."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
-        membership.update()
+        if self._run is not None:
+            self._run.attachment.update()
         synchronizer.flush()
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
@@ -263,8 +312,8 @@ class FitSession:
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
         )
-        self.data.compare(self._collectives)
-        board.hear({rank: m.figures for rank, m in met.items()}, membership.living(met))
+        self.data.compare()
+        board.hear({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
         if any(m.grown for m in met.values()):
@@ -272,19 +321,22 @@ class FitSession:
         if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
             # A pass that takes no steps is for the statistics of batch norm, which reach the servers with steps only.
             agree(self._collectives, named_state(self._module), mean=True)
-        for averaged in callback_modules(trainer):
+        for averaged in _callback_modules(trainer):
             agree(self._collectives, named_state(averaged), mean=True)
         return met
 
-    @with_last_words()
     def _agree_to_stop(self) -> None:
         """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
         should_stop = self._trainer.should_stop
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
-    @with_last_words()
     def _agree_on_batches(self) -> None:
-        self.data.agree_on_batches()
+        """Let progress count in batches of the same size on all workers."""
+        batch = self._leases.batch = batch_size_of(self._trainer)
+        if not self._splits:
+            self._reference_batch = self._membership.common_batch(batch)
+            if batch and self._reference_batch not in (0, batch):
+                count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
         """What a worker that attaches itself now has to know."""
@@ -299,9 +351,10 @@ class FitSession:
         elif self._trainer.is_global_zero:
             self._collect_samples()
         agree(self._collectives, named_state(self._module), mean=True)
-        if not self._trainer.is_global_zero:
-            self._membership.know_checkpoints(self._trainer)
+        if self._run is not None and not self._trainer.is_global_zero:
+            self._run.know_checkpoints(self._trainer)
         self.data.restore()
+        self.data = self._split
 
     def _collect_samples(self) -> None:
         """Fetch what the servers have kept of the weights. Nobody pushes any more."""
@@ -331,9 +384,8 @@ class FitSession:
 
     def _waited(self) -> Waited:
         stats = self.synchronizer.stats
-        granted_s, others_s = self.data.waited_s
-        sync_s = stats.sync_wait_s + self._collectives.waited_s + others_s
-        return Waited(stats.wait_s, sync_s, granted_s)
+        sync_s = stats.sync_wait_s + self._collectives.waited_s + self._leases.others_wait_s
+        return Waited(stats.wait_s, sync_s, self._leases.granted_wait_s)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -361,10 +413,13 @@ class FitSession:
         is_writer = self._trainer.is_global_zero
         servers = self.synchronizer.state() if is_writer else []
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
-        data = self.data.state if is_writer else None
-        if data is not None:
-            if self._writes_alone:
-                self.data.in_checkpoint(data, self.synchronizer.caught_up)
-            entry["data"] = data
-            self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
+        if is_writer:
+            held = self.synchronizer.caught_up if self._writes_alone else None
+            self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
         checkpoint[KEY] = entry
+
+
+def _callback_modules(trainer: Any) -> list[Any]:
+    """Modules that callbacks keep beside the one that is trained: averages of its weights, for instance."""
+    held = (value for callback in trainer.callbacks for value in vars(callback).values())
+    return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]

@@ -9,19 +9,20 @@ then does what follows from what all have said:
 - all validate where one does,
 - the epoch ends where it ends for all. A worker that has nothing left to train validates with the others until then.
 
-The loop's methods that are replaced here: ``run_epoch``, ``end_batch`` and ``validates_now``, as
-:mod:`~lightning_asgd.adapter.private_names` calls them.
+The Trainer's methods that are replaced here: ``run_epoch``, ``end_batch``, ``validates_now``, ``end_epoch``,
+``note_sigterm`` and ``broadcast_sigterm``, as :mod:`~lightning_asgd.adapter.private_names` calls them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.protocol import Place
 
-__all__ = ["Others", "Places"]
+__all__ = ["Others", "Places", "keep_sigterm_local", "when_epochs_end"]
 
 
 class Others(Protocol):
@@ -137,3 +138,36 @@ class Places:
         if not self._ended:  # else all do so once the epoch has ended
             self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
             self._ended = self._stops
+
+
+def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from asking worker 0 for a SIGTERM before every batch, by torch.distributed (since 2.5.2).
+
+    That would put all workers in lock-step with worker 0. A worker that gets the signal ends after its batch, as it
+    does without a process group.
+    """
+
+    def note(signum: int, _: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not private_names.sigterm_came(trainer):
+            launcher.kill(signum)
+        private_names.sigterm_came.set(trainer, True)
+
+    undo_note = private_names.note_sigterm.replace(trainer, note)
+    undo_broadcast = private_names.broadcast_sigterm.replace(trainer, lambda: None)
+
+    def undo() -> None:
+        undo_note()
+        undo_broadcast()
+
+    return undo
+
+
+def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have something called after an epoch's last hook, before the loop decides to go on. Returns the undo."""
+
+    def end_and_call() -> None:
+        private_names.end_epoch.original(trainer)()
+        call()
+
+    return private_names.end_epoch.replace(trainer, end_and_call)

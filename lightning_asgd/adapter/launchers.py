@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.class_trees import Extension, is_foreign, save_on_exception
+from lightning_asgd.adapter.checkpointing import save_on_exception
+from lightning_asgd.adapter.class_trees import Extension, is_foreign
+from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Policy
@@ -84,6 +86,21 @@ class Job:
     address: tuple[str, int] | None = None
     interface: str = "lo"
     run_id: str = ""
+
+    @classmethod
+    def of(cls, options: StrategyOptions) -> Job:
+        """The job of a new strategy."""
+        config = options.config
+        writes = config.restorable and config.algorithm.keeps_state
+        return cls(
+            options.num_servers,
+            config.timeouts.start_s,
+            config.restorable,
+            options.transport,
+            config.snapshot_every_s if writes else 0.0,
+            address=options.address,
+            run_id=options.run_id or "",
+        )
 
     @property
     def attaches(self) -> bool:
@@ -165,7 +182,7 @@ class Job:
             first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
             return rendezvous.server(server, first, self.start_timeout_s, other_than=before)
         except RuntimeError as error:
-            raise ServerLostError(f"{lost}: {error}") from error
+            raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def excuse(self, rank: int) -> None:
         """Let the main process know that a worker fails within a fit that goes on without it."""
@@ -313,7 +330,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self._last: threading.Timer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes: libraries save a strategy with their models."""
+        """Leave out the processes: libraries save a strategy together with a model."""
         return {**self.__dict__, "processes": [], "_last": None}
 
     def watch(self, processes: list[Any]) -> None:

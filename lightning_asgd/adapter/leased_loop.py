@@ -6,7 +6,7 @@ that follows the progress that all workers have made together, divided by their 
 would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
 ``trainer.num_training_batches`` is what it will probably train of the epoch.
 
-Where batch sizes differ, progress counts in batches of the *common* size, the first worker's.
+Where batch sizes differ, progress counts in batches of the *reference* size, the first worker's.
 
 What is set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
 ``expected_batches``, ``validates_after``, ``last_batch_flag``, the fetcher's length and whether it is done, the
@@ -16,35 +16,39 @@ What is set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
+from lightning_asgd.adapter.elastic_run import AnyFleet
+from lightning_asgd.adapter.loop_counters import NEVER, BatchSchedules, set_global_step, up_to_mark
 from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
     batches_begun,
+    count_batches,
     count_saved_batches,
     count_steps,
     epochs_begun,
     expected_batches,
     last_batch_flag,
     load_on,
-    logged_step,
     replace_batch_sampler,
     resumes_epoch,
     training_loaders,
     validates_after,
 )
 from lightning_asgd.protocol import Epoch
+from lightning_asgd.ranges import merged
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["LeasedLoop"]
 
-_NEVER = sys.maxsize  # a number of batches or steps that is not reached
+Held = tuple[str, tuple[tuple[int, int], ...]]
+"""An epoch, and ranges of its units whose updates are in some weights: :attr:`Synchronizer.caught_up`."""
 
 
 class LeasedLoop:
@@ -52,29 +56,16 @@ class LeasedLoop:
 
     Args:
         trainer: its training data have been set up, and :func:`why_split` knows no reason.
-        run: name of the fit.
-        timeout_s: seconds to wait for the others at a segment's end.
-        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`state`.
-        come_back: see :class:`DataLeases`.
-        agree: gives the first worker's number where workers have different ones.
+        membership: the worker's place among the others.
+        leases: what the worker is granted.
+        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`save`.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        client: Callable[[], Any],
-        run: str,
-        timeout_s: float,
-        resumed: Mapping[str, Any],
-        come_back: Callable[[], None],
-        agree: Callable[[int], int],
-    ) -> None:
+    def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
         self.trainer = trainer
-        self._client = client
-        self._agree = agree
-        self.leases = DataLeases(client, timeout_s=timeout_s, come_back=come_back)
+        self._membership = membership
+        self.leases = leases
         self.workers: int = trainer.world_size
-        self.run = run
         self._batch = 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
@@ -82,7 +73,7 @@ class LeasedLoop:
         self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
         self._most = self._batches = 0  # of an epoch per worker, of the reference size, if all are equally fast
         self._interval: Any = 0  # of these between two validations
-        self._frequencies: dict[int, int] = {}  # of schedules that step with batches
+        self._schedules = BatchSchedules(trainer)
         self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
         self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
         self._comes = True  # whether its first batch of all has not begun
@@ -92,7 +83,6 @@ class LeasedLoop:
         self._alike = True  # whether all count alike
         self._validates: frozenset[int] = frozenset()  # segments that end with a validation
         self._cut = False  # whether max_steps ends it before its data does
-        self.stepped = 0  # batches that schedules know of, of those that a worker trains if all are equally fast
         self._own = (0, 0)  # batches and optimizer steps of this worker
         self._global_step = 0
         self._idle = True  # whether none of its batches has begun
@@ -132,7 +122,7 @@ class LeasedLoop:
         iter(private_names.fetcher(self.trainer))
         self._begins = False
 
-    def expect(self) -> None:
+    def begin_epoch(self) -> None:
         """An epoch begins: it is Lightning that iterates over the data, until the first batch has come."""
         self._begins = True
 
@@ -162,7 +152,7 @@ class LeasedLoop:
         """The epoch that begins now."""
         trainer, leases = self.trainer, self.leases
         number = epochs_begun(trainer)
-        key = f"{self.run}/{number}"
+        key = f"{self._membership.session}/{number}"
         if leases.opened == key:
             return leases.plan
         sampler, mine = self._loader.batch_sampler.inner, batch_size_of(trainer)
@@ -173,16 +163,16 @@ class LeasedLoop:
         self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
-        self._accumulate, self._alike = self._agree(own), True
+        self._accumulate, self._alike = self._membership.of_the_first(own), True
         accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
-        self.stepped = position if position < self._batches else 0
+        self._schedules.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
         resumed, self._resumed = self._resumed, {}
         resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
         # The worker that wrote it may not have counted all steps that its batches stand for.
-        counted = self._global_step - self.stepped // self._accumulate
+        counted = self._global_step - self._schedules.stepped // self._accumulate
         self._steps_before = resumed.get("steps_before", counted) if resumes else counted
         self._own, self._idle, self._given = (0, 0), True, own
         self._met = self._over = self._left = False
@@ -192,8 +182,8 @@ class LeasedLoop:
         if resumes and resumed.get("units") == units:
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        elif self.stepped:  # it is of another kind of run
-            trained = round(self.stepped * self.workers / accumulate) * step
+        elif self._schedules.stepped:  # it is of another kind of run
+            trained = round(self._schedules.stepped * self.workers / accumulate) * step
             done = ((0, trained),) if trained <= units - self.workers * step else ()
         return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
 
@@ -230,7 +220,7 @@ class LeasedLoop:
 
     # ------------------------------------------------------------------ every batch
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch: Any) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
         trainer, leases = self.trainer, self.leases
         self._idle = self._met = self._over = self._left = self._ended = self._begins = False
@@ -238,14 +228,11 @@ class LeasedLoop:
         leases.begin_batch()
         private_names.fetch_on(trainer)
         self._end_step()
-        validates_after.set(trainer, _NEVER)
+        validates_after.set(trainer, NEVER)
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
-        for config in private_names.schedules(trainer):
-            if config.interval == "step" and not config.reduce_on_plateau and config.frequency != _NEVER:
-                self._frequencies[id(config)] = config.frequency
-                config.frequency = _NEVER
-        if self._comes and not self._client().connection.world_size:
+        self._schedules.hold()
+        if self._comes and self._membership.comes_and_goes:
             self._catch_up()
         self._comes = False
 
@@ -253,45 +240,42 @@ class LeasedLoop:
         """Have Lightning take a step with the last batch of what is granted for one, wherever it is in its count."""
         trainer, leases = self.trainer, self.leases
         if private_names.trains_statistics_only(trainer):  # there are no gradients: only statistics are wanted
-            if trainer.accumulate_grad_batches != _NEVER:
+            if trainer.accumulate_grad_batches != NEVER:
                 self._steps_kept = trainer.accumulate_grad_batches
-                trainer.accumulate_grad_batches = _NEVER
+                trainer.accumulate_grad_batches = NEVER
         elif trainer.accumulate_grad_batches != self._given:
             self._given = trainer.accumulate_grad_batches
             self._steps_before += self._position / self._accumulate - self._position / self._given
             self._accumulate, self._alike = self._given, False  # others may change it sooner or later
             leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
-        steps = leases.closes and trainer.accumulate_grad_batches != _NEVER
+        steps = leases.closes and trainer.accumulate_grad_batches != NEVER
         self._lacking = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
         last_batch_flag.set(trainer, self._lacking > 0)
 
-    def after_batch(
-        self, steps: int, acknowledged: Callable[[], int], flush: Callable[[], None], discard: Callable[[], None]
-    ) -> bool:
+    def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
         """A batch has been trained: find out whether there is another one before all workers meet.
 
-        ``acknowledged`` counts this worker's steps that the servers have, ``flush`` pushes the rest, and ``discard``
-        forgets what was trained since the latest push. True if training goes on after everything was pushed.
+        ``discard`` forgets what was trained since the latest push.
         """
         if self._ended:
-            return False
+            return
         self._ended = True
-        leases = self.leases
+        leases, steps, resumes = self.leases, synchronizer.stats.steps, False
         if not leases.end_batch(steps):
             discard()
-        resumes = False
-        more = leases.more(acknowledged())
+        more = leases.more(steps - synchronizer.unacknowledged)
         if not more:
             with leases.flushing():
-                flush()
-            more = resumes = leases.wait(acknowledged())
+                synchronizer.flush()
+            more = resumes = leases.wait(steps - synchronizer.unacknowledged)
         self._met = not more
         self._over = self._met and leases.last and not (self._cut or leases.halted)
         last_batch_flag.set(self.trainer, self._over)
         self._step_schedules()
         if more and leases.dry:
             load_on(self.trainer)
-        return resumes
+        if resumes:
+            synchronizer.begin()
 
     def before_next(self) -> None:
         """The last thing that is done with a batch before Lightning decides what comes next."""
@@ -323,6 +307,14 @@ class LeasedLoop:
         """Whether another worker has ended the epoch for all, before all of it was trained."""
         return self._met and self.leases.halted
 
+    @property
+    def batches(self) -> int:
+        """Batches of the epoch that this worker has counted, of those that it would train if all were equally fast."""
+        return self._schedules.stepped
+
+    def compare(self) -> None:
+        """Nobody is given the same data."""
+
     def leave(self, acknowledged: int, *, halt: bool) -> bool:
         """Train no more of this epoch; True if all have trained and pushed what there was, as far as is known here."""
         if self._idle or self._met:
@@ -332,7 +324,7 @@ class LeasedLoop:
         return False
 
     def count(self, step: int, batches: int) -> int:
-        """Count what all have trained when they meet: see :meth:`TrainingData.count`."""
+        """Count at least as many optimizer steps as others have; return the batches that all have counted now."""
         if self._idle:
             return batches
         if self._left or self.leases.halted:  # else it is known where all are
@@ -348,7 +340,8 @@ class LeasedLoop:
         return self._position
 
     def end_epoch(self, batches: int) -> None:
-        """Give Lightning its own numbers back until the next epoch. It counts the batches that are given."""
+        """Have Lightning count what all have counted, and give it its own numbers back until the next epoch."""
+        count_batches(self.trainer, batches)
         if self._idle:
             return
         self._idle = True
@@ -363,14 +356,22 @@ class LeasedLoop:
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: what has been trained of the present epoch."""
-        if self._idle or self._over:
-            return {}
-        epoch = self.leases.plan.epoch
+    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None) -> None:
+        """Put into a checkpoint what has been trained of the present epoch, and the counts of batches.
+
+        ``held`` is what its weights hold, on worker 0 between two sync points.
+        """
+        entry["data"] = {} if self._idle or self._over else self._trained_of_epoch(held)
+        self.to_ddp_counters(loops)
+
+    def _trained_of_epoch(self, held: Held | None) -> dict[str, Any]:
+        epoch, done = self.leases.plan.epoch, self.leases.done()
+        if held is not None:
+            done = held[1] if held[0] == epoch.key else done  # not what others have pushed since
+            done = tuple(merged(sorted([*done, *self.leases.own])))
         number = int(epoch.key.rpartition("/")[2])
         about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
-        return {**about, "done": self.leases.done()}
+        return {**about, "done": done}
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
         """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's."""
@@ -379,12 +380,12 @@ class LeasedLoop:
         count_saved_batches(loops, self._position, self._batches_before + self._position)
 
     def restore(self) -> None:
-        """Give Lightning its own numbers back."""
+        """Give Lightning its own dataloader and numbers back."""
+        self.leases.reset()
         self._give_back()
         self._uninstall()
         batches_begun.shift(self.trainer, self._batches_before - batches_begun(self.trainer))
-        for config in private_names.schedules(self.trainer):
-            config.frequency = self._frequencies.get(id(config), config.frequency)
+        self._schedules.restore()
 
     # ------------------------------------------------------------------ helpers
 
@@ -403,16 +404,8 @@ class LeasedLoop:
 
     def _step_schedules(self) -> None:
         """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
-        module = self.trainer.lightning_module
         position = self._position if self._met else min(self._position, self._batches - 1)
-        for batch in range(self.stepped + 1, position + 1):
-            if not module.automatic_optimization or (batch % self._accumulate and batch < self._batches):
-                continue
-            for config in private_names.schedules(self.trainer):
-                frequency = self._frequencies.get(id(config))
-                if frequency is not None and batch % frequency == 0:
-                    module.lr_scheduler_step(config.scheduler, None)
-        self.stepped = max(self.stepped, position)
+        self._schedules.follow(position, self._accumulate, self._batches)
 
     def _next_step(self) -> int:
         """What ``global_step`` is to be after a batch."""
@@ -426,13 +419,10 @@ class LeasedLoop:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
         target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
-        # Estimates go up and down; one that is as fast as the others should see every step. A slow worker's counts come
-        # in leaps, which must not go over the steps after which something is done.
+        # Estimates go up and down; one that is as fast as the others should see every step.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
         ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
-        target = self._global_step + ahead
-        marks = [target - target % every for every in self._every() if every > ahead]
-        return max(self._global_step, min([target, *(mark for mark in marks if mark > self._global_step)]))
+        return self._global_step + up_to_mark(self.trainer, self._global_step, ahead)
 
     def _catch_up(self) -> None:
         """Count the steps that others have made of an epoch within which this worker comes."""
@@ -441,17 +431,6 @@ class LeasedLoop:
             steps = int(self._steps_before) + self._position // self._accumulate
             self._set_global_step(max(self._global_step, steps))
 
-    def _every(self) -> list[int]:
-        """Numbers of steps after which loggers and checkpoints have something to do."""
-        trainer = self.trainer
-        every = [trainer.log_every_n_steps if trainer.loggers else 0]
-        every += [private_names.steps_between_checkpoints.of(callback) for callback in trainer.checkpoint_callbacks]
-        return [n for n in every if n]
-
     def _set_global_step(self, step: int) -> None:
-        count_steps(self.trainer, step)
-        # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker
-        # stays at a step for several batches: it is to log once.
-        again = step == self._global_step and step % max(1, self.trainer.log_every_n_steps) == 0
-        logged_step.set(self.trainer, step if again else step - 1)
+        set_global_step(self.trainer, step, self._global_step)
         self._global_step = step

@@ -1,4 +1,4 @@
-"""The self-check: whether a release of Lightning has the names that this package uses, said before a fit begins."""
+"""Checks, before a fit begins, that the installed Lightning has the names that this package uses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["check_trainer", "check_tree"]
 
 
 def check_tree(tree: Any, warn: Callable[[str], None]) -> None:
-    """Raise an error that lists all modules, classes and signatures that a tree lacks; warn of what can be missed."""
+    """Raise one error that lists all modules, classes and signatures that a tree lacks; warn about optional ones."""
     _judge(tree, [(name, _lacking(tree, name, None)) for name in NAMES if name.module], warn)
 
 
 def check_trainer(tree: Any, trainer: Any, warn: Callable[[str], None], *, leases: bool) -> None:
-    """The same for a Trainer's parts. What only leases need may be missing where data are not leased."""
+    """The same for the parts of a Trainer. Names that only leases need may be missing if the data are not leased."""
     names = [name for name in NAMES if not name.module and (leases or name.used_for != LEASES)]
     _judge(tree, [(name, _lacking(tree, name, trainer)) for name in names], warn)
 
@@ -58,7 +58,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _lacking(tree: Any, name: Name, trainer: Any) -> str:
-    """The first part of a name that is not there, with its owner; empty if all is there."""
+    """The first part of a name that is missing, with its owner; empty if nothing is missing."""
     try:
         found = import_from(tree, name.module) if name.module else trainer
     except ImportError:
@@ -73,7 +73,7 @@ def _lacking(tree: Any, name: Name, trainer: Any) -> str:
         if arguments:
             try:
                 found = found([]) if arguments == "[])" else found()
-            except ImportError:  # a progress bar's library is not installed, so nobody has that bar
+            except ImportError:  # the progress bar's library is not installed, so no Trainer has that bar
                 return ""
     given = [each for each in inspect.signature(found).parameters if each != "self"] if name.kind == SIGNATURE else []
     relied_upon = name.parameters

@@ -1,10 +1,10 @@
-"""Every private or undocumented name of Lightning that this package uses, what it stands for, and what it is used for.
+"""The private and undocumented names of Lightning that this package uses, each with its purpose.
 
-No other file names one. What a release of Lightning lacks of them is said before a fit begins
-(:mod:`lightning_asgd.adapter.name_check`), and not by an ``AttributeError`` in the middle of one.
+No other file contains such a name. :mod:`lightning_asgd.adapter.name_check` looks for all of them before a fit begins,
+so that a release of Lightning that lacks one does not cause an ``AttributeError`` in the middle of a fit.
 
-A :class:`Name` with a name of its own is also how it is used: ``batch_in_epoch(trainer)`` reads an attribute of a part
-of the Trainer. Methods that Lightning calls are in the classes at the end, which call others by names of this package.
+Other files use a :class:`Name` through the variable that holds it: ``batch_in_epoch(trainer)`` reads an attribute of a
+part of the Trainer. The classes at the end have the methods that Lightning calls, and call methods of this package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OLDEST, LATEST, BELOW = "2.5.0", "2.6.6", "2.7"
-"""The releases that these names were looked up in, and the first that nobody has looked at."""
+"""The oldest and the latest release in which these names were looked up, and the first one that is not supported."""
 
 # Kinds of names.
 MODULE, CLASS, INSTANCE, SIGNATURE = "module", "class attribute", "instance attribute", "signature"
@@ -40,21 +40,21 @@ STALLS = "measure data stalls"
 TIMING = "time a training step"
 
 DO_WITHOUT = {LEASES: "pass data='split'"}
-"""Settings that do without what a name is used for."""
+"""Settings with which the names for a purpose are not needed."""
 
 
 def import_from(tree: Any, module: str) -> Any:
-    """A module of a tree; ``fabric.`` leads to the package below."""
+    """A module of a tree. The prefix ``fabric.`` stands for the tree's fabric package."""
     inner = module.removeprefix("fabric.")
     return importlib.import_module(f"{tree.package if inner == module else tree.fabric}.{inner}")
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name of Lightning's.
+    """One name in Lightning.
 
     The path begins at a module (``module:Class``, ``module:Class.attribute``, or ``module:Class().attribute``) or at a
-    Trainer (``fit_loop.max_batches``). That of a signature ends with the parameters that are relied upon.
+    Trainer (``fit_loop.max_batches``). For a signature it ends with the parameters that this package relies on.
     """
 
     path: str
@@ -64,39 +64,39 @@ class Name:
     changed: str = ""
     """The releases that changed it, and how."""
     otherwise: str = ""
-    """What happens without it, where that is no error."""
+    """What happens if it is missing, where that is not an error."""
 
     @functools.cached_property
     def module(self) -> str:
-        """Where it is imported from; empty for a part of a Trainer."""
+        """The module that it is imported from; empty for a part of a Trainer."""
         return self.path.rpartition(":")[0]
 
     @functools.cached_property
     def parts(self) -> list[str]:
-        """The attributes on the way to it, after the module or the Trainer."""
+        """The attributes that lead from the module or the Trainer to it."""
         path = self.path.rpartition(":")[2]
         return (path.rpartition("(")[0] if self.kind == SIGNATURE else path).split(".")
 
     @functools.cached_property
     def attribute(self) -> str:
-        """The last of these."""
+        """The last of these attributes."""
         return self.parts[-1]
 
     @functools.cached_property
     def parameters(self) -> list[str]:
-        """Those that are relied upon."""
+        """The parameters that this package relies on."""
         return re.findall(r"\w+", self.path.rpartition("(")[2]) if self.kind == SIGNATURE else []
 
     def imported(self, tree: Any) -> Any:
-        """It, where it belongs to a module."""
+        """Its value in a module of a tree."""
         return getattr(import_from(tree, self.module), self.attribute)
 
     def of(self, owner: Any) -> Any:
-        """It of the object that has it; None where that can be missed and is missing."""
+        """Its value in the object that has it; None if it is optional and missing."""
         return getattr(owner, self.attribute, None) if self.otherwise else getattr(owner, self.attribute)
 
     def set_of(self, owner: Any, value: Any) -> None:
-        """Set it there."""
+        """Set its value in the object that has it."""
         setattr(owner, self.attribute, value)
 
     @functools.cached_property
@@ -104,36 +104,36 @@ class Name:
         return operator.attrgetter(".".join(self.parts[:-1])) if len(self.parts) > 1 else lambda trainer: trainer
 
     def __call__(self, trainer: Any) -> Any:
-        """It of a Trainer's part."""
+        """Its value in a part of a Trainer."""
         return self.of(self._owner(trainer))
 
     def set(self, trainer: Any, value: Any) -> None:
-        """Set it there."""
+        """Set its value in a part of a Trainer."""
         self.set_of(self._owner(trainer), value)
 
     def shift(self, trainer: Any, by: int) -> None:
-        """Add to it, one of Lightning's counts of the stages of something, and to those of the other stages."""
+        """Add to it, the counter of one stage of Lightning's progress, and to the counters of the other stages."""
         shift(vars(self._owner(trainer)), by)
 
     def original(self, trainer: Any) -> Any:
-        """The method of a Trainer's part that :meth:`replace` has replaced."""
+        """The method of a part of a Trainer, also while it is replaced."""
         owner = self._owner(trainer)
         return getattr(type(owner), self.attribute).__get__(owner)
 
     def replace(self, trainer: Any, function: Callable[..., Any]) -> Callable[[], None]:
-        """Put a function in the place of a method of a Trainer's part. Returns a function that takes it back."""
+        """Replace a method of a part of a Trainer. Returns a function that restores it."""
         owner = self._owner(trainer)
         vars(owner)[self.attribute] = function
         return lambda: vars(owner).pop(self.attribute, None)
 
 
 def shift(counts: dict[str, int], by: int) -> None:
-    """Add to all of Lightning's counts of the stages of something."""
+    """Add to the counters of all stages of Lightning's progress."""
     for name in counts:
         counts[name] += by
 
 
-# ---------------------------------------------------------------------- what is imported
+# ---------------------------------------------------------------------- imported names
 
 script_launcher = Name("strategies.launchers:_SubprocessScriptLauncher", MODULE, STARTING)
 multi_process_launcher = Name("strategies.launchers:_MultiProcessingLauncher", MODULE, STARTING, changed="2.5.1")
@@ -146,7 +146,7 @@ trainer_connector = Name("trainer.connectors.accelerator_connector:_AcceleratorC
 check_strategy = Name(f"{trainer_connector.path}._check_config_and_set_final_flags(strategy)", SIGNATURE, TAKING)
 make_process_group = Name("strategies.ddp:_init_dist_connection", MODULE, TAKING, otherwise="DDP may find ours")
 
-# Classes that are known by name: a program's object may be of either tree.
+# Classes that are recognised by their names, since a program's object may belong to either tree.
 prefetching = Name("loops.fetchers:_PrefetchDataFetcher", MODULE, LEASES)
 sampler_wrapper = Name("fabric.utilities.distributed:DistributedSamplerWrapper", MODULE, LEASES)
 one_machine = Name("fabric.plugins.environments:LightningEnvironment", MODULE, STARTING)
@@ -155,7 +155,7 @@ wandb_logger = Name("loggers:WandbLogger", MODULE, LOGGING, otherwise="Weights &
 
 
 def is_a(thing: Any, kind: Name) -> bool:
-    """Whether an object's class, or one of its bases, has a name."""
+    """Whether an object's class, or one of its base classes, has this name."""
     return any(cls.__name__ == kind.attribute for cls in type(thing).__mro__)
 
 
@@ -193,7 +193,7 @@ rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, 
 
 
 def show_expected(bar: Any, batches: int) -> None:
-    """Have a progress bar say how many batches there will be."""
+    """Set the number of batches that a progress bar expects."""
     if tqdm_bar.of(bar) is not None:
         tqdm_bar.of(bar).total = batches
     elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
@@ -205,7 +205,7 @@ def show_expected(bar: Any, batches: int) -> None:
 called_method = Name("state.fn", INSTANCE, TAKING)  # a member of Lightning's TrainerFn
 status = Name("state.status", INSTANCE, TAKING)
 may_replace_samplers = Name("_accelerator_connector.use_distributed_sampler", INSTANCE, LEASES)
-# Before 2.6.0 it is there once data have been set up.
+# Before 2.6.0 it exists only after the data have been set up.
 validates_after = Name("val_check_batch", INSTANCE, LEASES, since="2.6.0", changed="2.6.0: may be None")
 validation_interval_s = Name("_val_check_time_interval", INSTANCE, LEASES, since="2.6.0", otherwise="clocks are missed")
 schedules = Name("lr_scheduler_configs", INSTANCE, LEASES)
@@ -218,7 +218,7 @@ loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, S
 
 
 def is_between_epochs(loops: dict[str, Any]) -> bool:
-    """Whether a checkpoint, of which this is the fit loop's state, was written where an epoch had ended."""
+    """Whether a checkpoint was written between two epochs. ``loops`` is the fit loop's state in it."""
     epochs = loops["epoch_progress"]["current"]
     return len({epochs[stage] for stage in ("ready", "started", "processed", "completed")}) == 1
 
@@ -245,39 +245,39 @@ validation_restarts = Name("fit_loop.epoch_loop.val_loop._restarting", INSTANCE,
 
 
 def training_loaders(trainer: Any) -> list[Any]:
-    """The training dataloaders; none before they are set up, and while a search for a batch size takes them away."""
+    """The training dataloaders; none before they are set up, or while a search for a batch size has removed them."""
     combined = combined_loader(trainer)
     return [] if combined is None else list(loaders.of(combined))
 
 
 def deals_samples_out(sampler: Any) -> bool:
-    """Whether a sampler is torch's for several ranks, or the one that Lightning puts around a user's."""
+    """Whether a sampler is torch's ``DistributedSampler``, or Lightning's wrapper around a user's sampler."""
     return type(sampler).__name__ in ("DistributedSampler", sampler_wrapper.attribute)
 
 
 def replace_batch_sampler(loader: Any, sampler: Any) -> None:
     """Give a training dataloader another batch sampler."""
-    # DataLoader forbids to set it, since other attributes depend on it: none that is used here.
+    # DataLoader refuses to set it because other attributes depend on it. None of those is used here.
     object.__setattr__(loader, "batch_sampler", sampler)
-    # With persistent_workers=True the loader keeps its iterator, which would go on with the sampler it began with.
+    # With persistent_workers=True the loader keeps its iterator, which would continue with the previous sampler.
     loader._iterator = None
 
 
 def fetch_on(trainer: Any) -> None:
-    """Have batches fetched until the sampler ends, whatever the loader's length."""
+    """Have batches fetched until the sampler ends, whatever length the loader has."""
     fetcher_length.set_of(fetcher(trainer), float("inf"))
     fetcher_done.set_of(fetcher(trainer), False)
 
 
 def program_seed() -> int:
-    """What the program has given ``seed_everything``, in an environment variable that its documentation names."""
+    """The seed that the program gave to ``seed_everything``, from the environment variable that Lightning documents."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def load_on(trainer: Any) -> None:
-    """Have a loader with processes of its own ask for batches again, after it was told that there is nothing.
+    """Have a loader with worker processes ask its sampler again, after the sampler had no batch to give.
 
-    It does so by itself only when a batch comes in; with none under way it would end, and its processes too.
+    By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.
     """
     (iterator,) = iterators.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
@@ -309,27 +309,27 @@ broadcast_sigterm = Name("fit_loop.epoch_loop._broadcast_sigterm_tensor()", SIGN
 
 
 def count_steps(trainer: Any, step: int) -> None:
-    """Have Lightning and its loggers count a number of optimizer steps."""
+    """Set the number of optimizer steps that Lightning and its loggers have counted."""
     by = step - trainer.global_step
     (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
     logged_step.set(trainer, logged_step(trainer) + by)
 
 
 def count_batches(trainer: Any, batches: int) -> None:
-    """Have Lightning count a number of batches of the present epoch."""
+    """Set the number of batches of the present epoch that Lightning has counted."""
     by = batches - batch_in_epoch(trainer)
     batch_in_epoch.shift(trainer, by)
     batches_begun.shift(trainer, by)
 
 
 def count_saved_batches(loops: dict[str, Any], batches: int, begun: int) -> None:
-    """The same in a checkpoint, of which this is the fit loop's state, where batches of all epochs are given too."""
+    """The same in a checkpoint, where ``loops`` is the fit loop's state, and ``begun`` counts batches of all epochs."""
     progress = loops["epoch_loop.batch_progress"]
     shift(progress["current"], batches - progress["current"]["ready"])
     shift(progress["total"], begun - progress["total"]["ready"])
 
 
-# ---------------------------------------------------------------------- what Lightning calls of ours
+# ---------------------------------------------------------------------- methods that Lightning calls
 
 _SCRIPTS, _PROCESSES = script_launcher.path, multi_process_launcher.path
 _PASSED = (
@@ -347,26 +347,26 @@ _PASSED = (
     Name(f"{_STRATEGY}.lightning_restore_optimizer", INSTANCE, SAVING),
 )
 NAMES = (*(each for each in list(vars().values()) if isinstance(each, Name)), *_PASSED)
-"""All of them."""
+"""All names."""
 
 
 class ScriptLauncherHooks:
-    """Lightning's script launcher in the words of ours."""
+    """The names of Lightning's script launcher, for this package's own."""
 
     procs: list[Any]
 
     def start_scripts(self) -> list[Any]:
-        """Start the script for all workers of this machine but the first. Returns their processes."""
+        """Start the script once for each worker of this machine except the first. Returns the processes."""
         self._call_children_scripts()  # type: ignore[attr-defined]
         return self.procs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes: libraries save a strategy with their models."""
+        """Leave out the processes: libraries save a strategy together with a model."""
         return {**self.__dict__, "procs": []}
 
 
 class ProcessLauncherHooks:
-    """Lightning's multi-processing launcher in the words of ours, which has the methods that are called here."""
+    """The names of Lightning's multi-processing launcher, for this package's own, whose methods are called here."""
 
     _strategy: Any
     _start_method: str
@@ -374,7 +374,7 @@ class ProcessLauncherHooks:
 
     @property
     def procs(self) -> list[Any]:
-        """The workers' processes. Lightning sets them."""
+        """The workers' processes, which Lightning sets."""
         return self.processes
 
     @procs.setter
@@ -393,7 +393,7 @@ class ProcessLauncherHooks:
 
     @property
     def start_method(self) -> str:
-        """How they are started."""
+        """How the workers are started."""
         return self._start_method
 
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -405,23 +405,23 @@ class ProcessLauncherHooks:
         self.remove_weights(worker_output.weights_path)  # type: ignore[attr-defined]
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """What worker 0 sends to the main process."""
+        """Worker 0's results for the main process."""
         mine = self.send_results(trainer)  # type: ignore[attr-defined]
         return {**super().get_extra_results(trainer), **mine}  # type: ignore[misc]
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        """Take it there."""
+        """Take worker 0's results, in the main process."""
         super().update_main_process_results(trainer, extra)  # type: ignore[misc]
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 
 
 class StrategyHooks:
-    """Lightning's strategy in the words of ours, which has the methods that are called here."""
+    """The names of Lightning's strategy, for this package's own, whose methods are called here."""
 
     _launcher: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        """As before its optimizers were made: Lightning's wrappers of these cannot be pickled."""
+        """Leave out the optimizers: Lightning's wrappers around them cannot be pickled."""
         made = {name.attribute for name in (optimizers, wrapped_optimizers)}
         return {name: [] if name in made else value for name, value in vars(self).items()}
 
@@ -437,7 +437,7 @@ class StrategyHooks:
 
 
 class UnattachedHooks:
-    """What a strategy has until a Trainer takes it: the attributes that Trainers of both trees read, and set first."""
+    """Attributes of a strategy that no Trainer has taken: a Trainer of either tree reads them before it sets them."""
 
     _given: dict[str, Any]
     _accelerator = property(lambda self: self._given["accelerator"])

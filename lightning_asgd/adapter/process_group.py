@@ -9,7 +9,6 @@ single rank are served at any time.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
 
-__all__ = ["BACKEND", "GuardedStore", "Standing", "group_class", "served_through"]
+__all__ = ["BACKEND", "GuardedStore", "Standing", "WorkersGroup", "served_through"]
 
 log = logging.getLogger(__name__)
 
@@ -152,174 +151,168 @@ def _done(result: Any) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-@functools.cache
-def group_class() -> Any:
-    """The class of our process groups; made when it is first needed, since a torch build may lack its base."""
+class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # type: ignore[misc]
+    """All workers, or this one alone. Its methods are what ``torch.distributed``'s functions call.
 
-    class WorkersGroup(_dist.ProcessGroup):  # type: ignore[misc]
-        """All workers, or this one alone. Its methods are what ``torch.distributed``'s functions call.
+    Args:
+        rank: of this process in it.
+        size: number of its ranks.
+        place: gives the worker's; None for a group of this process alone.
+    """
 
-        Args:
-            rank: of this process in it.
-            size: number of its ranks.
-            place: gives the worker's; None for a group of this process alone.
-        """
+    def __init__(self, rank: int, size: int, place: Callable[[], Standing | None] = lambda: None) -> None:
+        super().__init__(rank, size)
+        self._place = place
 
-        def __init__(self, rank: int, size: int, place: Callable[[], Standing | None] = lambda: None) -> None:
-            super().__init__(rank, size)
-            self._place = place
+    def rank(self) -> int:
+        place = self._place()
+        return 0 if place is None else place.rank
 
-        def rank(self) -> int:
-            place = self._place()
-            return 0 if place is None else place.rank
+    def size(self) -> int:
+        place = self._place()
+        return 1 if place is None else place.world_size
 
-        def size(self) -> int:
-            place = self._place()
-            return 1 if place is None else place.world_size
+    def getBackendName(self) -> str:
+        return BACKEND
 
-        def getBackendName(self) -> str:
-            return BACKEND
+    @property
+    def pg_name(self) -> str:
+        return str(_dist.distributed_c10d._world.pg_names[self])
 
-        @property
-        def pg_name(self) -> str:
-            return str(_dist.distributed_c10d._world.pg_names[self])
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
 
-        @property
-        def group_name(self) -> str:
-            return self.pg_name
+    def __repr__(self) -> str:
+        return f"<A-SGD process group, rank {self.rank()} of {self.size()}>"
 
-        def __repr__(self) -> str:
-            return f"<A-SGD process group, rank {self.rank()} of {self.size()}>"
+    # ------------------------------------------------------------------ what reaches the others
 
-        # -------------------------------------------------------------- what reaches the others
+    def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
+        """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that is gone."""
+        if self.size() == 1:
+            return [list(mine)]
+        collectives = served_through(call, self._place())
+        sent = [t.detach().cpu() for t in mine] if root in (None, self.rank()) else []
+        name = call if root is None else f"{call} from rank {root}"
+        found = collectives.gather("torch.distributed", name, sent)
+        if root is not None and root not in found:
+            _lack(call, [root])
+        return [found.get(rank, []) for rank in range(self.size())]
 
-        def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
-            """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that is gone."""
-            if self.size() == 1:
-                return [list(mine)]
-            collectives = served_through(call, self._place())
-            sent = [t.detach().cpu() for t in mine] if root in (None, self.rank()) else []
-            name = call if root is None else f"{call} from rank {root}"
-            found = collectives.gather("torch.distributed", name, sent)
-            if root is not None and root not in found:
-                _lack(call, [root])
-            return [found.get(rank, []) for rank in range(self.size())]
+    def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
+        """As above, where no rank may be missing."""
+        found = self._everybody(call, mine)
+        missing = [rank for rank, tensors in enumerate(found) if not tensors]
+        if missing:
+            _lack(call, missing)
+        return found
 
-        def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
-            """As above, where no rank may be missing."""
-            found = self._everybody(call, mine)
-            missing = [rank for rank, tensors in enumerate(found) if not tensors]
-            if missing:
-                _lack(call, missing)
-            return found
+    def barrier(self, *_: Any, **__: Any) -> Any:
+        self._everybody("barrier")
+        return _done([])
 
-        def barrier(self, *_: Any, **__: Any) -> Any:
-            self._everybody("barrier")
-            return _done([])
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        found = self._everybody("broadcast", tensors, options.rootRank)[options.rootRank]
+        if self.rank() != options.rootRank:
+            _fill(tensors, found)
+        return _done(tensors)
 
-        def broadcast(self, tensors: Any, options: Any) -> Any:
-            found = self._everybody("broadcast", tensors, options.rootRank)[options.rootRank]
-            if self.rank() != options.rootRank:
-                _fill(tensors, found)
-            return _done(tensors)
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        parts = [found for found in self._everybody("all_reduce", tensors) if found]
+        op = "sum" if options is None else reduce_op_name(options.reduceOp)
+        _fill(tensors, [combine(op, each) for each in zip(*parts, strict=True)])
+        return _done(tensors)
 
-        def allreduce(self, tensors: Any, options: Any = None) -> Any:
-            parts = [found for found in self._everybody("all_reduce", tensors) if found]
-            op = "sum" if options is None else reduce_op_name(options.reduceOp)
-            _fill(tensors, [combine(op, each) for each in zip(*parts, strict=True)])
-            return _done(tensors)
+    allreduce_coalesced = allreduce
 
-        allreduce_coalesced = allreduce
+    def reduce(self, tensors: Any, options: Any) -> Any:
+        parts = [found for found in self._everybody("reduce", tensors) if found]
+        if self.rank() == options.rootRank:
+            _fill(tensors, [combine(reduce_op_name(options.reduceOp), each) for each in zip(*parts, strict=True)])
+        return _done(tensors)
 
-        def reduce(self, tensors: Any, options: Any) -> Any:
-            parts = [found for found in self._everybody("reduce", tensors) if found]
-            if self.rank() == options.rootRank:
-                _fill(tensors, [combine(reduce_op_name(options.reduceOp), each) for each in zip(*parts, strict=True)])
-            return _done(tensors)
+    def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        found = self._complete("all_gather", inputs)
+        for index, output in enumerate(outputs):
+            _fill(output, [tensors[index] for tensors in found])
+        return _done(outputs)
 
-        def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            found = self._complete("all_gather", inputs)
-            for index, output in enumerate(outputs):
-                _fill(output, [tensors[index] for tensors in found])
-            return _done(outputs)
+    def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        for output, tensors in zip(outputs, self._complete("all_gather_coalesced", inputs), strict=True):
+            _fill(output, tensors)
+        return _done(outputs)
 
-        def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            for output, tensors in zip(outputs, self._complete("all_gather_coalesced", inputs), strict=True):
-                _fill(output, tensors)
-            return _done(outputs)
+    def all_gather_single(self, output: Any, input: Any, *_: Any, **__: Any) -> Any:
+        found = self._complete("all_gather_into_tensor", [input])
+        _fill([output.view(-1)], [torch.cat([tensors[0].reshape(-1) for tensors in found])])
+        return _done([output])
 
-        def all_gather_single(self, output: Any, input: Any, *_: Any, **__: Any) -> Any:
-            found = self._complete("all_gather_into_tensor", [input])
-            _fill([output.view(-1)], [torch.cat([tensors[0].reshape(-1) for tensors in found])])
-            return _done([output])
+    _allgather_base = all_gather_single
 
-        _allgather_base = all_gather_single
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        for output, input in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input)
+        return _done(outputs)
 
-        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            for output, input in zip(outputs, inputs, strict=True):
-                self.all_gather_single(output, input)
-            return _done(outputs)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-        allgather_into_tensor_coalesced = all_gather_single_coalesced
+    def gather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        found = self._complete("gather", inputs)
+        if self.rank() == options.rootRank:
+            _fill(outputs[0], [tensors[0] for tensors in found])
+        return _done(outputs)
 
-        def gather(self, outputs: Any, inputs: Any, options: Any) -> Any:
-            found = self._complete("gather", inputs)
-            if self.rank() == options.rootRank:
-                _fill(outputs[0], [tensors[0] for tensors in found])
-            return _done(outputs)
+    def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        mine = inputs[0] if self.rank() == options.rootRank else []
+        found = self._everybody("scatter", mine, options.rootRank)[options.rootRank]
+        _fill(outputs, [found[self.rank()]])
+        return _done(outputs)
 
-        def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
-            mine = inputs[0] if self.rank() == options.rootRank else []
-            found = self._everybody("scatter", mine, options.rootRank)[options.rootRank]
-            _fill(outputs, [found[self.rank()]])
-            return _done(outputs)
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        found = self._complete("reduce_scatter", inputs[0])
+        _fill(outputs, [combine(reduce_op_name(options.reduceOp), [tensors[self.rank()] for tensors in found])])
+        return _done(outputs)
 
-        def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
-            found = self._complete("reduce_scatter", inputs[0])
-            _fill(outputs, [combine(reduce_op_name(options.reduceOp), [tensors[self.rank()] for tensors in found])])
-            return _done(outputs)
+    def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:
+        parts = [part.view(output.shape) for part in input.reshape(-1).chunk(self.size())]
+        return self.reduce_scatter([output], [parts], options)
 
-        def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:
-            parts = [part.view(output.shape) for part in input.reshape(-1).chunk(self.size())]
-            return self.reduce_scatter([output], [parts], options)
+    _reduce_scatter_base = reduce_scatter_single
 
-        _reduce_scatter_base = reduce_scatter_single
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, options)
+        return _done(outputs)
 
-        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
-            for output, input in zip(outputs, inputs, strict=True):
-                self.reduce_scatter_single(output, input, options)
-            return _done(outputs)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def alltoall(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        found = self._complete("all_to_all", inputs)
+        _fill(outputs, [tensors[self.rank()] for tensors in found])
+        return _done(outputs)
 
-        def alltoall(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            found = self._complete("all_to_all", inputs)
-            _fill(outputs, [tensors[self.rank()] for tensors in found])
-            return _done(outputs)
+    def all_to_all_single(self, output: Any, input: Any, to: Any, sizes: Any, *_: Any, **__: Any) -> Any:
+        rows = input.split(list(sizes) or len(input) // self.size())
+        found = self._complete("all_to_all_single", rows)
+        _fill([output], [torch.cat([tensors[self.rank()] for tensors in found])])
+        return _done([output])
 
-        def all_to_all_single(self, output: Any, input: Any, to: Any, sizes: Any, *_: Any, **__: Any) -> Any:
-            rows = input.split(list(sizes) or len(input) // self.size())
-            found = self._complete("all_to_all_single", rows)
-            _fill([output], [torch.cat([tensors[self.rank()] for tensors in found])])
-            return _done([output])
+    alltoall_base = all_to_all_single
 
-        alltoall_base = all_to_all_single
+    def _unsupported(self, call: str) -> Any:
+        raise CollectiveUnavailableError(
+            f"torch.distributed.{call} was called. Expected a collective of all workers: A-SGD's workers are "
+            "connected to the parameter servers, not to each other. Use broadcast or all_gather at a sync point."
+        )
 
-        def _unsupported(self, call: str) -> Any:
-            raise CollectiveUnavailableError(
-                f"torch.distributed.{call} was called. Expected a collective of all workers: A-SGD's workers are "
-                "connected to the parameter servers, not to each other. Use broadcast or all_gather at a sync point."
-            )
+    def send(self, *_: Any, **__: Any) -> Any:
+        return self._unsupported("send")
 
-        def send(self, *_: Any, **__: Any) -> Any:
-            return self._unsupported("send")
+    def recv(self, *_: Any, **__: Any) -> Any:
+        return self._unsupported("recv")
 
-        def recv(self, *_: Any, **__: Any) -> Any:
-            return self._unsupported("recv")
-
-        recv_anysource = recv
-
-    return WorkersGroup
+    recv_anysource = recv
 
 
 def served_through(call: str, place: Standing | None) -> Collectives:

@@ -10,45 +10,31 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
-from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, resumed
-from lightning_asgd.adapter.class_trees import (
-    Extension,
-    StrategyExtension,
-    follow_progress,
-    keep_sigterm_local,
-    rank_zero_warn,
-    synchronise_metrics,
-)
-from lightning_asgd.adapter.elastic_run import ElasticFleet, check_attaches, check_is_one_worker
+from lightning_asgd.adapter.checkpointing import Resumption
+from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.fleet import Fleet, leave_resting, resting
+from lightning_asgd.adapter.fleet import FixedFleet, leave_resting, resting
+from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import Standing
-from lightning_asgd.adapter.sync_callback import SyncPoints
+from lightning_asgd.adapter.strategy_options import StrategyOptions
+from lightning_asgd.adapter.sync_callback import put_first
+from lightning_asgd.adapter.unattached import StrategyExtension
 from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.algorithms.base import Run
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
+from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.optim import PosteriorSampler
-from lightning_asgd.processes.supervisor import with_last_words
-from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
-from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.worker_setup import agree, named_state
 
-__all__ = ["ASGDStrategy", "give_way"]
+__all__ = ["ASGDStrategy"]
 
 log = logging.getLogger(__name__)
-
-_DATA = ("leases", "split")
-_ON_FAILURE = ("continue", "abort")
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
@@ -162,83 +148,24 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self.config = ExchangeConfig.create(
-            nsync=nsync,
-            nfetch=nfetch,
-            npush=npush,
-            algorithm=algorithm,
-            scale=scale,
-            overlap=overlap,
-            max_offline_steps=max_offline_steps,
-            timeouts=timeouts,
-            compression=compression,
-            snapshot_every_s=snapshot_every_s,
-        )
-        if start_method not in _START_METHODS:
-            raise ConfigurationError(f"start_method={start_method!r}. Expected one of {', '.join(_START_METHODS)}.")
-        kind_of(transport)
-        if data not in _DATA:
-            raise ConfigurationError(f"data={data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
-        if on_worker_failure not in _ON_FAILURE:
-            expected = " or ".join(map(repr, _ON_FAILURE))
-            raise ConfigurationError(f"on_worker_failure={on_worker_failure!r}. Expected {expected}.")
-        self._policy = Policy(
-            silence_s=self.config.timeouts.silence_s,
-            min_workers=positive_int("min_workers", min_workers),
-            abort=on_worker_failure == "abort",
-        )
-        self._given = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-            "start_method": start_method,
-        }
-        if not isinstance(monitor, bool):
-            raise ConfigurationError(
-                f"monitor={monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."
-            )
-        self._monitor = monitor
-        self.settings: dict[str, Any] = {
-            "nsync": nsync,
-            "nfetch": self.config.nfetch,
-            "npush": self.config.npush,
-            "algorithm": repr(self.config.algorithm),
-            "overlap": self.config.overlap,
-            "data": data,
-            "compression": None if self.config.compression is None else repr(self.config.compression),
-            "num_servers": num_servers,
-            "start_method": start_method,
-            "min_workers": min_workers,
-            "on_worker_failure": on_worker_failure,
-            "transport": transport,
-            "max_offline_steps": max_offline_steps,
-            "snapshot_every_s": snapshot_every_s,
-        }
-        self.board = MetricsBoard()
-        self.stats = ExchangeStats()
+        self.options = StrategyOptions(**{name: value for name, value in locals().items() if name != "self"})
+        self._given, self.settings = self.options.for_lightning, self.options.settings
+        self.board, self.stats = MetricsBoard(), ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
-        self._data = data
-        servers = positive_int("num_servers", num_servers)
-        restorable, every_s = self.config.restorable, self.config.snapshot_every_s
-        writes = restorable and self.config.algorithm.keeps_state
-        self._job = Job(servers, self.config.timeouts.start_s, restorable, transport, every_s if writes else 0.0)
-        if server is not None or run_id is not None:
-            check_attaches(server, run_id, self.config.algorithm, data, self._policy)
-            self._job.address, self._job.run_id = server_address(server or ""), run_id or ""
+        self._job = Job.of(self.options)
         self._resume = Resumption()
-        self._membership: Fleet | None = None  # from set-up to teardown
-        self._fit: FitSession | None = None  # the same, while it fits
-        self._offline = Collectives()  # before, and after where there is nobody else
-        self._undo_sigterm: Callable[[], None] | None = None
-        self._callbacks: list[Any] = []  # that the strategy has put into the Trainer's, until teardown
-        self._saves_nothing = False  # until Lightning has told callbacks of a failure in the workers' processes
+        self._offline = Collectives()  # before a session, and after one where there is nobody else
+
+    # Of the present session, from set-up to teardown.
+    _membership: AnyFleet | None = None
+    fit_session: FitSession | None = None
+    """What the worker does while it fits; None else."""
+    _undo: tuple[Callable[[], None], ...] = ()  # gives the Trainer back what was changed
+    _saves_nothing = False  # until Lightning has told callbacks of a failure in the workers' processes
 
     def __getstate__(self) -> dict[str, Any]:
         """What a saved copy goes on with, or one in another process: nothing of this process's session."""
-        mine: dict[str, Any] = {"_membership": None, "_fit": None, "_undo_sigterm": None, "_callbacks": []}
-        return {**super().__getstate__(), **mine}
+        return {**super().__getstate__(), "_membership": None, "fit_session": None, "_undo": ()}
 
     # ------------------------------------------------------------------ who this worker is
 
@@ -288,11 +215,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
             return launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
         launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessLauncher")
-        return launcher(self._job, self, start_method, self._policy)
+        return launcher(self._job, self, start_method, self.options.policy)
 
     def check_trainer(self, trainer: Any) -> None:
         """Refuse a Trainer of a release of Lightning that lacks what is used. Called before anything is started."""
-        self.tree.check_trainer(trainer, leases=self._data == "leases")
+        self.tree.check_trainer(trainer, leases=self.options.data == "leases")
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
@@ -304,19 +231,17 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         if self._job.attaches:  # without a launcher
             self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
-        about = (self._job, self.config, self._policy, self.board)
+        about = (self._job, self.options.config, self.options.policy, self.board)
         if not self._job.attaches:
-            self._membership = Fleet(*about, int(super().global_rank), self.world_size)
+            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size)
         elif self._is_fitting(trainer):
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
-            with with_last_words():
-                self._membership.join()
-        self._announce()
-        self._undo_sigterm = keep_sigterm_local(trainer)
-        self._add_callbacks(trainer)
+            self._membership.join()
+        self.announce()
+        self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Tell programs that ask torch.distributed or the environment who this worker is."""
         environment, membership = self.cluster_environment, self._membership
         rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.standing
@@ -338,21 +263,6 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def _is_fitting(self, trainer: Any) -> bool:
         return bool(private_names.called_method(trainer) == self.tree.TrainerFn.FITTING)
 
-    def _add_callbacks(self, trainer: Any) -> None:
-        """Put the strategy's own callbacks first, until it is torn down."""
-        self._callbacks = []
-        if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
-            self._callbacks.append(self.tree.derive(SyncPoints, "Callback")())
-        if self._monitor and trainer.loggers and not trainer.fast_dev_run and not _is_monitored(trainer):
-            self._callbacks.append(ASGDMonitor())
-        trainer.callbacks[:0] = self._callbacks
-
-    def _remove_callbacks(self) -> None:
-        if self._callbacks:  # else the fit may have ended before the module knew its Trainer
-            callbacks, mine = self.lightning_module.trainer.callbacks, {id(callback) for callback in self._callbacks}
-            callbacks[:] = [callback for callback in callbacks if id(callback) not in mine]
-            self._callbacks = []
-
     def setup(self, trainer: Any) -> None:
         """Put the module on its device, its weights on the servers, and set up optimizers and metrics."""
         self.accelerator.setup(trainer)
@@ -366,55 +276,41 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
-        with with_last_words():
-            if fitting:
-                self._set_out(trainer)
-            else:
-                agree(self.collectives, named_state(self.lightning_module))
+        if fitting:
+            self._set_out(trainer)
+        else:
+            agree(self.collectives, named_state(self.lightning_module))
         self.setup_precision_plugin()
         if fitting:
             self.tree.optimizers_to_device(self.optimizers, self.root_device)
 
     def _set_out(self, trainer: Any) -> None:
         """Begin a fit: with common weights, this worker's optimizers, and where the others are."""
-        membership = self._joined()
-        about = {"split": self._data == "split", "measure": _is_monitored(trainer)}
-        self._fit = FitSession(trainer, membership, self.config, self._resume, **about)
-        self.stats, self.samples = self._fit.synchronizer.stats, []
-        self.setup_optimizers(trainer)
-        if not membership.bootstraps:
-            follow_progress(trainer, membership.progress)
-            membership.know_checkpoints(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, PosteriorSampler):
-                optimizer.use_stream(self.global_rank)
-        precision = str(self.precision_plugin.precision)
-        run = Run(self.world_size, self.num_nodes, self.config.npush, tuple(self.optimizers), precision)
-        self.config.algorithm.check(run)
-
-    def _joined(self) -> Fleet:
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
-        return self._membership
+        split = self.options.data == "split"
+        session = FitSession(trainer, self._membership, self.options.config, self._resume, split=split)
+        self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
+        self.setup_optimizers(trainer)
+        session.begin()
 
-    @with_last_words()
     def teardown(self) -> None:
         """End the session. Servers and connection stay for the Trainer's next call."""
-        self._remove_callbacks()
-        if self._membership is not None:
-            self._membership.leave()
-            self._membership = None
-        if self._fit is not None:
-            self._fit.close()
-            self._fit = None
-        if self._undo_sigterm is not None:
-            self._undo_sigterm()
-            self._undo_sigterm = None
+        try:
+            if self._membership is not None:
+                self._membership.leave()
+        finally:
+            for undo in self._undo:
+                undo()
+        self._membership, self._undo = None, ()
+        if self.fit_session is not None:
+            self.fit_session.close()
+            self.fit_session = None
         super().teardown()
         if resting() is None:  # this worker is alone again
             world.withdraw()
         else:
-            self._announce()  # Lightning's environment has taken a variable away
+            self.announce()  # Lightning's environment has taken a variable away
 
     def leave_job(self) -> None:
         """Leave the session in which this worker rests since its latest one, before its process ends."""
@@ -438,98 +334,39 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ training
 
-    @property
-    def _synchronizer(self) -> Synchronizer | None:
-        """What the worker shares through while it fits."""
-        return None if self._fit is None else self._fit.synchronizer
-
     def on_train_start(self) -> None:
         """Let all stop where one does before the first epoch."""
-        if self._fit is not None and not self._fit.apart:
+        if self.fit_session is not None and not self.fit_session.apart:
             trainer = self.lightning_module.trainer
-            trainer.should_stop = self._fit.any_stops(trainer.should_stop)
+            trainer.should_stop = self.fit_session.any_stops(trainer.should_stop)
 
-    @with_last_words()
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge what has come, exchange if it is time."""
-        if self._fit is not None:
-            self._fit.before_batch(batch)
+        if self.fit_session is not None:
+            self.fit_session.before_batch(batch)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Let the worker's own optimizer take its step, and count it."""
-        if self._fit is None:
+        if self.fit_session is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = super().optimizer_step(optimizer, self._fit.synchronizer.wrap(optimizer, closure), model, **kwargs)
-        with with_last_words():
-            self._fit.after_step()
+        output = super().optimizer_step(
+            optimizer, self.fit_session.synchronizer.wrap(optimizer, closure), model, **kwargs
+        )
+        self.fit_session.after_step()
         return output
 
-    @with_last_words()
     def on_train_end(self) -> None:
         """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
-        if self._fit is not None:
-            self._fit.end()
-            self.samples = self._fit.samples
-
-    # ------------------------------------------------------------------ what SyncPoints and ASGDMonitor call
-
-    @with_last_words()
-    def share_data(self) -> None:
-        """Let the training dataloader yield what this worker is granted. Called when training and epochs begin."""
-        if self._fit is not None:
-            self._fit.data.share()
-            if self._job.attaches:  # others may have joined or left since the latest epoch
-                self._joined().begin_epoch()
-                self._announce()
-
-    @with_last_words()
-    def end_batch(self) -> None:
-        """Decide what follows a training batch. Called when it ends."""
-        if self._fit is not None:
-            self._fit.after_batch()
-
-    @with_last_words()
-    def sync_point(self, name: str) -> None:
-        """Wait for all living workers and give them the servers' weights, the same bits everywhere.
-
-        Args:
-            name: which sync point, for error texts.
-
-        Raises:
-            CollectiveTimeoutError: a worker did not come; the message names it.
-        """
-        if self._fit is not None:
-            self._fit.sync_point(name)
-
-    @with_last_words()
-    def begin_validation(self) -> None:
-        """Let everybody validate the same weights: see :meth:`sync_point`."""
-        if self._fit is not None:
-            self._fit.validate()
-
-    @with_last_words()
-    def end_epoch(self) -> None:
-        """Let everybody end the epoch with the same weights: see :meth:`sync_point`."""
-        if self._fit is not None:
-            self._fit.end_epoch()
-
-    def measure(self, epoch: Callable[[], float]) -> Meter | None:
-        """Begin to count what this worker trains; None outside of a fit. ``epoch`` gives the epochs trained so far."""
-        return None if self._fit is None else self._fit.measure(epoch)
-
-    def take_figures(self) -> None:
-        """Put this worker's figures on the board, if it is measured: the next heartbeat carries them."""
-        if self._fit is not None:
-            self._fit.take_figures()
+        if self.fit_session is not None:
+            self.fit_session.end()
+            self.samples = self.fit_session.samples
 
     # ------------------------------------------------------------------ collectives
 
-    @with_last_words()
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all living workers; does nothing in the asynchronous phase."""
         self.collectives.barrier(name or "")
 
-    @with_last_words()
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Worker ``src``'s object; this worker's own in the asynchronous phase."""
         return self.collectives.broadcast(obj, src)
@@ -543,15 +380,12 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at "
                 "different times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
             )
-        with with_last_words():
-            return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
+        return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
-    @with_last_words()
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Everybody's tensor, stacked along a new first dimension; no gradients flow."""
         return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
 
-    @with_last_words()
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) of the workers say yes; this worker's own word in the asynchronous phase."""
         return self.collectives.decide(decision, all=all)
@@ -560,28 +394,24 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         # After the fit a program may have destroyed the process group, to test with one device for instance.
         return self.collectives.real if self._membership is not None else world.collectives_are_real()
 
-    @with_last_words()
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         return self.collectives.all_gather(tensor, "metric")
 
     # ------------------------------------------------------------------ checkpoints
 
-    @with_last_words()
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the servers' weights and all of this worker's steps."""
-        instead = {} if self._fit is None else self._fit.catch_up()
+        instead = {} if self.fit_session is None else self.fit_session.catch_up()
         state: dict[str, Any] = super().lightning_module_state_dict()
         state.update((key, value) for key, value in instead.items() if key in state)
         return state
 
-    @with_last_words()
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
         super().load_model_state_dict(*args, **kwargs)
-        if self._fit is not None and self.collectives.phase is Phase.SYNC:
-            self._fit.enter_again()
+        if self.fit_session is not None and self.collectives.phase is Phase.SYNC:
+            self.fit_session.enter_again()
 
-    @with_last_words()
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
 
@@ -594,37 +424,20 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 filepath,
             )
             return
-        if self._fit is not None and "optimizer_states" in checkpoint:
-            self._fit.complete(checkpoint)
+        if self.fit_session is not None and "optimizer_states" in checkpoint:
+            self.fit_session.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._membership is not None and self.is_global_zero:
+        if isinstance(self._membership, ElasticFleet) and self.is_global_zero:
             self._membership.wrote_checkpoint(self.lightning_module.trainer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        entry = checkpoint.get(KEY)
-        if entry:
-            found = resumed(entry, self.global_rank, self.config.algorithm_name, self._job.num_servers)
-            checkpoint.update(found.mine)
-            self._resume.versions, self._resume.servers = found.versions, found.servers
-            self._resume.data = entry.get("data", {})
-            if found.warning:
-                rank_zero_warn(found.warning)
+        config, servers = self.options.config, self._job.num_servers
+        checkpoint.update(self._resume.read(checkpoint, self.global_rank, config.algorithm_name, servers))
         return checkpoint
 
     @property
     def _restores_optimizers(self) -> bool:
         """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
-        return self._membership is None or self._membership.bootstraps
-
-
-def give_way() -> None:
-    """Leave torch.distributed to another strategy of this process, which is about to make its own process group."""
-    leave_resting()
-    if world.is_ours():
-        world.withdraw()
-
-
-def _is_monitored(trainer: Any) -> bool:
-    return any(isinstance(callback, ASGDMonitor) for callback in trainer.callbacks)
+        return not isinstance(self._membership, ElasticFleet) or self._membership.attachment.bootstraps

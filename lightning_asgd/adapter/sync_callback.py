@@ -1,12 +1,14 @@
-"""The callback that marks sync points for the strategy. The strategy puts it first in the Trainer's list."""
+"""The callbacks that the strategy puts first in the Trainer's list: one marks sync points, one logs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter.class_trees import Extension
+from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+from lightning_asgd.adapter.class_trees import Extension, tree_of
 
-__all__ = ["SyncPoints"]
+__all__ = ["SyncPoints", "is_monitored", "put_first"]
 
 
 class SyncPoints(Extension):  # type: ignore[misc]
@@ -18,28 +20,49 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Share the training data out as the workers' speeds are."""
-        trainer.strategy.share_data()
+        trainer.strategy.fit_session.share_data()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Do so again if the data have been reloaded."""
-        trainer.strategy.share_data()
+        trainer.strategy.fit_session.share_data()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Find out whether this was the last batch before all workers meet."""
-        trainer.strategy.end_batch()
+        trainer.strategy.fit_session.after_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody validate the same weights."""
-        trainer.strategy.begin_validation()
+        if trainer.strategy.fit_session is not None:
+            trainer.strategy.fit_session.validate()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Let everybody end the epoch with the same weights."""
-        trainer.strategy.end_epoch()
+        trainer.strategy.fit_session.end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the asynchronous phase also where training was no whole epoch."""
-        trainer.strategy.sync_point("train end")
+        trainer.strategy.fit_session.sync_point("train end")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let other callbacks save what they have without the other workers, who know nothing of it."""
         trainer.strategy.meet_nobody()
+
+
+def put_first(trainer: Any, *, monitor: bool) -> Callable[[], None]:
+    """Put the strategy's own callbacks first in the Trainer's list. Returns the undo."""
+    mine: list[Any] = []
+    if not any(isinstance(callback, SyncPoints) for callback in trainer.callbacks):
+        mine.append(tree_of(trainer).derive(SyncPoints, "Callback")())
+    if monitor and trainer.loggers and not trainer.fast_dev_run and not is_monitored(trainer):
+        mine.append(ASGDMonitor())
+    trainer.callbacks[:0] = mine
+
+    def undo() -> None:
+        trainer.callbacks[:] = [callback for callback in trainer.callbacks if all(callback is not m for m in mine)]
+
+    return undo
+
+
+def is_monitored(trainer: Any) -> bool:
+    """Whether an :class:`ASGDMonitor` wants figures."""
+    return any(isinstance(callback, ASGDMonitor) for callback in trainer.callbacks)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, Standing, group_class
+from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, Standing, WorkersGroup
 from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
 from lightning_asgd.processes import rank_variables
 
@@ -83,7 +83,7 @@ def withdraw() -> None:
 
 def is_ours() -> bool:
     """Whether the default process group is the one that :func:`announce` made."""
-    return bool(dist.is_available() and dist.is_initialized() and isinstance(_dist.group.WORLD, group_class()))
+    return bool(dist.is_available() and dist.is_initialized() and isinstance(_dist.group.WORLD, WorkersGroup))
 
 
 def collectives_are_real() -> bool:
@@ -168,4 +168,4 @@ def _create(options: Any, _: Any) -> Any:
             f"torch.distributed.new_group({ranks}) was called among {_place.world_size} workers of A-SGD. Expected all "
             f"ranks or a single one. {instead}"
         )
-    return group_class()(options.group_rank, options.group_size, *([] if len(ranks) == 1 else [_here]))
+    return WorkersGroup(options.group_rank, options.group_size, *([] if len(ranks) == 1 else [_here]))

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter.class_trees import CallbackExtension, Extension, when_batches_are_fetched
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import CallbackExtension, Extension
 
-__all__ = ["DataStallMonitor"]
+__all__ = ["DataStallMonitor", "when_batches_are_fetched"]
 
 
 class DataStallMonitor(CallbackExtension, Extension):  # type: ignore[misc]
@@ -76,3 +77,24 @@ class DataStallMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         if self._undo is not None:
             self._undo()
             self._undo = None
+
+
+def when_batches_are_fetched(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have something called around every wait for a training batch, from the next epoch on. Returns the undo."""
+
+    def call_and_start() -> None:
+        before()
+        private_names.before_fetch.original(trainer)()
+
+    def stop_and_call() -> None:
+        private_names.after_fetch.original(trainer)()
+        after()
+
+    undo_before = private_names.before_fetch.replace(trainer, call_and_start)
+    undo_after = private_names.after_fetch.replace(trainer, stop_and_call)
+
+    def undo() -> None:
+        undo_before()
+        undo_after()
+
+    return undo

@@ -56,9 +56,9 @@ class ServerHandle:
 
     def last_output(self) -> str:
         """Its last lines."""
-        size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - 16384))
-        lines = self.output.read().decode(errors="replace").splitlines()
+        size = os.fstat(self.output.fileno()).st_size
+        # Several threads may read at once: each at a place of its own.
+        lines = os.pread(self.output.fileno(), 16384, max(0, size - 16384)).decode(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:]) or "(no output)"
 
     def exit_report(self) -> str:

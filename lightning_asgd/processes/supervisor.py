@@ -12,19 +12,18 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from lightning_asgd.errors import ServerLostError
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_words"]
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_output"]
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +128,11 @@ class Supervisor:
                 server.report_exit(**self._exits[-1])
 
     def exit_report(self) -> str | None:
-        """What is known of the server that died last; None if none did."""
-        for server in self._servers:
-            if server.process.poll() is not None:
-                return server.exit_report()
+        """What is known of the server that died last; None if none did. Any thread may ask."""
+        with self._lock:  # a server that is in the list is closed under it only
+            for server in self._servers:
+                if server.process.poll() is not None and not server.output.closed:
+                    return server.exit_report()
         return self._exit_report
 
     def rest(self) -> None:
@@ -154,7 +154,8 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
-            server.close()
+            with self._lock:
+                server.close()
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
         # Workers may still be finishing: the reaper stays for them and goes with this process.
@@ -278,16 +279,10 @@ def ensure_watch() -> Supervisor:
     return _current or ensure(0, None)
 
 
-@contextlib.contextmanager
-def with_last_words() -> Iterator[None]:
-    """Add a dead server's last output to the error, where this process knows them."""
-    try:
-        yield
-    except ServerLostError as error:
-        output = _current.exit_report() if _current is not None else None
-        if output is None or output in str(error):
-            raise
-        raise ServerLostError(f"{error}\n{output}") from error
+def with_last_output(text: str) -> str:
+    """An error's text, with how a dead server ended and its last output, where this process knows them."""
+    report = _current.exit_report() if _current is not None else None
+    return text if report is None or report in text else f"{text}\n{report}"
 
 
 @atexit.register

@@ -7,7 +7,7 @@ interrupted for that: the thread that waits takes part in the recovery, and then
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch.futures import Future
@@ -46,6 +46,7 @@ class Connection:
         world_size: number of workers; 0 in an elastic run, where the worker is told its number when it attaches itself.
         timeout_s: seconds for a server to answer what does not depend on other workers.
         patience_s: seconds to wait for the other workers when servers are restored.
+        with_last_output: adds to an error's text the last output of a dead server, where this process knows it.
 
     Attributes:
         restorer: None where lost servers cannot be restored.
@@ -62,6 +63,7 @@ class Connection:
         *,
         timeout_s: float = 300.0,
         patience_s: float = 1800.0,
+        with_last_output: Callable[[str], str] = str,
     ) -> None:
         self.transport = transport
         self.session = session
@@ -69,6 +71,7 @@ class Connection:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.patience_s = patience_s
+        self._with_last_output = with_last_output
         self.restorer: Restorer | None = None
         self.restored = [0] * transport.num_servers
         self.gone: set[int] = set()
@@ -95,20 +98,20 @@ class Connection:
         except ASGDError:  # the message cannot be sent
             raise
         except RuntimeError as error:
-            raise self._lost(server, error) from error
+            raise self._broken(server, error) from error
 
     def result(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
         """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`."""
         seconds = self.timeout_s if seconds is None else seconds
         if not future.done() and not self.wait(future, seconds + GRACE_S):
-            raise ServerLostError(
+            raise self.lost(
                 f"Server {server} did not answer worker {self.worker} within {seconds:g} s. "
                 "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
             )
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._lost(server, error) from error
+            raise self._broken(server, error) from error
         if isinstance(value, Failure):
             raise error_from(value.error, value.message)
         return value
@@ -192,9 +195,13 @@ class Connection:
                 self.restored[server] += 1
                 self.restorer.watch(server)
 
-    def _lost(self, server: int, error: Exception) -> ServerLostError:
+    def lost(self, text: str) -> ServerLostError:
+        """The error for a server that is lost."""
+        return ServerLostError(self._with_last_output(text))
+
+    def _broken(self, server: int, error: Exception) -> ServerLostError:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        lost = ServerLostError(
+        lost = self.lost(
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output stands in the main process's error or log."
         )

@@ -121,7 +121,9 @@ class FailoverClient:
             except ASGDError as error:
                 awaited.error = error
             except Exception as error:
-                awaited.error = ServerLostError(f"Server {server} is gone. Another one was not reached: {error!r}.")
+                awaited.error = self._connection.lost(
+                    f"Server {server} is gone. Another one was not reached: {error!r}."
+                )
             finally:
                 self._connection.interrupt(server)
                 awaited.ready.set()

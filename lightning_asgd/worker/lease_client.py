@@ -105,12 +105,13 @@ class DataLeases(WorkFeed):
         self._timeout_s = timeout_s
         self._come_back = come_back
         self._clock = clock
-        self._plan: Plan | None = None
         self.granted_wait_s = self.others_wait_s = 0.0
         self._exchange_s = 0.0  # that one takes, there and back
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self, plan: Plan | None = None) -> None:
+        """Forget the present epoch, for a new one or until there is one."""
+        self._plan = plan
         self.segment, self.halted = 0, False
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
@@ -139,8 +140,7 @@ class DataLeases(WorkFeed):
             self._loading.clear()
             return
         known = self.pace, self._trip, self._flushes
-        self._plan = plan
-        self._reset()
+        self.reset(plan)
         self.pace, self._trip, self._flushes = known
         done = plan.epoch.done
         if self._client().connection.world_size:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_asgd.adapter import world
-from lightning_asgd.adapter.process_group import GuardedStore, Standing, group_class
+from lightning_asgd.adapter.process_group import GuardedStore, Standing, WorkersGroup
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.worker.collectives import Collectives, Phase
@@ -26,7 +26,7 @@ def groups(work: Callable[[Any, int], Any], **place: Any) -> list[Any]:
 
     def run(collectives: Collectives, rank: int) -> Any:
         here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, **place)
-        return work(group_class()(rank, SIZE, lambda: here), rank)
+        return work(WorkersGroup(rank, SIZE, lambda: here), rank)
 
     return together(SIZE, run)
 
@@ -46,7 +46,7 @@ def options(kind: str, root: int = 0, op: Any = dist.ReduceOp.SUM) -> Any:
 
 def test_rank_and_size_follow_the_place() -> None:
     place = Standing(2, 5, 0, 1, 0, 1, Collectives)
-    group = group_class()(0, 1, lambda: place)
+    group = WorkersGroup(0, 1, lambda: place)
     assert (group.rank(), group.size()) == (2, 5)
     place.rank, place.world_size = 0, 4
     assert (group.rank(), group.size()) == (0, 4)
@@ -168,7 +168,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
         collectives.phase = Phase.ASYNC if where == "asynchronous phase" else Phase.SYNC
         here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
         here.forked = where == "DataLoader"
-        return work(group_class()(rank, SIZE, lambda: here), rank)
+        return work(WorkersGroup(rank, SIZE, lambda: here), rank)
 
     for text in together(SIZE, run):
         assert where in text or call in ("send", "recv")  # which are never served
@@ -176,7 +176,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
 
 
 def test_a_group_of_one_rank_needs_nobody() -> None:
-    group = group_class()(0, 1)
+    group = WorkersGroup(0, 1)
     tensor, output = vector(1), torch.zeros(2)
     group.barrier()
     group.allreduce([tensor], options("AllreduceOptions"))
@@ -188,7 +188,7 @@ def test_a_group_of_one_rank_needs_nobody() -> None:
 def test_a_rank_that_is_gone_is_named_where_it_is_needed_and_not_waited_for_elsewhere() -> None:
     def work(collectives: Collectives, rank: int) -> Any:
         here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives)
-        group = group_class()(rank, SIZE, lambda: here)
+        group = WorkersGroup(rank, SIZE, lambda: here)
         if rank == 1:
             assert collectives.client is not None
             collectives.client.leave()

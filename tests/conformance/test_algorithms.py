@@ -210,7 +210,7 @@ def rounds(lab: Lab) -> dict[str, Any]:
     versions: list[int] = []
 
     def note(self: Any, trainer: Any, module: Any) -> None:
-        versions.append(trainer.strategy._synchronizer.versions[0])
+        versions.append(trainer.strategy.fit_session.synchronizer.versions[0])
 
     noter = type("Noter", (lab.pl.Callback,), {"on_train_epoch_end": note})()
     lab.fit(strategy=strategy, callbacks=[noter], max_epochs=3)  # a validation and an epoch's end: two sync points

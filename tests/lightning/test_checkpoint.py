@@ -37,7 +37,7 @@ class States(pl.Callback):
         state = {
             "momentum": momentum,
             "lr": optimizer.param_groups[0]["lr"],
-            "versions": trainer.strategy._synchronizer.versions,
+            "versions": trainer.strategy.fit_session.synchronizer.versions,
         }
         (self.folder / f"{when}{trainer.global_rank}.json").write_text(json.dumps(state))
 
@@ -199,7 +199,7 @@ def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
     class Sums(pl.Callback):
         def note(self, trainer: pl.Trainer, when: str) -> None:
             if trainer.is_global_zero:
-                torch.save(trainer.strategy._synchronizer.state(), tmp_path / when)
+                torch.save(trainer.strategy.fit_session.synchronizer.state(), tmp_path / when)
             trainer.strategy.barrier(when)  # or another worker may have pushed before
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

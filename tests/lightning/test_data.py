@@ -312,7 +312,7 @@ def test_what_cannot_be_leased_is_split_and_says_so_once(
 
     log = logging.getLogger("pytorch_lightning.strategies.asgd")
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
-    ours = logging.getLogger("lightning_asgd.adapter.undivided_data")
+    ours = logging.getLogger("lightning_asgd.adapter.fixed_split")
     monkeypatch.setattr(ours, "handlers", [logging.FileHandler(tmp_path / "warnings")])
     log.setLevel(logging.INFO)
     trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())

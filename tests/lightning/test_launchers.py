@@ -158,9 +158,9 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 class Model(BoringModel):
     def on_fit_end(self):
-        strategy = self.trainer.strategy
+        config = self.trainer.strategy.options.config
         # A file each: where Python does not buffer, the other rank's output may cut a printed line in two.
-        Path(f"ended-{self.global_rank}").write_text(f"{strategy.config.npush} {strategy.config.timeouts.collective_s}")
+        Path(f"ended-{self.global_rank}").write_text(f"{config.npush} {config.timeouts.collective_s}")
 
 if __name__ == "__main__":
     LightningCLI(Model, BoringDataModule, save_config_callback=None)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
-from lightning_asgd.adapter.class_trees import follow_progress
+from lightning_asgd.adapter.checkpointing import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV

@@ -11,8 +11,7 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.class_trees import when_batches_are_fetched
-from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
+from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor, when_batches_are_fetched
 from tests.lightning.models import Regression, dataset, trainer
 
 BATCHES, SLEEP_S = 10, 0.02

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ import lightning_asgd
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.processes import supervisor
 from lightning_asgd.processes.server_handle import child_environment
-from lightning_asgd.processes.supervisor import Supervisor, with_last_words
+from lightning_asgd.processes.supervisor import Supervisor, with_last_output
+from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.worker.connection import Connection
 
 
 class Overseer:
@@ -30,15 +33,29 @@ class Overseer:
 @pytest.mark.parametrize(("words", "text"), [("Server 0 ended.", "No answer.\nServer 0 ended."), (None, "No answer.")])
 def test_a_dead_servers_output_is_added_once(monkeypatch: pytest.MonkeyPatch, words: str | None, text: str) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer(words))
-    with pytest.raises(ServerLostError) as caught, with_last_words(), with_last_words():
-        raise ServerLostError("No answer.")
-    assert str(caught.value) == text
+    assert with_last_output("No answer.") == text
+    assert with_last_output(text) == text
+
+
+def connected(error: Exception) -> Connection:
+    """A connection on which every message fails."""
+
+    def fail(message: Any) -> Any:
+        raise error
+
+    return Connection(InProcessTransport([fail]), "s", 0, 1, with_last_output=with_last_output)
+
+
+def test_errors_of_a_lost_server_hold_its_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_current", Overseer("Server 0 ended."))
+    with pytest.raises(ServerLostError, match=r"^Server 0 is gone: .*'eof'[^\n]*\nServer 0 ended\.$"):
+        connected(RuntimeError("eof")).post(0, None)
 
 
 def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer("Server 0 ended."))
-    with pytest.raises(ValueError, match=r"^of the program$"), with_last_words():
-        raise ValueError("of the program")
+    with pytest.raises(ValueError, match=r"^of the program$"):
+        connected(ValueError("of the program")).post(0, None)
 
 
 @pytest.fixture

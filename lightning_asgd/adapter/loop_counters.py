@@ -1,0 +1,73 @@
+"""Lightning's counters and schedules, as they would be if all workers were equally fast."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.private_names import count_steps, logged_step
+
+__all__ = ["NEVER", "BatchSchedules", "set_global_step", "up_to_mark"]
+
+NEVER = sys.maxsize
+"""A number of batches or steps that is not reached."""
+
+
+class BatchSchedules:
+    """The learning-rate schedules of a fit that step with batches: Lightning is kept from doing that by its own count.
+
+    Attributes:
+        stepped: batches that they know of, of those that a worker trains if all are equally fast.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._frequencies: dict[int, int] = {}
+        self.stepped = 0
+
+    def hold(self) -> None:
+        """Keep Lightning from stepping them."""
+        for config in private_names.schedules(self._trainer):
+            if config.interval == "step" and not config.reduce_on_plateau and config.frequency != NEVER:
+                self._frequencies[id(config)] = config.frequency
+                config.frequency = NEVER
+
+    def follow(self, position: int, accumulate: int, batches: int) -> None:
+        """Let them follow to a position in an epoch of a number of batches, of which optimizer steps take some each."""
+        module = self._trainer.lightning_module
+        for batch in range(self.stepped + 1, position + 1):
+            if not module.automatic_optimization or (batch % accumulate and batch < batches):
+                continue
+            for config in private_names.schedules(self._trainer):
+                frequency = self._frequencies.get(id(config))
+                if frequency is not None and batch % frequency == 0:
+                    module.lr_scheduler_step(config.scheduler, None)
+        self.stepped = max(self.stepped, position)
+
+    def restore(self) -> None:
+        """Let Lightning step them again."""
+        for config in private_names.schedules(self._trainer):
+            config.frequency = self._frequencies.get(id(config), config.frequency)
+
+
+def up_to_mark(trainer: Any, step: int, ahead: int) -> int:
+    """How many steps to count at once, of those that are ahead; at least none.
+
+    A slow worker's counts come in leaps, which must not go over the steps after which loggers and checkpoints have
+    something to do.
+    """
+    every = [trainer.log_every_n_steps if trainer.loggers else 0]
+    every += [private_names.steps_between_checkpoints.of(callback) for callback in trainer.checkpoint_callbacks]
+    target = step + ahead
+    marks = [target - target % n for n in every if n and n > ahead]
+    return max(0, min([target, *(mark for mark in marks if mark > step)]) - step)
+
+
+def set_global_step(trainer: Any, step: int, before: int) -> None:
+    """Set ``trainer.global_step``, which was at ``before``, and what loggers make of it."""
+    count_steps(trainer, step)
+    # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker stays at
+    # a step for several batches: it is to log once.
+    again = step == before and step % max(1, trainer.log_every_n_steps) == 0
+    logged_step.set(trainer, step if again else step - 1)

@@ -1,0 +1,119 @@
+"""Strategies that no Trainer has taken yet, and those that several Trainers take one after the other."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import Any
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import Tree, tree_of
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["StrategyExtension", "Unattached", "let_several_trainers_take", "unattached"]
+
+
+class StrategyExtension(private_names.StrategyHooks):
+    """Base of a strategy: an object that a program makes is unattached, see :class:`Unattached`."""
+
+    # Not in the strategy's own class: tools that look for its arguments would find these instead of __init__'s.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object that waits for a Trainer."""
+        return object.__new__(cls if issubclass(cls, Unattached) else unattached(cls))  # type: ignore[arg-type]
+
+    _given: dict[str, Any]
+    """Arguments of Lightning's ``DDPStrategy``."""
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator. Once a Trainer sets it, the strategy is one of the Trainer's tree."""
+        return vars(self).get(private_names.accelerator.attribute, self._given["accelerator"])
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        tree = tree_of(accelerator)
+        tree.check_release()
+        strategy: Any = self
+        _change_hands(strategy)
+        strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
+        tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
+
+
+class Unattached(private_names.UnattachedHooks):
+    """Base of strategies that no Trainer has taken yet."""
+
+
+@functools.cache
+def unattached(extension: Any) -> Any:
+    """The class of objects of ``extension``, a strategy, that no Trainer has taken yet."""
+
+    def reduce(self: Any, _: Any) -> Any:
+        return _blank_unattached, (extension,), self.__dict__
+
+    body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
+    body |= {"__reduce_ex__": reduce, "extension": extension}
+    return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
+
+
+# Of a strategy: the part of the Trainer that has it, and that of the one that is being made with it.
+_holders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+_takers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def let_several_trainers_take(tree: Tree) -> None:
+    """Let Trainers of a tree take a strategy that another one has taken before.
+
+    A Trainer refuses arguments that its strategy has already, and uses the strategy's devices rather than its own.
+    While it looks at one of ours, that has only what the program gave it.
+    """
+    connector = private_names.trainer_connector.imported(tree)
+    check = private_names.check_strategy.of(connector)
+
+    @functools.wraps(check)
+    def check_as_unattached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy", args[0] if args else None)
+        if not isinstance(strategy, StrategyExtension):
+            return check(self, *args, **kwargs)
+        _check_is_free(strategy)
+        before: Any = type(strategy)
+        _takers[strategy] = weakref.ref(self)
+        strategy.__class__ = unattached(before.extension)
+        try:
+            return check(self, *args, **kwargs)
+        finally:
+            strategy.__class__ = before
+
+    private_names.check_strategy.set_of(connector, check_as_unattached)
+
+
+def _change_hands(strategy: Any) -> None:
+    """Let the Trainer that has had a strategy keep a copy: its module, its launcher and what else came of its runs."""
+    holder = _holders.get(strategy, lambda: None)()
+    if holder is not None and holder.strategy is strategy:
+        copy = object.__new__(type(strategy))
+        vars(copy).update(vars(strategy))
+        if getattr(copy.launcher, "strategy", None) is strategy:
+            copy.launcher.strategy = copy
+        holder.strategy = copy
+        _holders[copy] = weakref.ref(holder)
+    if strategy in _takers:
+        _holders[strategy] = _takers.pop(strategy)
+
+
+def _check_is_free(strategy: Any) -> None:
+    """Raise if a Trainer runs with a strategy."""
+    module = vars(strategy).get(private_names.strategy_module.attribute)
+    trainer = getattr(module, private_names.module_trainer.attribute, None)
+    if trainer is not None and trainer.strategy is strategy and private_names.status(trainer) == "running":
+        method = private_names.called_method(trainer).value
+        raise ConfigurationError(
+            f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running "
+            f"{method}. Expected one that no Trainer uses at the time. Make another "
+            f"{type(strategy).__name__}, or wait until the first Trainer is through."
+        )
+
+
+def _blank_unattached(extension: type) -> Any:
+    return object.__new__(unattached(extension))
