@@ -20,7 +20,6 @@ LONG_FILES = {
     "adapter.leased_loop": 457,
     "server.service": 622,
     "adapter.strategy": 630,
-    "worker.exchanger": 580,
 }
 
 LINES_OF_A_FUNCTION = 60  # with its docstring, without its decorators
@@ -49,7 +48,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_719, "tools": 4_905}
+LINES = {"core": 18_688, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -47,7 +47,7 @@ RETIRED = {
 LEFT = {
     "signs? of life|gives no sign": 3,
     "common (batch )?size|common batch": 3,
-    "spare server|spares?": 31,
+    "spare server|spares?": 30,
     "last words|with_last_words": 28,
     "come back|comes back|came back": 18,
     "anew": 8,

@@ -22,21 +22,13 @@ __all__ = ["ShardClient"]
 
 
 class ShardClient:
-    """See the module's docstring.
-
-    Args:
-        client: the worker's membership in the session.
-        fragment: number of the part of the module.
-
-    Attributes:
-        latest: the messages of the latest exchange, per server.
-    """
+    """See the module's docstring."""
 
     def __init__(self, client: SessionClient, fragment: int = 0) -> None:
         self.client = client
         self.connection = client.connection
         self.fragment = fragment
-        self.latest: list[Exchange] = []
+        self.latest: list[Exchange] = []  # the messages of the latest exchange, per server
         self._allocations: list[InitShard] = []
         # Per server, how updates and weights are compressed; None where they are not.
         self._codes: list[CodecState | None] = [None for _ in self.connection.servers]
@@ -88,14 +80,7 @@ class ShardClient:
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
-        Args:
-            seq: number of the push, counted from 1.
-            base_versions: per server, the version the update is based on.
-            push: send an update.
-            fetch: ask for the weights.
-            updates: per server, the update by value, or None if it lies in the shared block.
-            common: at a sync point, per server the name of the weights that this worker holds of the last one.
-            **fields: the other fields of :class:`Exchange`.
+        An update is None where it lies in a shared block. ``common`` names the weights of the last sync point.
         """
         self.latest = [
             Exchange(
