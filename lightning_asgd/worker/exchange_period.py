@@ -104,13 +104,10 @@ class Schedule:
         """Exchange as often as the servers want; 0 if they do not mind."""
         self._wished = nsync if nsync not in (0, self.npush) else None
 
-    def note_trip(self, trip_s: float) -> None:
-        """Note how long an exchange took."""
+    def answered(self, *, step_s: float, trip_s: float, cost_s: float, sync: bool) -> None:
+        """Note what an exchange took, at a sync point or not; see :meth:`Pace.note`."""
         self.trip_s, self._latest_s = min(trip_s, self._latest_s or trip_s), trip_s
-
-    def note_cost(self, *, step_s: float, trip_s: float, cost_s: float) -> None:
-        """See :meth:`Pace.note`."""
-        if self._auto is not None:
+        if self._auto is not None and not sync:
             self._auto.note(step_s=step_s, trip_s=trip_s, cost_s=cost_s)
 
     def pause(self) -> None:

@@ -39,11 +39,11 @@ _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 
-def _blocking(waiting: Callable[[Any], Waits]) -> Callable[[Any], None]:
+def _blocking(waiting: Callable[..., Waits]) -> Callable[..., None]:
     """A method that does the same without a break."""
 
-    def block(self: Any) -> None:
-        for _ in waiting(self):
+    def block(self: Any, **how: Any) -> None:
+        for _ in waiting(self, **how):
             pass
 
     return block
@@ -198,11 +198,9 @@ class Channel:
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
         schedule.busy_s += merge_s + wait_s
         if pending.push and pending.fetch:
-            schedule.note_trip(trip_s)
-            if not sync:
-                servers_s = sum(r.busy_s for r in replies) if self.replica.shares_memory else 0.0  # of this machine
-                cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
-                schedule.note_cost(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s)
+            servers_s = sum(r.busy_s for r in replies) if self.replica.shares_memory else 0.0  # of this machine
+            cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
+            schedule.answered(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = log.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
@@ -255,7 +253,7 @@ class Channel:
         return self.replica.ahead(answers, alone=self._alone)
 
     def peek(self) -> dict[str, Tensor]:
-        """See :meth:`Synchronizer.peek`. The exchange is not touched either."""
+        """See :meth:`Synchronizer.peek`."""
         run(self.finish())
         return self.replica.read(self.log.look()[1])
 
@@ -405,17 +403,13 @@ class Exchanger:
 
     flush = _blocking(flushing)
 
-    def fetching(self, *, park: bool = False, common: bool = False) -> Waits:
-        """Take the servers' weights as they are, what was not flushed being lost; see :class:`Synchronizer`.
-
-        ``common`` says whether all workers fetch, while nobody pushes.
-        """
+    def fetching(self, *, park: bool = False) -> Waits:
+        """Take the servers' weights as they are, what was not flushed being lost; see :class:`Synchronizer`."""
         for channel in self.channels:
-            yield from channel.fetch(park=park, common=common)
+            # Workers of a run that come and go do not meet.
+            yield from channel.fetch(park=park, common=self._connection.world_size > 0)
 
-    def fetch(self, *, park: bool = False) -> None:
-        """Fetch at a sync point, without a break."""
-        run(self.fetching(park=park, common=self._connection.world_size > 0))
+    fetch = _blocking(fetching)
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
