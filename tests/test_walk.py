@@ -61,7 +61,7 @@ HOOKS = ("on_train_batch_start", "optimizer_step", "end_batch")
 
 RECORDED = {
     "exchange: rooms that carry": 12,
-    "exchange: frames that carry": 42,
+    "exchange: frames that carry": 41,
     "exchange: rooms entered": 26,  # one is adapter/private_names: all that the loop is told goes through there
     "step: rooms that carry": 3,
     "step: frames that carry": 3,

@@ -106,15 +106,11 @@ class ShardClient:
         since this worker was fenced there, the message is sent to that server again. The others use a shorter failure
         timeout, so that it is hardly ever the other way round.
         """
-        while True:
-            restored = list(self.connection.restored)
-            replies = [self._reply(server, futures) for server in self.connection.servers]
-            if restored == self.connection.restored:  # else the answer of one that was lost is worth nothing
-                return replies
-
-    def _reply(self, server: int, futures: list[Future[Any]]) -> Reply:
         client, connection = self.client, self.connection
-        while True:
+        replies: list[Reply] = []
+        all_restored = list(connection.restored)
+        while len(replies) < len(futures):
+            server = len(replies)
             restored, future = connection.restored[server], futures[server]
             try:
                 reply: Reply = connection.result(server, future)
@@ -123,7 +119,7 @@ class ShardClient:
                 members.left |= reply.left
                 members.pushers = set(reply.pushes) or members.pushers
                 client.stopped = max(client.stopped, reply.stopped)
-                return reply
+                replies.append(reply)
             except WorkerAwayError:
                 if server == COORDINATOR:
                     raise
@@ -134,6 +130,9 @@ class ShardClient:
                 connection.recover(server, restored, error)
                 if futures[server] is future:
                     futures[server] = connection.post(server, self.latest[server])
+            if all_restored != connection.restored:  # the answer of a server that was lost is worth nothing
+                replies, all_restored = [], list(connection.restored)
+        return replies
 
     def answers(
         self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]], *, common: bool = False
