@@ -48,7 +48,7 @@ PUBLIC = {
 
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
-LINES = {"core": 18_679, "tools": 4_905}
+LINES = {"core": 18_678, "tools": 4_905}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -62,7 +62,7 @@ HOOKS = ("on_train_batch_start", "optimizer_step", "end_batch")
 RECORDED = {
     "exchange: rooms that carry": 12,
     "exchange: frames that carry": 41,
-    "exchange: rooms entered": 26,  # one is adapter/private_names: all that the loop is told goes through there
+    "exchange: rooms entered": 25,  # one is adapter/private_names: all that the loop is told goes through there
     "step: rooms that carry": 3,
     "step: frames that carry": 3,
     "step: rooms entered": 13,

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Exchange, ReplicaState, Reply, nbytes
-from lightning_asgd.stats import ExchangeRecord, Verdict
+from lightning_asgd.protocol import Exchange, ReplicaState, Reply
+from lightning_asgd.stats import Verdict
 from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.shard_client import InFlight, ShardClient
 from lightning_asgd.worker.synchronizer import Waits, WorkFeed
 
-__all__ = ["ExchangeLog", "InFlight"]
-
-
-@dataclass
-class InFlight:
-    """An exchange that was begun and whose answer is not merged."""
-
-    push: bool
-    fetch: bool
-    begun: float
-    step: int
-    local_steps: int
-    common: bool  # whether the weights are those that all take
-    step_s: float  # seconds per step before it; 0 if unknown
-    about: dict[str, Any]  # fields of the message
-    cost_s: float = 0.0  # in which the training thread was busy with it
-    nbytes: int = 0  # of the update
-    futures: list[Future[Any]] = field(default_factory=list)
-    answered: list[float] = field(default_factory=list)  # when each server has
-    replies: list[Reply] = field(default_factory=list)
-    answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # where a checkpoint needed them before the merge
+__all__ = ["ExchangeLog"]
 
 
 class ExchangeLog:
@@ -51,7 +29,6 @@ class ExchangeLog:
         self._replica = replica
         self._data = data
         self._waits = waits  # whether servers hold answers back until other workers have pushed
-        self._shard_nbytes = [replica.layout.shard_nbytes(server) for server in self._connection.servers]
         self.seq = 0  # number of the latest push
         self.in_flight: InFlight | None = None  # what was sent, and whose answer is not merged
         self.pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
@@ -60,28 +37,6 @@ class ExchangeLog:
         self.pushes: list[dict[int, int]] = [{} for _ in self.versions]
         self.epoch = ""
         self.done: tuple[tuple[int, int], ...] = ()
-
-    def nbytes(self, shards: Sequence[Any]) -> int:
-        """Bytes of updates or weights, per server; None where they went through shared memory."""
-        return sum(
-            whole if parts is None else nbytes(parts) for parts, whole in zip(shards, self._shard_nbytes, strict=True)
-        )
-
-    def record(self, exchange: InFlight, *, round_trip_s: float, wait_s: float) -> ExchangeRecord:
-        """What users are told of an exchange that was answered."""
-        replies = exchange.replies
-        return ExchangeRecord(
-            step=exchange.step,
-            versions=tuple(r.version for r in replies),
-            staleness=tuple(r.staleness for r in replies),
-            verdicts=tuple(r.verdict for r in replies),
-            round_trip_s=round_trip_s,
-            wait_s=wait_s,
-            bytes_pushed=exchange.nbytes,
-            bytes_fetched=self.nbytes([r.weights for r in replies]) if exchange.fetch else 0,
-            local_steps=exchange.local_steps,
-            shared=self._replica.shares_memory,
-        )
 
     def allocate(self, server: int) -> None:
         """Allocate the shard on the replacement of a lost server."""

@@ -28,9 +28,9 @@ from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule
-from lightning_asgd.worker.exchange_recovery import ExchangeLog, InFlight
+from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.shard_client import InFlight, ShardClient
 from lightning_asgd.worker.synchronizer import Training, Waits, run
 
 __all__ = ["Exchanger"]
@@ -146,7 +146,7 @@ class Channel:
             **leaving.about,
         )
         if leaving.push:
-            leaving.nbytes = self.log.nbytes([message.update for message in self.shards.latest])
+            leaving.nbytes = self.shards.nbytes([message.update for message in self.shards.latest])
         leaving.cost_s += self._clock() - begun
         self.schedule.busy_s += leaving.cost_s
         self.log.in_flight = leaving
@@ -202,7 +202,7 @@ class Channel:
             cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
             schedule.answered(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
         self.stats.sync_wait_s += wait_s if sync else 0.0
-        record = log.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
+        record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
         if refused:
             schedule.since_push = 0
