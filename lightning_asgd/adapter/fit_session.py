@@ -34,10 +34,9 @@ from lightning_asgd.numerics import zero_what_is_not_finite
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
-from lightning_asgd.worker.exchanger import Training
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, meet
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, Training
 from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
 
 __all__ = ["FitSession"]

@@ -23,6 +23,7 @@ from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
@@ -87,7 +88,7 @@ class Fleet:
 
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in restoring servers that are lost from now on, where workers can."""
-        if self._config.restorable and not self.alone:
+        if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def check_goes_on(self) -> None:

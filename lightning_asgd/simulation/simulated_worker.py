@@ -21,10 +21,11 @@ from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.speeds import Speed
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.synchronizer import Training
 
 __all__ = ["Life", "SimulatedWorker"]
 
@@ -94,7 +95,7 @@ class SimulatedWorker:
         shards.initialise(
             layout, config.algorithm, [None] * layout.num_servers, replica.weights() if self.rank == 0 else None
         )
-        self.exchanger = Exchanger(shards, replica, config, Training(self._heal, self._lr), clock=clock)
+        self.exchanger = Exchanger(layout, [(shards, replica)], config, Training(self._heal, self._lr), clock=clock)
         self.exchanger.fetch()
         self.exchanger.stats = ExchangeStats()
 

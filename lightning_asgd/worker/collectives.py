@@ -36,21 +36,13 @@ class Phase(Enum):
 
 
 class Collectives:
-    """The collectives of one worker.
-
-    Args:
-        client: the worker's membership in a session; None where there is nobody else.
-        timeout_s: how long to wait for the others.
-
-    Attributes:
-        waited_s: seconds that calls have taken.
-    """
+    """The collectives of one worker; ``client`` is None where there is nobody else."""
 
     def __init__(self, client: SessionClient | None = None, timeout_s: float = 1800.0) -> None:
         self.client = client
         self.timeout_s = timeout_s
         self.phase = Phase.OFFLINE if client is None else Phase.SYNC
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # in calls
         self._seq = 0
         # Those that were answered, by number, and the answers: the latest, and those that others may need yet.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
@@ -207,11 +199,7 @@ def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
 def reduce_op_name(op: Any) -> str:
     """Lightning's and torch's names of a reduction as one of ``mean``, ``sum``, ``max``, ``min``, ``product``, ...
 
-    Args:
-        op: a string, a ``torch.distributed.ReduceOp``, or None for the mean.
-
-    Raises:
-        ValueError: the reduction is not one of these.
+    ``op`` is a string, a ``torch.distributed.ReduceOp``, or None for the mean. Raises a :class:`ValueError`.
     """
     if op is None:
         return "mean"

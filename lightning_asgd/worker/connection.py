@@ -39,19 +39,9 @@ class AnotherLost(Exception):
 class Connection:
     """One worker's connection to all servers, in one session.
 
-    Args:
-        transport: carries the messages.
-        session: name of the session.
-        worker: this worker's global rank.
-        world_size: number of workers; 0 in an elastic run, where the worker is told its number when it attaches itself.
-        timeout_s: seconds for a server to answer what does not depend on other workers.
-        patience_s: seconds to wait for the other workers when servers are restored.
-        with_last_output: adds to an error's text the last output of a dead server, where this process knows it.
-
-    Attributes:
-        restorer: None where lost servers cannot be restored.
-        restored: how often each server was restored.
-        gone: lost servers whose replacements this worker has not joined.
+    ``world_size`` is 0 in an elastic run, where the worker is told its number when it attaches itself. A server may
+    take ``timeout_s`` for an answer that does not depend on other workers, ``patience_s`` for one that does.
+    ``with_last_output`` adds to an error's text the last output of a dead server, where this process knows it.
     """
 
     def __init__(
@@ -72,9 +62,9 @@ class Connection:
         self.timeout_s = timeout_s
         self.patience_s = patience_s
         self._with_last_output = with_last_output
-        self.restorer: Restorer | None = None
-        self.restored = [0] * transport.num_servers
-        self.gone: set[int] = set()
+        self.restorer: Restorer | None = None  # None where lost servers cannot be restored
+        self.restored = [0] * transport.num_servers  # how often each was
+        self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
         self._lost_servers: set[int] = set()  # that are to be restored
         self._being_restored: set[int] = set()
         self._interrupt: Future[None] | None = None  # ends the present wait

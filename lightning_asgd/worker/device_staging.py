@@ -1,11 +1,11 @@
 """Between a module's device and this machine's memory: copies that the training thread does not wait for.
 
-On a CPU there is nothing to copy. On a CUDA device all that concerns exchanges is queued on a stream of its own, which
-the device works through between two training steps: it takes its *turn* after what the device was given before, and
-what it is given later comes after it. So the training thread only queues work. Once the device has finished a turn,
-what it copied has *arrived*, and it reads no more of this machine's memory: before that no server may be sent anything
-that it answers there. The worker trains meanwhile, and looks again after every step. What is copied lies in pinned
-memory, which the device reads and writes by itself.
+On a CPU there is nothing to copy, and no lane. On a CUDA device all that concerns exchanges is queued on a stream of
+its own, which the device works through between two training steps: it takes its *turn* after what the device was given
+before, and what it is given later comes after it. So the training thread only queues work. Once the device has
+finished a turn, what it copied has *arrived*, and it reads no more of this machine's memory: before that no server may
+be sent anything that it answers there. The worker trains meanwhile, and looks again after every step. What is copied
+lies in pinned memory, which the device reads and writes by itself.
 """
 
 from __future__ import annotations
@@ -23,59 +23,15 @@ from torch import Tensor
 
 from lightning_asgd.transports.shared_memory import SharedBlock
 
-__all__ = ["DeviceLane", "DeviceStaging", "lane_for"]
+__all__ = ["DeviceLane", "lane_for"]
 
 _TURNS = 16  # of which it is remembered how long they took
 
 log = logging.getLogger(__name__)
 
 
-class DeviceStaging:
-    """Where copies are done when the call returns: on a CPU, and on devices without streams."""
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the latest :meth:`turn` is over, and all before it."""
-        return True
-
-    def wait(self) -> None:
-        """Return once it is."""
-
-    def took_s(self) -> float:
-        """Seconds of turns that are over and were not told of, in which the device did nothing else."""
-        return 0.0
-
-    def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A flat vector of host memory for what is sent and what comes back; pinned where there is a device."""
-        return torch.empty(length, dtype=dtype)
-
-    def pin(self, block: SharedBlock) -> None:
-        """Let the device read and write a shared block by itself, if it can."""
-
-    def unpin(self, block: SharedBlock) -> None:
-        """No more of that: to be called before the block is closed."""
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """What is computed and copied within comes after what was before, and before what will be."""
-        yield
-
-    def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
-        """Servers' answers where the next :meth:`turn` computes.
-
-        Args:
-            answers: per server, one tensor per group, in this machine's memory.
-        """
-        return answers
-
-
-class DeviceLane(DeviceStaging):
-    """See the module's docstring.
-
-    Args:
-        device: the module's.
-        module: torch's for this kind of device; given by tests.
-    """
+class DeviceLane:
+    """See the module's docstring; ``module`` is torch's for this kind of device."""
 
     def __init__(self, device: torch.device, module: ModuleType | None = None) -> None:
         self._device = device
@@ -90,16 +46,16 @@ class DeviceLane(DeviceStaging):
 
     @property
     def arrived(self) -> bool:
-        """See :class:`DeviceStaging`."""
+        """Whether the latest :meth:`turn` is over, and all before it."""
         return self._latest is None or bool(self._latest.query())
 
     def wait(self) -> None:
-        """See :class:`DeviceStaging`."""
+        """Return once it is."""
         if self._latest is not None:
             self._latest.synchronize()
 
     def took_s(self) -> float:
-        """See :class:`DeviceStaging`."""
+        """Seconds of turns that are over and were not told of, in which the device did nothing else."""
         took_s = 0.0
         while self._turns and self._turns[0][1].query():
             begin, end = self._turns.popleft()
@@ -107,11 +63,11 @@ class DeviceLane(DeviceStaging):
         return took_s
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`DeviceStaging`."""
+        """A flat vector of pinned host memory for what is sent and what comes back."""
         return torch.empty(length, dtype=dtype, pin_memory=self._is_device)
 
     def pin(self, block: SharedBlock) -> None:
-        """See :class:`DeviceStaging`. Where it cannot, the training thread waits for every copy."""
+        """Let the device read and write a shared block by itself. Where it cannot, the training thread waits."""
         if not self._is_device:
             return
         address, nbytes = block.span
@@ -127,14 +83,14 @@ class DeviceLane(DeviceStaging):
             self._unpins[address].atexit = False
 
     def unpin(self, block: SharedBlock) -> None:
-        """See :class:`DeviceStaging`."""
+        """No more of that: to be called before the block is closed."""
         give_back = self._unpins.pop(block.span[0], None)
         if give_back is not None:
             give_back()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """See :class:`DeviceStaging`."""
+        """What is computed and copied within comes after what was before, and before what will be."""
         training = self._module.current_stream(self._device)
         begin, end = self._event(timed=True), self._event(timed=True)
         self._stream.wait_stream(training)
@@ -149,7 +105,7 @@ class DeviceLane(DeviceStaging):
             self._turns.append((begin, end))
 
     def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
-        """See :class:`DeviceStaging`. They are copied beside what the device computes."""
+        """Servers' answers where the next :meth:`turn` computes; copied beside what the device computes until then."""
         if self._landed is not None:
             self._landed.synchronize()  # through long since: an exchange lies between
         if not self._landing:
@@ -195,6 +151,9 @@ def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -
     return -1
 
 
-def lane_for(device: torch.device) -> DeviceStaging:
-    """The lane between a device and this machine's memory."""
-    return DeviceLane(device) if device.type == "cuda" else DeviceStaging()
+def lane_for(device: torch.device) -> DeviceLane | None:
+    """The lane between a device and this machine's memory; None where copies are done when the call returns.
+
+    That is so on a CPU, and on devices without streams.
+    """
+    return DeviceLane(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""``nsync="auto"``: how often a worker exchanges if it is to cost next to nothing."""
+"""When a worker exchanges; with ``nsync="auto"`` as often as costs next to nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 import statistics
 from collections import deque
 
-__all__ = ["Pace"]
+from lightning_asgd.config import ExchangeConfig
+
+__all__ = ["Pace", "Schedule"]
 
 _OVERHEAD = 0.025  # part of the training time that exchanges may take away, as far as a worker can measure it
 _KEPT = 9  # exchanges that are looked at: odd, and enough for a median to ignore a disturbed one
 _MOST = 10_000
+_FORGET = 0.8  # what remains at a sync point of how long an exchange took
 
 
 class Pace:
@@ -45,3 +48,72 @@ class Pace:
         hidden = statistics.median(self._trips) / step
         cheap = statistics.median(self._costs) / (_OVERHEAD * step)
         self.period = min(_MOST, max(1, math.ceil(max(hidden, cheap))))
+
+
+class Schedule:
+    """When a channel's next push and fetch are due, and how long an exchange takes.
+
+    The first push and fetch are due ``lead`` steps earlier than later ones.
+    """
+
+    def __init__(self, config: ExchangeConfig, lead: int) -> None:
+        self.since_push = 0  # steps
+        self.since_fetch = 0
+        self.trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
+        self.busy_s = 0.0  # with exchanges, since the latest one began
+        self._config = config
+        self._lead = lead
+        self._latest_s = 0.0  # that the latest exchange took
+        self._auto = Pace(config.npush) if config.auto else None
+        self._wished: int | None = None  # steps between two exchanges that the servers want
+        self._began: tuple[int, float] | None = None  # steps taken and the time when the latest push began
+
+    @property
+    def npush(self) -> int:
+        """Steps between two pushes that this worker wants."""
+        return self._config.npush if self._auto is None else self._auto.period
+
+    @property
+    def nsync(self) -> int:
+        """Steps between two pushes."""
+        return self._wished or self.npush
+
+    def due(self, steps: int) -> tuple[bool, bool]:
+        """Whether a push, and whether a fetch is due, given the number of optimizer steps taken."""
+        nfetch = self._wished or (self.npush if self._auto else self._config.nfetch)
+        period = self._config.algorithm.period
+        return (
+            self.since_push + self._lead >= period(self.nsync, steps),
+            self.since_fetch + self._lead >= period(nfetch, steps),
+        )
+
+    def pushed(self, steps: int, now: float, *, rest: bool) -> tuple[float, float]:
+        """Note that a push begins. Returns steps per second since the one before, and seconds of training per step."""
+        speed = step_s = 0.0
+        self.since_push = 0
+        if not rest:
+            self._lead = 0
+        if self._began is not None and now > self._began[1] and steps > self._began[0]:
+            taken, seconds = steps - self._began[0], now - self._began[1]
+            speed, step_s = taken / seconds, max(0.0, seconds - self.busy_s) / taken
+        self.busy_s = 0.0
+        self._began = steps, now
+        return speed, step_s
+
+    def wish(self, nsync: int) -> None:
+        """Exchange as often as the servers want; 0 if they do not mind."""
+        self._wished = nsync if nsync not in (0, self.npush) else None
+
+    def answered(self, *, step_s: float, trip_s: float, cost_s: float, sync: bool) -> None:
+        """Note what an exchange took, at a sync point or not; see :meth:`Pace.note`."""
+        self.trip_s, self._latest_s = min(trip_s, self._latest_s or trip_s), trip_s
+        if self._auto is not None and not sync:
+            self._auto.note(step_s=step_s, trip_s=trip_s, cost_s=cost_s)
+
+    def pause(self) -> None:
+        """Leave a sync point: the time that it took counts for no step."""
+        self._began = None
+
+    def forget_trip(self) -> None:
+        """Trust the latest exchange's time less: else one that took very long would be the last."""
+        self.trip_s *= _FORGET

@@ -30,8 +30,8 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["FailoverClient"]
 
@@ -52,22 +52,16 @@ def _in_a_thread(run: Callable[[], None]) -> None:
 
 
 class FailoverClient:
-    """See the module's docstring.
+    """See the module's docstring. The client's connection restores servers by this object from now on.
 
-    Args:
-        client: in a session that has begun. Its connection restores servers by this object from now on.
-        collectives: the worker's in this session.
-        synchronizer: what the worker shares through.
-        part: of the present epoch, if there is one.
-        find: waits for the replacement of a lost server, and returns its address.
-        background: runs that.
+    ``find`` waits for the replacement of a lost server, and returns its address; ``background`` runs that.
     """
 
     def __init__(
         self,
         client: SessionClient,
         collectives: Collectives,
-        synchronizer: Synchronizer,
+        exchanger: Exchanger,
         part: Callable[[], LeaseHoldings | None],
         find: Callable[[int], str],
         background: Callable[[Callable[[], None]], None] = _in_a_thread,
@@ -75,7 +69,7 @@ class FailoverClient:
         self._client = client
         self._connection = client.connection
         self._collectives = collectives
-        self._synchronizer = synchronizer
+        self._exchanger = exchanger
         self._part = part
         self._find = find
         self._background = background
@@ -154,7 +148,7 @@ class FailoverClient:
                 self._awaited.pop(server, None)
 
     def _take_part(self, servers: Collection[int]) -> None:
-        connection, synchronizer = self._connection, self._synchronizer
+        connection, logs = self._connection, [channel.log for channel in self._exchanger.channels]
         try:
             for server in servers:
                 if not self._awaited[server].replaced:
@@ -163,7 +157,8 @@ class FailoverClient:
                     self._awaited[server].replaced = True
                     self._replaced[server] += 1
                 self._join(server)
-                synchronizer.allocate(server)
+                for log in logs:
+                    log.allocate(server)
             # All servers must be restored by the same workers, or one could hold a push that another lacks.
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
                 part = self._part()
@@ -171,9 +166,10 @@ class FailoverClient:
             if COORDINATOR not in servers:  # the new ones would take what that one refuses
                 self._check_not_fenced()
             for server in sorted(servers):
-                synchronizer.replay(server)
+                for log in logs:
+                    log.replay(server)
         except WorkerAwayError:
-            synchronizer.come_back()
+            self._exchanger.come_back()
         if COORDINATOR in servers:
             self._collectives.repeat(connection)
         connection.ask_together({server: ReplayDone(*connection.sender) for server in servers})
@@ -211,7 +207,7 @@ class FailoverClient:
         members, coordinator = self._client.members[server], server == COORDINATOR
         return StateReport(
             *self._connection.sender,
-            tuple(self._synchronizer.held(server)),
+            tuple(channel.log.state(server) for channel in self._exchanger.channels),
             self._collectives.answered,
             part if coordinator else None,
             members.incarnation,

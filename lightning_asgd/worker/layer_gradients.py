@@ -20,8 +20,8 @@ from torch.nn import Module, Parameter
 
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import LayerGradient
+from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
@@ -52,17 +52,16 @@ class _Late:
     settings: list[dict[str, Any]]
 
 
-class LayerGradients(Synchronizer):
-    """Puts the mean of all workers' gradients in place of this worker's, layer by layer.
+class LayerGradients:
+    """Puts the mean of all workers' gradients in place of this worker's, layer by layer, ``delay`` steps later.
 
-    Args:
-        connection: to the servers; layer *l* is summed by server *l* modulo their number.
-        layout: the module's tensors.
-        layers: the module's layers.
-        delay: steps between a gradient and its use.
-        agree: gives all workers the same weights and buffers; all call it together.
-        late: whether a layer's step may be taken as late as before its next forward.
+    All workers call ``agree`` together, which gives them the same weights and buffers. ``late`` says whether a layer's
+    step may be taken as late as before its next forward.
     """
+
+    final_once_pushed = False
+    unacknowledged = 0  # the others have a step's gradients before it is taken
+    caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # work units are not counted
 
     def __init__(
         self,
@@ -74,7 +73,10 @@ class LayerGradients(Synchronizer):
         *,
         late: bool = False,
     ) -> None:
-        super().__init__(layout, len(connection.servers))
+        self.layout = layout
+        self.stats = ExchangeStats()
+        self.versions = [0 for _ in connection.servers]
+        self.moved = False
         self._connection = connection
         self._layers = list(layers)
         self._delay = delay
@@ -97,6 +99,9 @@ class LayerGradients(Synchronizer):
                 self._handles.append(layer.owner.register_forward_pre_hook(self._before_forward(index)))
         else:
             self._called = set()
+
+    def begin(self) -> None:
+        """See :class:`Synchronizer`: weights stay what they are."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -121,6 +126,14 @@ class LayerGradients(Synchronizer):
 
         return exchanged
 
+    def count_step(self) -> None:
+        """See :class:`Synchronizer`."""
+        self.moved = True
+        self.stats.steps += 1
+
+    def advance(self) -> None:
+        """See :class:`Synchronizer`: all is done within a step."""
+
     def flush(self) -> None:
         """Use the gradients that are still on their way, and let nobody wait for this worker."""
         self._take_all_late()
@@ -138,8 +151,11 @@ class LayerGradients(Synchronizer):
 
     def fetch(self, *, park: bool = False) -> None:
         """See :class:`Synchronizer`. Weights differ only where a worker took fewer steps; buffers are averaged."""
-        super().fetch()
+        self.moved = False
         self._agree()
+
+    def come_back(self) -> None:
+        """See :class:`Synchronizer`: nobody goes on without a worker that is only silent."""
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`: nothing but the module holds the weights; this brings them up to date."""
@@ -149,6 +165,17 @@ class LayerGradients(Synchronizer):
         """See :class:`Synchronizer`."""
         self._take_all_late()
         return {}
+
+    def samples(self) -> list[dict[str, Tensor]]:
+        """See :class:`Synchronizer`: servers keep no weights."""
+        return []
+
+    def state(self) -> list[list[Any]]:
+        """See :class:`Synchronizer`: servers keep nothing."""
+        return []
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """See :class:`Synchronizer`: there is nothing to put back."""
 
     def close(self) -> None:
         """See :class:`Synchronizer`."""

@@ -26,6 +26,7 @@ itself there, and subtracts the force that comes back. Buffers that are not para
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,12 +48,7 @@ _DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
 
 
 class Span:
-    """Pieces that follow each other on a server, and go through every pass together.
-
-    Attributes:
-        base: their part of what this worker has agreed with the server.
-        spare: see :class:`Replica`.
-    """
+    """Pieces that follow each other on a server, and go through every pass together."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece]) -> None:
         first = pieces[0]
@@ -61,8 +57,8 @@ class Span:
         self.sizes = [p.length for p in pieces]
         self.length = sum(self.sizes)
         self._places = [(p.tensor, p.start, p.start + p.length) for p in pieces]
-        self.base = torch.empty(0)
-        self.spare: Tensor | None = None
+        self.base = torch.empty(0)  # their part of what this worker has agreed with the server
+        self.spare: Tensor | None = None  # where the base is kept that the latest update was added to
 
     def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """Its part of one tensor per server and group."""
@@ -123,7 +119,9 @@ class Replica:
         self.remembers = remembers
         self._source = source
         self.device = source()[0].device
-        self._lane = lane_for(self.device)
+        lane = self._lane = lane_for(self.device)
+        self._turn: Callable[[], AbstractContextManager[None]] = nullcontext if lane is None else lane.turn
+        self._buffer: Callable[..., Tensor] = torch.empty if lane is None else lane.buffer
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -132,10 +130,11 @@ class Replica:
             shard = layout.shard(server)
             block = self.blocks[server]
             if block is not None:
-                self._lane.pin(block)
+                if self._lane is not None:
+                    self._lane.pin(block)
                 self.wire.append(block.tensors)
             else:
-                self.wire.append(tuple(self._lane.buffer(n, dtype_from_name(dtype)) for _, dtype, n in shard))
+                self.wire.append(tuple(self._buffer(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard))
             base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
             self._base.append(base)
             spare = remembers and (block is not None or not self._derives)
@@ -155,15 +154,19 @@ class Replica:
         """Send by value to a server that cannot see the shared block."""
         block = self.blocks[server]
         if block is not None:
-            self.wire[server] = tuple(self._lane.buffer(t.numel(), t.dtype) for t in block.tensors)
+            self.wire[server] = tuple(self._buffer(t.numel(), dtype=t.dtype) for t in block.tensors)
             if self._derives:
                 self._spare[server] = None
                 for span in self._spans:
                     if span.server == server:
                         span.spare = None
-            self._lane.unpin(block)
-            block.close()
+            self._close(block)
             self.blocks[server] = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether servers run on this machine, and see its wire buffers."""
+        return any(block is not None for block in self.blocks)
 
     def updates(self) -> list[tuple[Tensor, ...] | None]:
         """Per server, what to put into the message: the wire buffers, or None where they are shared."""
@@ -184,7 +187,7 @@ class Replica:
         """Put the update since the last pack, merge or adopt on the wire; it is there once it has :attr:`arrived`."""
         self._keeps = self.remembers and not self._packed
         self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
-        with torch.no_grad(), self._lane.turn():
+        with torch.no_grad(), self._turn():
             for r, x in self._values(write=False):
                 wire = r.of(self.wire)
                 if r.role is Role.PARAMETER:
@@ -194,7 +197,7 @@ class Replica:
                     if self._keeps and r.spare is not None:
                         r.base, r.spare = r.spare, r.base
                 else:
-                    self._pack_difference(r, x, wire)
+                    Replica._pack(self, r, x, wire)  # a difference, whatever is pushed of parameters
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(wire))
         for server, spare in enumerate(self._spare):
             if self._keeps and spare is not None:
@@ -207,15 +210,16 @@ class Replica:
 
         With a device that takes a while. Nothing must be sent before it.
         """
-        return self._lane.arrived
+        return self._lane is None or self._lane.arrived
 
     def await_arrival(self) -> None:
         """Return once it is."""
-        self._lane.wait()
+        if self._lane is not None:
+            self._lane.wait()
 
     def took_s(self) -> float:
         """Seconds that packing and merging took the device since the last call, as far as it is through."""
-        return self._lane.took_s()
+        return 0.0 if self._lane is None else self._lane.took_s()
 
     def pack_again(self, server: int) -> None:
         """Put the latest update on the wire once more, where a lost server has written into the shared block."""
@@ -237,7 +241,7 @@ class Replica:
 
         By value they are what the update was added to, up to rounding.
         """
-        self._lane.wait()
+        self.await_arrival()
         base, spare = self._base[server], self._spare[server]
         if not self._packed:
             return tuple(b.cpu() for b in base)
@@ -255,17 +259,14 @@ class Replica:
         fresh: bool = False,
         alone: bool = False,
     ) -> None:
-        """Take the servers' weights and keep what was trained since the push.
+        """Take the servers' weights and keep what was trained since the push, if they answer one (``pushed``).
 
-        Args:
-            answers: per server, one tensor per group; :attr:`wire` itself where it is shared.
-            pushed: whether they answer a push.
-            fresh: whether nothing was trained since, so that the answer can be taken as it is.
-            alone: whether no other worker pushes: then this one keeps its own rounding, and its own integer buffers.
+        If nothing was (``fresh``) the answer can be taken as it is. If no other worker pushes (``alone``) this one
+        keeps its own rounding, and its own integer buffers.
         """
         self._packed = False
-        near = self._lane.bring(answers)
-        with torch.no_grad(), self._lane.turn():
+        near = answers if self._lane is None else self._lane.bring(answers)
+        with torch.no_grad(), self._turn():
             for r, x in self._values(write=True):
                 answer = r.of(near)
                 if r.role is Role.PARAMETER:
@@ -291,9 +292,6 @@ class Replica:
     def resume(self) -> None:
         """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
 
-    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
-        self._pack_difference(r, x, wire)
-
     def _pack_again(self, r: Span, wire: Tensor) -> None:
         if r.spare is not None:
             wire.copy_(r.base - r.spare)
@@ -311,9 +309,9 @@ class Replica:
         r.base.copy_(answer)
 
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
-        return torch.sub(x, answer, out=self._scratch_for(x))
+        return torch.sub(x, answer, out=_at_least(self._scratch, x.numel(), x))
 
-    def _pack_difference(self, r: Span, x: Tensor, wire: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
         if x.device == wire.device:
             update = torch.sub(x, r.base, out=wire)
         else:
@@ -331,12 +329,9 @@ class Replica:
             return
         answer = answer.to(x.device)
         own = _real(x)
-        scratch = self._scratch_for(own).view(own.shape)
+        scratch = _at_least(self._scratch, own.numel(), own).view(own.shape)
         own.sub_(torch.sub(_real(r.base), _real(answer), out=scratch))  # x + 0 would turn -0 into 0
         r.base.copy_(answer)
-
-    def _scratch_for(self, x: Tensor) -> Tensor:
-        return _at_least(self._scratch, x.numel(), x)
 
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
         """Take the servers' weights as they are; if ``alone``, all of the worker's steps must be in them.
@@ -390,8 +385,12 @@ class Replica:
         self.wire = []
         for block in self.blocks:
             if block is not None:
-                self._lane.unpin(block)
-                block.close()
+                self._close(block)
+
+    def _close(self, block: SharedBlock) -> None:
+        if self._lane is not None:
+            self._lane.unpin(block)
+        block.close()
 
     def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
         """Every span, and the module's values in it, which are put back after their turn if ``write``."""

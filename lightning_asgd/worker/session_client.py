@@ -44,30 +44,17 @@ class Members:
 
 
 class SessionClient:
-    """A worker's membership in one session.
-
-    Args:
-        connection: to the servers.
-        policy: what the session does about workers that are silent or gone.
-        after: the session that this one goes on from.
-
-    Attributes:
-        members: per server, what it has said about the workers.
-        heard: the coordinator's latest answer to a heartbeat.
-        metadata: of an elastic run, as far as this worker knows it.
-        stopped: number of the latest collective in which a worker that trains no more is known to wait.
-        must_rejoin: whether a server lacked a part of a push that the coordinator took.
-    """
+    """A worker's membership in one session, which goes on from the session ``after``, if that is given."""
 
     def __init__(self, connection: Connection, *, policy: Policy | None = None, after: str = "") -> None:
         self.connection = connection
         self._policy = policy or Policy()
         self._after = after
-        self.members = [Members() for _ in connection.servers]
-        self.heard = HeartbeatReply()
-        self.metadata: dict[str, Any] = {}
-        self.stopped = 0
-        self.must_rejoin = False
+        self.members = [Members() for _ in connection.servers]  # per server, what it has said about the workers
+        self.heard = HeartbeatReply()  # the coordinator's latest answer to a heartbeat
+        self.metadata: dict[str, Any] = {}  # of an elastic run, as far as this worker knows it
+        self.stopped = 0  # number of the latest collective in which a worker that trains no more is known to wait
+        self.must_rejoin = False  # whether a server lacked a part of a push that the coordinator took
 
     # ------------------------------------------------------------------ coming and leaving
 
@@ -155,13 +142,8 @@ class HeartbeatThread:
     A thread of its own does, since the training thread may be in a long step, in a validation, or waiting. A process
     that is suspended or has lost its network sends none.
 
-    Args:
-        client: has joined.
-        silence_s: seconds after which a worker that sends none is excluded.
-        on_news: told what became of other workers; None if nobody wants to know.
-        board: has this worker's figures, and is told the others'.
-        on_chief: told which worker logs and writes checkpoints, with every answer.
-        told: number of news that are known.
+    A worker that sends none for ``silence_s`` is excluded. ``on_news`` is told what became of other workers,
+    ``on_chief`` which worker logs and writes checkpoints, with every answer; ``told`` news are known already.
     """
 
     def __init__(

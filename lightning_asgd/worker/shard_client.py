@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,30 +14,44 @@ from lightning_asgd.codec_streams import CodecState, Coded, streams
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Exchange, InitShard, Reply, Samples, ShardState, SharedRef
+from lightning_asgd.protocol import Exchange, InitShard, Reply, Samples, ShardState, SharedRef, nbytes
+from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 
-__all__ = ["ShardClient"]
+__all__ = ["InFlight", "ShardClient"]
+
+
+@dataclass
+class InFlight:
+    """An exchange that was begun and whose answer is not merged."""
+
+    push: bool
+    fetch: bool
+    begun: float
+    step: int
+    local_steps: int
+    common: bool  # whether the weights are those that all take
+    step_s: float  # seconds per step before it; 0 if unknown
+    about: dict[str, Any]  # fields of the message
+    cost_s: float = 0.0  # in which the training thread was busy with it
+    nbytes: int = 0  # of the update
+    futures: list[Future[Any]] = field(default_factory=list)
+    answered: list[float] = field(default_factory=list)  # when each server has
+    replies: list[Reply] = field(default_factory=list)
+    answers: list[tuple[Tensor, ...]] = field(default_factory=list)  # where a checkpoint needed them before the merge
 
 
 class ShardClient:
-    """See the module's docstring.
-
-    Args:
-        client: the worker's membership in the session.
-        fragment: number of the part of the module.
-
-    Attributes:
-        latest: the messages of the latest exchange, per server.
-    """
+    """See the module's docstring."""
 
     def __init__(self, client: SessionClient, fragment: int = 0) -> None:
         self.client = client
         self.connection = client.connection
         self.fragment = fragment
-        self.latest: list[Exchange] = []
+        self.latest: list[Exchange] = []  # the messages of the latest exchange, per server
         self._allocations: list[InitShard] = []
+        self._shard_nbytes: list[int] = []
         # Per server, how updates and weights are compressed; None where they are not.
         self._codes: list[CodecState | None] = [None for _ in self.connection.servers]
 
@@ -56,6 +70,7 @@ class ShardClient:
         """
         connection, about = self.connection, (self.fragment, compression)
         groups = [layout.shard(s) for s in connection.servers]
+        self._shard_nbytes = [layout.shard_nbytes(s) for s in connection.servers]
         messages = []
         for s in connection.servers:
             first = None if weights is None else weights[s]
@@ -88,14 +103,7 @@ class ShardClient:
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
-        Args:
-            seq: number of the push, counted from 1.
-            base_versions: per server, the version the update is based on.
-            push: send an update.
-            fetch: ask for the weights.
-            updates: per server, the update by value, or None if it lies in the shared block.
-            common: at a sync point, per server the name of the weights that this worker holds of the last one.
-            **fields: the other fields of :class:`Exchange`.
+        An update is None where it lies in a shared block. ``common`` names the weights of the last sync point.
         """
         self.latest = [
             Exchange(
@@ -121,15 +129,11 @@ class ShardClient:
         since this worker was fenced there, the message is sent to that server again. The others use a shorter failure
         timeout, so that it is hardly ever the other way round.
         """
-        while True:
-            restored = list(self.connection.restored)
-            replies = [self._reply(server, futures) for server in self.connection.servers]
-            if restored == self.connection.restored:  # else the answer of one that was lost is worth nothing
-                return replies
-
-    def _reply(self, server: int, futures: list[Future[Any]]) -> Reply:
         client, connection = self.client, self.connection
-        while True:
+        replies: list[Reply] = []
+        all_restored = list(connection.restored)
+        while len(replies) < len(futures):
+            server = len(replies)
             restored, future = connection.restored[server], futures[server]
             try:
                 reply: Reply = connection.result(server, future)
@@ -138,7 +142,7 @@ class ShardClient:
                 members.left |= reply.left
                 members.pushers = set(reply.pushes) or members.pushers
                 client.stopped = max(client.stopped, reply.stopped)
-                return reply
+                replies.append(reply)
             except WorkerAwayError:
                 if server == COORDINATOR:
                     raise
@@ -149,6 +153,9 @@ class ShardClient:
                 connection.recover(server, restored, error)
                 if futures[server] is future:
                     futures[server] = connection.post(server, self.latest[server])
+            if all_restored != connection.restored:  # the answer of a server that was lost is worth nothing
+                replies, all_restored = [], list(connection.restored)
+        return replies
 
     def answers(
         self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]], *, common: bool = False
@@ -161,6 +168,28 @@ class ShardClient:
             out if reply.weights is None else self._decoded(server, reply.weights, out, common)
             for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
         ]
+
+    def nbytes(self, shards: Sequence[Any]) -> int:
+        """Bytes of updates or weights, per server; None where they went through shared memory."""
+        return sum(
+            whole if parts is None else nbytes(parts) for parts, whole in zip(shards, self._shard_nbytes, strict=True)
+        )
+
+    def record(self, exchange: InFlight, *, round_trip_s: float, wait_s: float) -> ExchangeRecord:
+        """What users are told of an exchange that was answered."""
+        replies = exchange.replies
+        return ExchangeRecord(
+            step=exchange.step,
+            versions=tuple(r.version for r in replies),
+            staleness=tuple(r.staleness for r in replies),
+            verdicts=tuple(r.verdict for r in replies),
+            round_trip_s=round_trip_s,
+            wait_s=wait_s,
+            bytes_pushed=exchange.nbytes,
+            bytes_fetched=self.nbytes([r.weights for r in replies]) if exchange.fetch else 0,
+            local_steps=exchange.local_steps,
+            shared=any(message.shared for message in self.latest),
+        )
 
     def common_names(self, weights: Callable[[], list[tuple[Tensor, ...]]]) -> list[str]:
         """Per server, the name of the weights of the last sync point; before the first one of those that are here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,23 @@ from lightning_asgd.algorithms.base import Push
 from lightning_asgd.algorithms.hogwild import Hogwild
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.layout import Layout
+from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["SharedWeights"]
 
 
-class SharedWeights(Synchronizer):
+class SharedWeights:
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
     ``source`` gives the module's tensors in the layout's order; their ``data`` is replaced. Raises a
     :class:`ConfigurationError` if the workers cannot see each other's memory.
     """
+
+    final_once_pushed = False
+    unacknowledged = 0  # every step is in the shared weights
+    caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # work units are not counted
 
     def __init__(
         self,
@@ -33,7 +38,10 @@ class SharedWeights(Synchronizer):
         algorithm: Hogwild,
         num_servers: int,
     ) -> None:
-        super().__init__(layout, num_servers)
+        self.layout = layout
+        self.stats = ExchangeStats()
+        self.versions = [0] * num_servers
+        self.moved = False
         self._collectives = collectives
         self._source = source
         self._algorithm = algorithm
@@ -72,17 +80,31 @@ class SharedWeights(Synchronizer):
         """Wait for everybody to leave the sync point: what is trained from now on changes everybody's weights."""
         self._collectives.barrier("train on")
 
+    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """See :class:`Synchronizer`: gradients are the worker's own."""
+        return closure
+
     def count_step(self) -> None:
         """See :class:`Synchronizer`; a copy's change is added to the shared weights, and these are taken."""
-        super().count_step()
+        self.moved = True
+        self.stats.steps += 1
         if self._copies:
             self._add_change()
 
+    def advance(self) -> None:
+        """See :class:`Synchronizer`: all is done within a step."""
+
+    def flush(self) -> None:
+        """See :class:`Synchronizer`: nothing is ever under way."""
+
     def fetch(self, *, park: bool = False) -> None:
         """See :class:`Synchronizer`."""
-        super().fetch()
+        self.moved = False
         if self._copies and not self._alone:
             self._take()
+
+    def come_back(self) -> None:
+        """See :class:`Synchronizer`: nobody goes on without a worker that is only silent."""
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
@@ -91,6 +113,17 @@ class SharedWeights(Synchronizer):
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`: every step is in the shared weights, which the others go on changing."""
         return {} if self._alone and self._copies else self.peek()
+
+    def samples(self) -> list[dict[str, Tensor]]:
+        """See :class:`Synchronizer`: servers keep no weights."""
+        return []
+
+    def state(self) -> list[list[Any]]:
+        """See :class:`Synchronizer`: servers keep nothing."""
+        return []
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """See :class:`Synchronizer`: there is nothing to put back."""
 
     def close(self) -> None:
         """Give every tensor memory of its own again."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.futures import Future
 
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import ReplicaState
 from lightning_asgd.stats import ExchangeStats
 
-__all__ = ["OwnData", "Synchronizer", "WorkFeed"]
+__all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
+
+Waits = Iterator[list[Future[Any]]]
+"""What a worker does, which stops wherever it has to wait until all of these futures are done."""
+
+
+def run(waits: Waits) -> None:
+    """Run a waiting generator to its end on this thread; calls inside it block."""
+    for _ in waits:
+        pass
 
 
 class WorkFeed(Protocol):
@@ -42,43 +52,47 @@ class OwnData(WorkFeed):
     """The training data of a worker that shares them with nobody."""
 
 
-class Synchronizer:
-    """Everything between a worker's training steps and the other workers. Shares nothing by itself.
+@dataclass(frozen=True)
+class Training:
+    """What an exchanger asks of the training that it serves, and tells it."""
 
-    Args:
-        layout: the module's shared tensors.
-        num_servers: number of servers.
-    """
+    # Called after a server rejected an update; the weights are the servers' again by then.
+    on_refused: Callable[[], None] = lambda: None
+    lr: Callable[[], float] = lambda: 0.0  # the present learning rate
+    data: WorkFeed = field(default_factory=OwnData)
+    measure: bool = False  # whether the distance to the servers is measured now and then
 
-    def __init__(self, layout: Layout, num_servers: int) -> None:
-        self.layout = layout
-        self.stats = ExchangeStats()
-        self.versions = [0] * num_servers
-        self.moved = False  # whether steps were taken since the last :meth:`fetch`
-        # The epoch, and ranges of its units whose updates are in the common weights that :meth:`catch_up` found last.
-        self.caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # no epoch: not known
+
+class Synchronizer(Protocol):
+    """Everything between a worker's training steps and the other workers, whatever the algorithm."""
+
+    layout: Layout  # of the module's shared tensors
+    stats: ExchangeStats
+
+    @property
+    def versions(self) -> list[int]:
+        """Per server, the version of the weights that this worker fetched last."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether steps were taken since the last :meth:`fetch`."""
 
     @property
     def final_once_pushed(self) -> bool:
         """Whether a fetch brings what all get, whose versions are :attr:`versions`, once all pushes have arrived."""
-        return False
 
     @property
     def unacknowledged(self) -> int:
         """The latest of this worker's optimizer steps of which it does not know that the others have them."""
-        return 0
 
     def begin(self) -> None:
         """Leave a sync point: to be called before the first batch after it."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What an optimizer is to call for gradients, instead of ``closure``."""
-        return closure
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
-        self.moved = True
-        self.stats.steps += 1
 
     def advance(self) -> None:
         """Do what is due between two batches."""
@@ -93,24 +107,12 @@ class Synchronizer:
             park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
                 worker keep for itself.
         """
-        self.moved = False
 
     def come_back(self) -> None:
         """The others have gone on without this worker: join again, and begin with the weights that they have."""
 
-    def allocate(self, server: int) -> None:
-        """Lay the shards out on the replacement of a lost server."""
-
-    def held(self, server: int) -> list[ReplicaState]:
-        """What this worker has of a server's shards: the weights it fetched last, and what they hold."""
-        return []
-
-    def replay(self, server: int) -> None:
-        """Send a restored server what was under way to the lost one, or was pushed to it after the latest fetch."""
-
     def peek(self) -> dict[str, Tensor]:
         """The common weights by name, without touching the module."""
-        return {}
 
     def catch_up(self) -> dict[str, Tensor]:
         """What a checkpoint is to hold: the common weights with all of this worker's steps. The module stays as it is.
@@ -118,15 +120,19 @@ class Synchronizer:
         Returns:
             by name, what the checkpoint is to hold instead of the module's own tensors; those that miss are up to date.
         """
-        return {}
+
+    @property
+    def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The epoch, and ranges of its units whose updates are in the common weights that :meth:`catch_up` found last.
+
+        No epoch: not known.
+        """
 
     def samples(self) -> list[dict[str, Tensor]]:
         """What the algorithm has had the servers keep of the weights, by name, oldest first."""
-        return []
 
     def state(self) -> list[list[Any]]:
         """What the servers keep beside the weights, per fragment and server."""
-        return []
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Put back what :meth:`state` returned; one worker does it, before any pushes."""

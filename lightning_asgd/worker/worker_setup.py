@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,14 @@ from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.exchanger import Exchanger, Training
-from lightning_asgd.worker.fragments import Fragments
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
-from lightning_asgd.worker.replica import gradients_of, tensors_of
+from lightning_asgd.worker.replica import Replica, gradients_of, tensors_of
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, Training
 
 __all__ = ["Start", "agree", "enter", "named_state", "newly_trainable"]
 
@@ -84,13 +83,12 @@ def enter(
             late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
-    training = training or Training()
-    exchangers = [_exchanger(client, module, config, training, start, parts, k) for k in range(len(parts))]
+    filled = [_fill(client, module, config, start, part, number) for number, part in enumerate(parts)]
+    exchanger = Exchanger(layout, filled, config, training)
     collectives.barrier("servers have the weights")
-    synchronizer = exchangers[0] if len(exchangers) == 1 else Fragments(layout, exchangers)
-    synchronizer.fetch()
-    synchronizer.stats = ExchangeStats()
-    return synchronizer
+    exchanger.fetch()
+    exchanger.stats = ExchangeStats()
+    return exchanger
 
 
 def _check_shapes(state: Mapping[str, Tensor]) -> None:
@@ -110,17 +108,11 @@ def _exchanged(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, T
     return {n: t for n, t in state.items() if t.requires_grad}, buffers
 
 
-def _exchanger(
-    client: SessionClient,
-    module: Module,
-    config: ExchangeConfig,
-    training: Training,
-    start: Start,
-    parts: Sequence[Layout],
-    number: int,
-) -> Exchanger:
-    """Allocate one fragment's shards, fill them if this worker is to, and exchange them from now on."""
-    part, algorithm, connection = parts[number], config.algorithm, client.connection
+def _fill(
+    client: SessionClient, module: Module, config: ExchangeConfig, start: Start, part: Layout, number: int
+) -> tuple[ShardClient, Replica]:
+    """Allocate one fragment's shards, and fill them if this worker is to."""
+    algorithm, connection = config.algorithm, client.connection
     blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
     replica = replica_for(
         algorithm.payload,
@@ -144,7 +136,7 @@ def _exchanger(
     for server, sees in enumerate(seen):
         if not sees:
             replica.drop_block(server)
-    return Exchanger(shards, replica, config, training, fragments=len(parts))
+    return shards, replica
 
 
 def _fragments(

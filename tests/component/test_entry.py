@@ -13,8 +13,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.exchanger import Training
-from lightning_asgd.worker.synchronizer import WorkFeed
+from lightning_asgd.worker.synchronizer import Training, WorkFeed
 from lightning_asgd.worker.worker_setup import enter
 from tests.helpers.cluster import Cluster
 

@@ -51,18 +51,18 @@ from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker import exchanger as exchange_module
+from lightning_asgd.worker import exchange_recovery as recovery_module
 from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import meet
-from lightning_asgd.worker.synchronizer import WorkFeed
+from lightning_asgd.worker.synchronizer import Training, WorkFeed
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0
@@ -208,7 +208,7 @@ class World:
 
     def run(self, choose: Choose) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (connection_module, session_module, exchange_module):
+            for module in (connection_module, session_module, recovery_module):
                 patch.setattr(module, "done_within", self.actors.done_within)
             for rank in range(self.plan.workers):
                 self.actors.add(str(rank), partial(self.live, rank))
@@ -223,7 +223,8 @@ class World:
         client = self.clients[rank] = SessionClient(Connection(end, "s", *who), policy=Policy(silence_s=PATIENCE_S))
         replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
         shards, collectives = ShardClient(client), Collectives(client)
-        exchanger = Exchanger(shards, replica, self.config, Training(data=Back(self, rank)), clock=lambda: 0.0)
+        training = Training(data=Back(self, rank))
+        exchanger = Exchanger(self.layout, [(shards, replica)], self.config, training, clock=lambda: 0.0)
         try:
             self.come(rank, shards, replica)
             exchanger.fetch()

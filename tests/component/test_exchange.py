@@ -86,7 +86,7 @@ def test_who_goes_on_after_a_flush_fetches_first_where_servers_are_restored() ->
     cluster, transport = scripted()
     worker = Worker(cluster, nsync=10, scale="sum")
     for remembers in (False, True):
-        worker.exchanger.replica.remembers = remembers
+        worker.exchanger.channels[0].replica.remembers = remembers
         worker.train(1.0)
         worker.exchanger.flush()
         transport.log.clear()
@@ -593,7 +593,7 @@ def test_closing_forgets_the_exchange_under_way() -> None:
     worker.step(1.0)
     worker.exchanger.close()
     worker.exchanger.close()
-    assert worker.exchanger.replica.wire == []
+    assert worker.exchanger.channels[0].replica.wire == []
 
 
 # ---------------------------------------------------------------------- figures

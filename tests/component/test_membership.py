@@ -27,12 +27,12 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker import exchanger as exchange_module
+from lightning_asgd.worker import exchange_recovery as recovery_module
 from lightning_asgd.worker import lease_client as leases_module
 from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.replica import Replica
@@ -40,6 +40,7 @@ from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.synchronizer import Training
 from tests.helpers.turns import Turns
 
 PATIENCE_S = 3.0
@@ -204,7 +205,7 @@ class World:
 
     def run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (connection_module, session_module, exchange_module, leases_module):
+            for module in (connection_module, session_module, recovery_module, leases_module):
                 patch.setattr(module, "done_within", self.turns.done_within)
             try:
                 self.turns.run(lambda: self.over)
@@ -278,7 +279,8 @@ class World:
         replica = self.replica(weight, blocks)
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         shard_client = ShardClient(client)
-        exchanger = Exchanger(shard_client, replica, self.config, Training(data=leases), clock=self.clock)
+        training = Training(data=leases)
+        exchanger = Exchanger(self.layout, [(shard_client, replica)], self.config, training, clock=self.clock)
         client.join()
         if rank > 0:
             self.turns.wait_until(lambda: self.joined > 0)

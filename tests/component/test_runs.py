@@ -46,11 +46,12 @@ from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.worker.synchronizer import Training
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 from tests.helpers.cluster import summary
 
@@ -453,7 +454,8 @@ class RunWorld(World):
         leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
         shard_client = ShardClient(client)
         collectives = Collectives(client)
-        exchanger = Exchanger(shard_client, replica, self.config, Training(data=leases), clock=self.clock)
+        training = Training(data=leases)
+        exchanger = Exchanger(self.layout, [(shard_client, replica)], self.config, training, clock=self.clock)
         refs = [None if block is None else block.ref for block in blocks]
         shard_client.initialise(
             self.layout, self.config.algorithm, refs, replica.weights() if attachment.bootstraps else None

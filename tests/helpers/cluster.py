@@ -19,11 +19,11 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger, Training
+from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import OwnData, WorkFeed
+from lightning_asgd.worker.synchronizer import OwnData, Training, WorkFeed
 
 T = TypeVar("T")
 SESSION = "test"
@@ -48,6 +48,7 @@ class Cluster:
         *,
         clock: Callable[[], float] = lambda: 0.0,
         on_refused: Callable[[], None] = lambda: None,
+        lr: Callable[[], float] = lambda: 0.0,
         shared: bool = False,
         measure: bool = False,
         data: WorkFeed | None = None,
@@ -61,6 +62,7 @@ class Cluster:
             buffers: its buffers.
             clock: for the exchanger.
             on_refused: for the exchanger.
+            lr: for the exchanger.
             shared: whether to exchange through shared memory.
             measure: for the exchanger.
             data: for the exchanger.
@@ -84,8 +86,8 @@ class Cluster:
         shard_client = ShardClient(client)
         seen = shard_client.initialise(layout, config.algorithm, refs, weights, compression=config.compression)
         assert seen == [ref is not None for ref in refs]
-        training = Training(on_refused, data=data or OwnData(), measure=measure)
-        exchanger = Exchanger(shard_client, replica, config, training, clock=clock)
+        training = Training(on_refused, lr, data=data or OwnData(), measure=measure)
+        exchanger = Exchanger(layout, [(shard_client, replica)], config, training, clock=clock)
         exchanger.fetch()
         exchanger.stats = ExchangeStats()
         return exchanger

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.worker.exchange_period import Pace
+from lightning_asgd.worker.exchange_period import Pace, Schedule
 
 SECONDS = st.floats(1e-4, 10.0)
 
@@ -47,3 +47,44 @@ def test_settings() -> None:
         ExchangeConfig.create(nsync="auto", nfetch=3)
     with pytest.raises(ValueError, match="nsync='often'"):
         ExchangeConfig.create(nsync="often")
+
+
+def test_the_first_exchange_of_a_fragment_comes_earlier_by_its_lead() -> None:
+    schedule = Schedule(ExchangeConfig.create(nsync=4), lead=2)
+    schedule.since_push = schedule.since_fetch = 1
+    assert schedule.due(1) == (False, False)
+    schedule.since_push = schedule.since_fetch = 2
+    assert schedule.due(2) == (True, True)
+    schedule.pushed(2, 10.0, rest=False)
+    schedule.since_push = schedule.since_fetch = 3
+    assert schedule.due(5) == (False, False)
+    schedule.since_push = 4
+    assert schedule.due(6) == (True, False)
+
+
+def test_servers_may_want_another_period() -> None:
+    schedule = Schedule(ExchangeConfig.create(nsync=4), lead=0)
+    schedule.wish(7)
+    assert (schedule.nsync, schedule.npush) == (7, 4)
+    schedule.wish(0)
+    assert schedule.nsync == 4
+
+
+def test_an_exchange_will_probably_take_the_shorter_time_of_the_latest_two() -> None:
+    schedule = Schedule(ExchangeConfig.create(nsync=4), lead=0)
+    took = []
+    for trip_s in (3.0, 9.0, 5.0, 1.0):
+        schedule.answered(step_s=1.0, trip_s=trip_s, cost_s=0.0, sync=False)
+        took.append(schedule.trip_s)
+    assert took == [3.0, 3.0, 5.0, 1.0]
+    schedule.forget_trip()
+    assert schedule.trip_s == 0.8
+
+
+def test_steps_are_timed_from_one_push_to_the_next_but_not_over_a_sync_point() -> None:
+    schedule = Schedule(ExchangeConfig.create(nsync=4), lead=0)
+    assert schedule.pushed(4, 10.0, rest=False) == (0.0, 0.0)
+    schedule.busy_s = 2.0  # of the ten seconds in which five steps were taken
+    assert schedule.pushed(9, 20.0, rest=False) == (0.5, 1.6)
+    schedule.pause()
+    assert schedule.pushed(14, 90.0, rest=False) == (0.0, 0.0)

@@ -103,7 +103,8 @@ def sample(
 
 
 def collected(exchanger: Exchanger) -> dict[int, dict[str, Tensor]]:
-    return {version: exchanger.replica.read(shards) for version, shards in exchanger.shards.samples()}
+    (channel,) = exchanger.channels
+    return {version: channel.replica.read(shards) for version, shards in channel.shards.samples()}
 
 
 def plan(workers: int, nsync: int, rate: float, cls: Any = SGMCMC, samples: int = 8, **settings: Any) -> Any:
@@ -257,10 +258,10 @@ def test_samples_of_another_session_are_refused() -> None:
     cluster = Cluster()
     weight = torch.zeros(2)
     exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=SGMCMC())
-    assert exchanger.shards.samples() == []
+    assert exchanger.channels[0].shards.samples() == []
     exchanger.client.connection.session = "another"
     with pytest.raises(ProtocolError, match="Session 'another' is not the current one"):
-        exchanger.shards.samples()
+        exchanger.channels[0].shards.samples()
     client = cluster.client()
     client.join()
     assert cluster.transport.call(0, Samples(SESSION, 0), 1.0).wait() == []

@@ -146,9 +146,11 @@ def test_the_in_process_cluster_does_the_same_in_the_same_order(algorithm: str, 
     cluster = Cluster(servers, 3)
     parameters = [nn.Parameter(problem.start()) for _ in speeds]
     optimizers = [torch.optim.SGD([p], **momentum) for p in parameters]
-    exchangers = [cluster.enter(rank, {"w": p}, nsync=nsync, algorithm=algorithm) for rank, p in enumerate(parameters)]
+    exchangers = [
+        cluster.enter(rank, {"w": p}, nsync=nsync, algorithm=algorithm, lr=lambda: 0.1)
+        for rank, p in enumerate(parameters)
+    ]
     for exchanger in exchangers:
-        exchanger._lr = lambda: 0.1
         exchanger.begin()
     ends = [(s, rank, 1) for rank, s in enumerate(speeds)]
     while ends:

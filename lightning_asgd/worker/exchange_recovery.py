@@ -1,0 +1,131 @@
+"""What a channel has exchanged: with it a lost server's shard is restored, and a fenced worker rejoins."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.protocol import Exchange, ReplicaState, Reply
+from lightning_asgd.stats import Verdict
+from lightning_asgd.worker.connection import COORDINATOR, done_within
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.shard_client import InFlight, ShardClient
+from lightning_asgd.worker.synchronizer import Waits, WorkFeed
+
+__all__ = ["ExchangeLog"]
+
+
+class ExchangeLog:
+    """What a channel has sent, and what the weights that it fetched last hold."""
+
+    def __init__(self, shards: ShardClient, replica: Replica, data: WorkFeed, *, waits: bool) -> None:
+        self._shards = shards
+        self._client = shards.client
+        self._connection = shards.connection
+        self._replica = replica
+        self._data = data
+        self._waits = waits  # whether servers hold answers back until other workers have pushed
+        self.seq = 0  # number of the latest push
+        self.in_flight: InFlight | None = None  # what was sent, and whose answer is not merged
+        self.pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
+        # Of the weights fetched last: versions, the latest push of each worker in them, the epoch, ranges of its units.
+        self.versions = [0 for _ in self._connection.servers]
+        self.pushes: list[dict[int, int]] = [{} for _ in self.versions]
+        self.epoch = ""
+        self.done: tuple[tuple[int, int], ...] = ()
+
+    def allocate(self, server: int) -> None:
+        """Allocate the shard on the replacement of a lost server."""
+        block = self._replica.blocks[server]
+        ref = None if block is None else block.ref
+        sees = self._shards.allocate(server, ref)
+        if not sees and ref is not None:
+            raise ProtocolError(
+                f"Server {server}, which took a lost one's place, cannot see the memory that worker "
+                f"{self._connection.worker} shares with the servers. Expected one on the same machine."
+            )
+
+    def state(self, server: int) -> ReplicaState:
+        """What this worker can report of a server's shard."""
+        fetched, pushes = self._replica.fetched(server), self.pushes[server]
+        return ReplicaState(self._shards.fragment, self.versions[server], fetched, pushes, self.epoch, self.done)
+
+    def replay(self, server: int) -> None:
+        """Send a replacement what the reported weights may lack; it treats a push that they hold as a duplicate."""
+        if self.pushed:
+            self._replica.pack_again(server)
+            self._connection.result(server, self._connection.post(server, self.pushed[server]))
+        if self.in_flight is not None:
+            if self.in_flight.push:
+                if server != COORDINATOR and not self._waits:
+                    # Where that goes on without this worker no other server may have this.
+                    self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
+                self._replica.pack_again(server)
+            self.in_flight.answers = []
+            self.in_flight.futures[server] = self._connection.post(server, self._shards.latest[server])
+            self._connection.result(server, self.in_flight.futures[server])
+
+    def rejoin(self) -> Waits:
+        """Join again. What was not applied is lost: others train those data."""
+        lost = self.in_flight
+        restoring = bool(self._connection.being_restored)
+        if not restoring:  # else it may have to begin again, with one server more that is lost
+            self.in_flight = None
+        if lost is not None:
+            if not all(f.done() for f in lost.futures):
+                yield lost.futures
+            if not restoring:  # else what was under way is not sent again: others train those data
+                with suppress(WorkerAwayError):
+                    self._shards.replies(lost.futures)  # if the first server took the push, all must
+            for future in lost.futures:  # another server may still read what is on the wire
+                done_within(future, self._connection.timeout_s)
+        owed = self._owed(lost)
+        self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
+        self._data.lose()
+        self._client.join(again=True)
+        for messages, futures in owed:
+            for server in self._connection.may_lack:
+                if messages[server].push:
+                    self._replica.pack_again(server)
+                futures[server] = self._connection.post(server, messages[server])
+                self._connection.result(server, futures[server])
+
+    def _owed(self, lost: InFlight | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
+        """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
+        owed = []
+        if self._connection.may_lack and self.pushed:
+            owed.append((self.pushed, list[Future[Any]](Future() for _ in self.pushed)))
+        if self._connection.may_lack and lost is not None:
+            with suppress(WorkerAwayError):
+                self._connection.result(COORDINATOR, lost.futures[COORDINATOR])
+                owed.append((self._shards.latest, lost.futures))
+        return owed
+
+    def keep_answers(self, pending: InFlight) -> bool:
+        """Wait for the weights that an exchange brings, and leave them to be merged later.
+
+        False if there are none: the update was rejected, or the others have gone on without this worker.
+        """
+        if not pending.answers:
+            try:
+                replies = self._shards.replies(pending.futures)
+            except WorkerAwayError:
+                return False
+            must_rejoin = self.in_flight is not pending or self._client.must_rejoin
+            if must_rejoin or any(r.verdict is Verdict.REFUSED for r in replies):
+                return False
+            pending.replies = replies
+            pending.answers = self._shards.answers(replies, self._replica.wire, common=pending.common)
+        return True
+
+    def look(self) -> tuple[list[Reply], list[tuple[Tensor, ...]]]:
+        """The servers' present weights, while nothing is on its way through the memory that they come through."""
+        self._replica.await_arrival()
+        updates = self._replica.updates()
+        futures = self._shards.exchange(self.seq, self.versions, push=False, fetch=True, updates=updates, full=True)
+        replies = self._shards.replies(futures)  # never refused: only pushes are
+        return replies, self._shards.answers(replies, self._replica.wire)
