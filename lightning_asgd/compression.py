@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import Configurable, between, whole
 
-__all__ = ["Cast", "Compression", "Int8", "TopK", "find"]
+__all__ = ["Cast", "Compression", "Int8", "TopK", "find", "find_compression"]
 
 _SAMPLE = 1 << 14  # values looked at to guess which are among the largest
 
@@ -184,7 +184,7 @@ class TopK(Compression):
 _NAMED = {"bf16": Cast("bfloat16"), "fp16": Cast("float16"), "int8": Int8(), "topk": TopK()}
 
 
-def find(compression: Any) -> Compression | None:
+def find_compression(compression: Any) -> Compression | None:
     """The compression that a user means.
 
     Args:
@@ -201,3 +201,6 @@ def find(compression: Any) -> Compression | None:
         f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
         f"{', '.join(sorted(_NAMED))}."
     )
+
+
+find = find_compression  # its former name, for one release

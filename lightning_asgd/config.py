@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, find
-from lightning_asgd.compression import Compression
-from lightning_asgd.compression import find as find_compression
+from lightning_asgd.compression import Compression, find_compression
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import whole
 
 __all__ = ["SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "seconds", "server_address"]
 
@@ -159,9 +159,7 @@ def positive_int(name: str, value: Any) -> int:
     Raises:
         ConfigurationError: it is not.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least 1, such as {name}=10.")
+    return whole(name, value)
 
 
 def server_address(server: str) -> tuple[str, int]:

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import at_least, between
 
 __all__ = ["PSGLD", "SGHMC", "SGLD", "PosteriorSampler"]
 
@@ -67,10 +68,10 @@ class PosteriorSampler(Optimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         name = type(self).__name__
-        _check(f"{name}(lr)", defaults["lr"], 0)
-        _check(f"{name}(num_data)", defaults["num_data"], 1)
-        _check(f"{name}(weight_decay)", defaults["weight_decay"], 0)
-        _check(f"{name}(temperature)", defaults["temperature"], 0)
+        at_least(f"{name}(lr)", defaults["lr"], 0, finite=True)
+        at_least(f"{name}(num_data)", defaults["num_data"], 1, finite=True)
+        at_least(f"{name}(weight_decay)", defaults["weight_decay"], 0, finite=True)
+        at_least(f"{name}(temperature)", defaults["temperature"], 0, finite=True)
         if generator is not None and (seed is not None or stream is not None):
             raise ConfigurationError(
                 f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one of them: a "
@@ -279,10 +280,10 @@ class PSGLD(PosteriorSampler):
         stream: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        _check("PSGLD(alpha)", alpha, 0, 1)
+        between("PSGLD(alpha)", alpha, 0, 1)
         if alpha == 1:
             raise ConfigurationError(f"PSGLD(alpha)={alpha!r}. Expected a number below 1, such as 0.99.")
-        _check("PSGLD(eps)", eps, 0)
+        at_least("PSGLD(eps)", eps, 0, finite=True)
         if eps == 0:
             raise ConfigurationError("PSGLD(eps)=0: the step has no bound then. Expected a number above 0.")
         defaults = {
@@ -351,7 +352,7 @@ class SGHMC(PosteriorSampler):
         stream: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        _check("SGHMC(friction)", friction, 0, 1)
+        between("SGHMC(friction)", friction, 0, 1)
         if friction == 0:
             raise ConfigurationError("SGHMC(friction)=0: nothing would dissipate. Expected a number above 0, up to 1.")
         defaults = {
@@ -381,10 +382,3 @@ def _slope(x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
 def _digest(seed: bytes, stream: int) -> int:
     """A seed for a generator: streams of neighbouring numbers have nothing to do with each other."""
     return int.from_bytes(hashlib.sha256(seed + b"/" + str(stream).encode()).digest()[:8], "big") >> 1
-
-
-def _check(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not least <= value <= most:
-        limit = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ConfigurationError(f"{name}={value!r}. Expected a number {limit}.")

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import at_least, whole
 
 __all__ = [
     "Job",
@@ -303,15 +304,10 @@ _MAY_BE_INFINITE = ("worker_gbit_s", "server_gbit_s", "server_gbyte_s")
 
 
 def _check(name: str, value: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
     if name in _WHOLE:
-        if not (number and isinstance(value, int) and value >= 1):
-            raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least 1, such as {name}=10.")
-    elif not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
-        raise ConfigurationError(f"{name}={value!r}. Expected a number {least}: give {name} in that unit.")
-    elif math.isinf(value) and name not in _MAY_BE_INFINITE:
-        raise ConfigurationError(f"{name}={value!r}. Expected a finite number: give {name} in that unit.")
+        whole(name, value)
+    else:
+        at_least(name, value, 0, above=name not in _MAY_BE_ZERO, finite=name not in _MAY_BE_INFINITE)
 
 
 def _bytes_per_s(gbit_s: float) -> float:

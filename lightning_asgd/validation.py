@@ -17,11 +17,11 @@ class Configurable:
     """
 
 
-def at_least(name: str, value: Any, least: float, *, above: bool = False) -> None:
-    """Check that a setting is a number of at least ``least``."""
-    if not _is_number(value) or value < least or (above and value == least):
-        relation = "above" if above else "of at least"
-        raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least}.")
+def at_least(name: str, value: Any, least: float, *, above: bool = False, finite: bool = False) -> None:
+    """Check that a setting is a number of at least ``least``, or ``above`` it."""
+    if not _is_number(value) or value < least or (above and value == least) or (finite and math.isinf(value)):
+        kind = "finite number" if finite and value == math.inf else "number"
+        raise ConfigurationError(f"{name}={value!r}. Expected a {kind} {'above' if above else 'of at least'} {least}.")
 
 
 def between(name: str, value: Any, least: float, most: float, *, above: bool = False) -> None:
@@ -31,10 +31,12 @@ def between(name: str, value: Any, least: float, most: float, *, above: bool = F
         raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least} to {most}.")
 
 
-def whole(name: str, value: Any, least: int) -> None:
+def whole(name: str, value: Any, least: int = 1) -> int:
     """Check that a setting is a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}.")
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    example = f", such as {name}=10" if name.isidentifier() else ""
+    raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}{example}.")
 
 
 def _is_number(value: Any) -> bool:

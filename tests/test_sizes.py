@@ -15,23 +15,17 @@ from tests.helpers.ratchet import complaints
 from tests.test_architecture import FILES, LAYERS, TREES
 
 LINES_OF_A_FILE = 450
-LONG_FILES = {}
+LONG_FILES: dict[str, int] = {}
 
 LINES_OF_A_FUNCTION = 60  # with its docstring, without its decorators
-LONG_FUNCTIONS = {
-    "cli.plan_command.plan": 69,
-    "cli.serve_command.serve": 72,
-    "data_stalls.probe.stalls": 63,
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 
 PARAMETERS = 7  # without self and cls
-MANY_PARAMETERS = {
-    "config.ExchangeConfig.create": 10,
-    "simulation.simulated_worker.SimulatedWorker.__init__": 8,
-}
+MANY_PARAMETERS: dict[str, int] = {}
 # Users call these, or give their arguments on the command line: what they take is documented, and stays.
 PUBLIC = {
     "cli.plan_command.plan",
+    "config.ExchangeConfig.create",  # the arguments of ASGDStrategy, which simulations take too
     "data_stalls.probe.stalls",
     "optim.PSGLD.__init__",
     "optim.SGHMC.__init__",

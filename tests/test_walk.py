@@ -45,7 +45,7 @@ from torch.futures import Future
 
 import lightning_asgd
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.launchers import Job
+from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, Leave, Reply
 from lightning_asgd.server.service import Service
@@ -252,14 +252,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watcher:
     """What a fit's hooks walked through."""
     link, watch = Link(), Watcher()
 
-    def begin(self: Job, *args: Any, **kwargs: Any) -> None:
+    def begin(self: TrainingJob, *args: Any, **kwargs: Any) -> None:
         self.launches, self.address = self.launches + 1, ("127.0.0.1", 1)
 
     monkeypatch.setenv("LOCAL_RANK", "0")  # as if torchrun had started this process, as one of two
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(rank_variables.OWNER_ENV, "{}")  # the fit writes its own
-    monkeypatch.setattr(Job, "begin", begin)
-    monkeypatch.setattr(Job, "connect", lambda self: link)
+    monkeypatch.setattr(TrainingJob, "begin", begin)
+    monkeypatch.setattr(TrainingJob, "connect", lambda self: link)
     with pytest.raises(Enough):
         trainer(tmp_path, ASGDStrategy(nsync=NSYNC), callbacks=[watch]).fit(Line(), loader(1000))
     link.close()

@@ -19,7 +19,7 @@ from lightning_asgd.adapter.checkpointing import (
 )
 from lightning_asgd.adapter.class_trees import become_global_zero
 from lightning_asgd.adapter.fleet import FixedFleet, Fleet
-from lightning_asgd.adapter.launchers import Job
+from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
@@ -50,7 +50,9 @@ class ElasticFleet(Fleet):
 
     comes_and_goes = True
 
-    def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any) -> None:
+    def __init__(
+        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any
+    ) -> None:
         super().__init__(job, config, policy, board, alone=False)  # others may come
         self._device = device
         self._trainer: Any = None  # while it fits

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_asgd.adapter import world
-from lightning_asgd.adapter.launchers import Job
+from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
@@ -51,7 +51,9 @@ class Fleet:
     comes_and_goes = False
     """Whether workers do. Then each of them comes to sync points by itself."""
 
-    def __init__(self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool) -> None:
+    def __init__(
+        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
+    ) -> None:
         self._job = job
         self._config = config
         self._policy = policy
@@ -159,7 +161,7 @@ class FixedFleet(Fleet):
     """One worker's place in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
 
     def __init__(
-        self, job: Job, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
+        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
     ) -> None:
         super().__init__(job, config, policy, board, alone=world_size == 1)
         # What these algorithms share as they go cannot be taken back, and who is alone is missed by nobody.

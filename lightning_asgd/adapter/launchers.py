@@ -36,7 +36,7 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
 from lightning_asgd.transports.transport import Transport
 
-__all__ = ["Job", "MultiProcessLauncher", "ScriptLauncher"]
+__all__ = ["MultiProcessLauncher", "ScriptLauncher", "TrainingJob"]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """What all processes of a run agree on. Copied into the workers, so it holds plain values only.
 
     Attributes:
@@ -88,7 +88,7 @@ class Job:
     run_id: str = ""
 
     @classmethod
-    def of(cls, options: StrategyOptions) -> Job:
+    def of(cls, options: StrategyOptions) -> TrainingJob:
         """The job of a new strategy."""
         config = options.config
         writes = config.restorable and config.algorithm.keeps_state
@@ -228,7 +228,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         num_nodes: number of machines.
     """
 
-    def __init__(self, job: Job, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
+    def __init__(self, job: TrainingJob, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.job = job
 
@@ -323,7 +323,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         policy: whether the failure of any worker ends the others, and how long one may be silent.
     """
 
-    def __init__(self, job: Job, strategy: Any, start_method: str, policy: Policy) -> None:
+    def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:
         super().__init__(strategy, start_method=start_method)
         self.job = job
         self.policy = policy

@@ -16,7 +16,7 @@ from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.fleet import FixedFleet, leave_resting, resting
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
-from lightning_asgd.adapter.launchers import Job, MultiProcessLauncher, ScriptLauncher
+from lightning_asgd.adapter.launchers import MultiProcessLauncher, ScriptLauncher, TrainingJob
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import Standing
 from lightning_asgd.adapter.strategy_options import StrategyOptions
@@ -152,7 +152,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._given, self.settings = self.options.for_lightning, self.options.settings
         self.board, self.stats = MetricsBoard(), ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
-        self._job = Job.of(self.options)
+        self._job = TrainingJob.of(self.options)
         self._resume = Resumption()
         self._offline = Collectives()  # before a session, and after one where there is nobody else
 

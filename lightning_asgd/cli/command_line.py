@@ -11,13 +11,13 @@ from typing import Any
 from lightning_asgd.cli.plan_command import plan
 from lightning_asgd.cli.report_command import report
 from lightning_asgd.cli.serve_command import serve
-from lightning_asgd.cli.stalls_command import stalls
+from lightning_asgd.cli.stalls_command import measure_stalls
 from lightning_asgd.cli.status_command import status
 from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"serve": serve, "status": status, "report": report, "plan": plan, "stalls": stalls}
+COMMANDS: dict[str, Any] = {"serve": serve, "status": status, "report": report, "plan": plan, "stalls": measure_stalls}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 _PARAMETERS = chain.from_iterable(signature(command).parameters.values() for command in COMMANDS.values())

@@ -66,31 +66,30 @@ def plan(
         simulate: the most workers to simulate.
         picture: a PNG file to draw the scaling into.
     """
-    measured = _measured(module, batch_sizes or []) if module is not None else None
+    measured = None if module is None else _measured(module, batch_sizes or [])
     if measured is not None:
-        parameters, bytes_per_parameter = measured.parameter_bytes, 1
-        batch_size = sizing.recommended_batch_size(measured.step_s)
-        step_s = measured.step_s[batch_size]
-    if parameters is None or step_s is None or batch_size is None:
-        raise ConfigurationError(
-            f"parameters={parameters}, step_s={step_s}, batch_size={batch_size}. Expected all three, or a module to "
-            "measure: --module package.module:Class."
-        )
+        parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes, 1, measured.recommended
+    given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
     job = Job(
-        step_s=step_s,
-        parameter_bytes=parameters * bytes_per_parameter,
+        step_s=given["step_s"],
+        parameter_bytes=given["parameters"] * bytes_per_parameter,
         workers=workers,
         servers=servers,
         nsync=nsync,
         worker_gbit_s=link_gbit_s if worker_link_gbit_s is None else worker_link_gbit_s,
         server_gbit_s=link_gbit_s,
-        latency_s=latency_s,
-        sent=sent,
-        exchange_s=exchange_s,
-        server_gbyte_s=server_gbyte_s,
+        **{"latency_s": latency_s, "sent": sent, "exchange_s": exchange_s, "server_gbyte_s": server_gbyte_s},
     )
-    _print(job, batch_size, measured, simulate, picture)
+    _print(job, given["batch_size"], measured, simulate, picture)
     return 0
+
+
+def _all_given(**numbers: Any) -> dict[str, Any]:
+    """The numbers of a job. Raises if one is missing."""
+    if None in numbers.values():
+        found = ", ".join(f"{name}={value}" for name, value in numbers.items())
+        raise ConfigurationError(f"{found}. Expected all three, or a module to measure: --module package.module:Class.")
+    return numbers
 
 
 def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> None:
@@ -112,6 +111,12 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
 class _Measured:
     parameter_bytes: int
     step_s: dict[int, float]  # by batch size
+
+    @property
+    def recommended(self) -> tuple[int, float]:
+        """A batch size, and seconds per step with it."""
+        size = sizing.recommended_batch_size(self.step_s)
+        return size, self.step_s[size]
 
 
 def _measured(reference: str, batch_sizes: list[int]) -> _Measured:

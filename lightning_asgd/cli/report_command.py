@@ -22,9 +22,9 @@ def report(run_dir: str, *, out: str | None = None) -> None:
     Raises:
         ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.
     """
-    from lightning_asgd.monitoring.metric_log import find, read  # torch comes with them: other commands do without
+    from lightning_asgd.monitoring.metric_log import find_log, read  # torch comes with them: other commands do without
 
-    file = find(run_dir)
+    file = find_log(run_dir)
     fits = read(file)
     try:
         from lightning_asgd.report.page import write

@@ -7,7 +7,10 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["serve"]
 
@@ -55,10 +58,7 @@ def serve(
     kind = registry.kind_of(transport)
     kind.check_available()
     kind.provide_secret(one_machine=False)
-    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: stopped.append(number))
-    rendezvous = Rendezvous.host(host, port)
+    stopped, rendezvous = _signals(), Rendezvous.host(host, port)
     settings = ServerSettings(
         interface=interface_of(socket.gethostbyname(host)),
         transport=transport,
@@ -70,20 +70,42 @@ def serve(
         overseer = supervisor.ensure(num_servers, rendezvous, settings)
         overseer.hot_standby = True
         keys = overseer.keys(num_servers)
-        for index, key in enumerate(keys):
-            rendezvous.server(index, key, _START_S)
+        _await_servers(rendezvous, keys)
         rendezvous.announce_run(run_id, transport, keys)
-        servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
-        sys.stdout.write(
-            f"Run {run_id!r} has {servers} at {host}:{rendezvous.address[1]}. Workers attach themselves with\n"
-            f'  Trainer(strategy=ASGDStrategy(server="{host}:{rendezvous.address[1]}", run_id={run_id!r}), ...)\n'
-        )
-        if version is not None:
-            sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
-        sys.stdout.flush()
+        _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", snapshots, version)
         while not stopped:
             time.sleep(_POLL_S)
-            for key in keys:
-                rendezvous.peek_server(key)  # raises if no server can take a lost one's place
+            _check_servers(rendezvous, keys)
     finally:
         supervisor.close_current()
+
+
+def _await_servers(rendezvous: Rendezvous, keys: list[str]) -> None:
+    for index, key in enumerate(keys):
+        rendezvous.server(index, key, _START_S)
+
+
+def _check_servers(rendezvous: Rendezvous, keys: list[str]) -> None:
+    """Raise if no server can take a lost one's place."""
+    for key in keys:
+        rendezvous.peek_server(key)
+
+
+def _signals() -> list[int]:
+    """The signals that stop the servers, as they arrive."""
+    stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    return stopped
+
+
+def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None, version: int | None) -> None:
+    """Say how workers find the run, and what it goes on from."""
+    servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
+    sys.stdout.write(
+        f"Run {run_id!r} has {servers} at {address}. Workers attach themselves with\n"
+        f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
+    )
+    if version is not None:
+        sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
+    sys.stdout.flush()

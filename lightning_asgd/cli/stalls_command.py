@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
     from lightning_asgd.data_stalls.stalls import Stalls
 
-__all__ = ["stalls"]
+__all__ = ["measure_stalls"]
 
 
-def stalls(*, module: str, steps: int = 50, warm_up: int = 5, repeats: int = 3, files: Path | None = None) -> int:
+def measure_stalls(
+    *, module: str, steps: int = 50, warm_up: int = 5, repeats: int = 3, files: Path | None = None
+) -> int:
     """Measure how long a training step waits for data to be fetched and prepared, and say what would help.
 
     Args:

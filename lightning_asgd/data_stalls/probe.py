@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,15 @@ def stalls(
             be timed.
     """
     batches, warm_up = _batches(loader, steps, max(warm_up, 2 * loader.num_workers))
-    step = TrainingStep(module)
-    cached = _cached_dataset(loader.dataset)
+    step, cached = TrainingStep(module), _cached_dataset(loader.dataset)
 
-    def timed(use: Callable[[Any], None]) -> float:
-        return _seconds_per_batch(_loader(loader, batches), warm_up, use, clock)
+    timed = partial(_seconds_per_pass, loader, batches, warm_up, clock)
 
     def train(batch: Any) -> None:
         step(step.to_device(batch))
 
     seconds: dict[str, list[float]] = {name: [] for name in ("cold_s", "load_s", "cached_s", "prep_s", "synthetic_s")}
-    with _without_cache(cached):
-        there = step.to_device(next(iter(_loader(loader, batches[:1]))))
+    there = _on_device(step, loader, batches[0], cached)
     for _ in range(repeats):
         with _without_cache(cached):
             for name, use in (("cold_s", train), ("load_s", _nothing)):
@@ -86,9 +84,18 @@ def stalls(
     return Stalls(
         batch_size=len(batches[0]),
         processes=loader.num_workers,
-        sync_s=exchanges.wait_s / exchanges.steps if exchanges is not None and exchanges.steps else 0.0,
+        sync_s=_wait_per_step(exchanges),
         **{name: min(values) for name, values in seconds.items()},
     )
+
+
+def _on_device(step: TrainingStep, loader: Any, batch: list[int], cached: CachedDataset | None) -> Any:
+    with _without_cache(cached):
+        return step.to_device(next(iter(_loader(loader, [batch]))))
+
+
+def _wait_per_step(exchanges: ExchangeStats | None) -> float:
+    return exchanges.wait_s / exchanges.steps if exchanges is not None and exchanges.steps else 0.0
 
 
 def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], int]:
@@ -113,6 +120,16 @@ def _loader(like: Any, batches: list[list[int]]) -> DataLoader[Any]:
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     settings = {name: getattr(like, name) for name in (*same, "prefetch_factor")}
     return DataLoader(like.dataset, batch_sampler=batches, **settings)
+
+
+def _seconds_per_pass(
+    loader: Any,
+    batches: list[list[int]],
+    warm_up: int,
+    clock: Callable[[], float],
+    use: Callable[[Any], None],
+) -> float:
+    return _seconds_per_batch(_loader(loader, batches), warm_up, use, clock)
 
 
 def _seconds_per_batch(

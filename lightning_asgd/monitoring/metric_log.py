@@ -19,7 +19,7 @@ from typing import Any
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import WorkerMetrics
 
-__all__ = ["FILE", "Entry", "Fit", "MetricLog", "find", "read"]
+__all__ = ["FILE", "Entry", "Fit", "MetricLog", "find_log", "read"]
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     return found
 
 
-def find(folder: str | Path) -> str | Path:
+def find_log(folder: str | Path) -> str | Path:
     """The file of a run.
 
     Args:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
-__all__ = ["main", "start"]
+__all__ = ["reap", "start"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or a scheduler sends to a whole job
 
@@ -31,7 +31,7 @@ _KILLED_S = 1.0
 
 def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start the reaper of this process; its standard input is a pipe from here."""
-    # A child inherits blocked signals: one that comes before main() ignores it would end the reaper otherwise.
+    # A child inherits blocked signals: one that comes before reap() ignores it would end the reaper otherwise.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         command = [sys.executable, "-m", "lightning_asgd.processes.reaper", str(os.getpid())]
@@ -41,7 +41,7 @@ def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def main() -> int:
+def reap() -> int:
     """Watch until the parent is gone, then clean up."""
     parent = int(sys.argv[1])
     for signum in _SIGNALS:
@@ -95,4 +95,4 @@ def _end(processes: Iterable[psutil.Process]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reap())

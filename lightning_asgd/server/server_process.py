@@ -23,7 +23,7 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import NetworkDownError
 
-__all__ = ["ServerArguments", "ServerSettings", "main"]
+__all__ = ["ServerArguments", "ServerSettings", "run_server"]
 
 _TICK_S = 0.25
 _START_S = 60.0
@@ -90,7 +90,7 @@ class ServerArguments:
         return cls(**{**told, "settings": ServerSettings(**told["settings"])})
 
 
-def main(argv: list[str] | None = None) -> int:
+def run_server(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
@@ -160,4 +160,4 @@ def _listen(service: Service) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_server())

@@ -18,8 +18,8 @@ from torch.futures import Future
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Exchange, InitShard, Join, Reply
 from lightning_asgd.simulation.clock import VirtualClock
-from lightning_asgd.simulation.setting_checks import number
 from lightning_asgd.transports.transport import Transport
+from lightning_asgd.validation import at_least
 
 __all__ = ["Link", "Network", "Wires"]
 
@@ -40,8 +40,8 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        number("Link(bandwidth)", self.bandwidth, above=True, infinite=True)
-        number("Link(latency_s)", self.latency_s)
+        at_least("Link(bandwidth)", self.bandwidth, 0, above=True)
+        at_least("Link(latency_s)", self.latency_s, 0, finite=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Network:
     service_s: float = 0.0
 
     def __post_init__(self) -> None:
-        number("Network(service_s)", self.service_s)
+        at_least("Network(service_s)", self.service_s, 0, finite=True)
         for name in ("workers", "servers"):
             links = getattr(self, name)
             if not all(isinstance(link, Link) for link in ([links] if isinstance(links, Link) else links)):

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.simulation.setting_checks import number, whole
+from lightning_asgd.validation import at_least, whole
 
 __all__ = ["ModuleProblem", "Problem", "Quadratic"]
 
@@ -62,8 +62,8 @@ class Quadratic(Problem):
 
     def __init__(self, dimension: int = 10, condition: float = 10.0, noise: float = 0.1) -> None:
         whole("Quadratic(dimension)", dimension)
-        number("Quadratic(condition)", condition)
-        number("Quadratic(noise)", noise)
+        at_least("Quadratic(condition)", condition, 0, finite=True)
+        at_least("Quadratic(noise)", noise, 0, finite=True)
         if condition < 1:
             raise ConfigurationError(
                 f"Quadratic(condition)={condition!r}. Expected a number of at least 1: it is the largest curvature "

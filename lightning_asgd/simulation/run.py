@@ -16,16 +16,15 @@ from torch.optim import SGD, Optimizer
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.layout import build_layout
 from lightning_asgd.protocol import Exchange, Leave
 from lightning_asgd.server.service import Service
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.network import Network, Wires
 from lightning_asgd.simulation.problems import Problem
-from lightning_asgd.simulation.setting_checks import number, whole
 from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker
 from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
+from lightning_asgd.validation import at_least, whole
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.session_client import SessionClient
 
@@ -57,8 +56,8 @@ class Crash:
 
     def __post_init__(self) -> None:
         whole("Crash(worker)", self.worker, 0)
-        number("Crash(time_s)", self.time_s)
-        number("Crash(detection_s)", self.detection_s)
+        at_least("Crash(time_s)", self.time_s, 0, finite=True)
+        at_least("Crash(detection_s)", self.detection_s, 0, finite=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,8 @@ class Simulation:
         whole("seed", self.seed, 0)
         if self.evaluate_every is not None:
             whole("evaluate_every", self.evaluate_every)
-        number("exchange_s", self.exchange_s)
-        number("epoch_s", self.epoch_s)
+        at_least("exchange_s", self.exchange_s, 0, finite=True)
+        at_least("epoch_s", self.epoch_s, 0, finite=True)
         for crash in self.crashes:
             if crash.worker >= self.workers:
                 raise ConfigurationError(
@@ -177,14 +176,12 @@ class _Running:
         self.clock = VirtualClock()
         self.services = [Service(self.clock) for _ in range(plan.servers)]
         self.wires = Wires(self.clock, plan.network, plan.workers, [s.handle for s in self.services])
-        layout = build_layout([("weights", problem.start())], [], plan.servers)
         make = plan.optimizer or (lambda parameters: SGD(parameters, lr=0.1))
         self.workers = [
             SimulatedWorker(
                 SessionClient(Connection(self.wires.transport(rank), _SESSION, rank, plan.workers)),
                 self.clock,
                 problem,
-                layout,
                 config,
                 make,
                 speeds[rank],

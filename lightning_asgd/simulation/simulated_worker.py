@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import error_from
-from lightning_asgd.layout import Layout
+from lightning_asgd.layout import build_layout
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.protocol import Contribution, Failure
 from lightning_asgd.simulation.clock import VirtualClock
@@ -40,7 +40,6 @@ class SimulatedWorker:
         client: not yet joined.
         clock: virtual time.
         problem: what it trains.
-        layout: of its weights, one vector.
         config: when to exchange.
         optimizer: makes its optimizer.
         speed: of its steps.
@@ -62,7 +61,6 @@ class SimulatedWorker:
         client: SessionClient,
         clock: VirtualClock,
         problem: Problem,
-        layout: Layout,
         config: ExchangeConfig,
         optimizer: Callable[[list[Parameter]], Optimizer],
         speed: Speed,
@@ -83,6 +81,7 @@ class SimulatedWorker:
         chance = random.Random(f"{seed} {self.rank}")
         self._generator = torch.Generator().manual_seed(chance.getrandbits(62))
         self._chance = random.Random(chance.getrandbits(62))
+        layout = build_layout([("weights", problem.start())], [], client.connection.transport.num_servers)
         replica = replica_for(
             config.algorithm.payload,
             layout,

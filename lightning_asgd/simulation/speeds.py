@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.simulation.setting_checks import number
+from lightning_asgd.validation import at_least
 
 __all__ = ["Constant", "LogNormal", "Speed", "Trace"]
 
@@ -43,7 +43,7 @@ class Constant(Speed):
     step_s: float
 
     def __post_init__(self) -> None:
-        number("Constant(step_s)", self.step_s)
+        at_least("Constant(step_s)", self.step_s, 0, finite=True)
 
     def seconds(self, step: int, chance: random.Random) -> float:
         """See :class:`Speed`."""
@@ -66,8 +66,8 @@ class LogNormal(Speed):
     sigma: float
 
     def __post_init__(self) -> None:
-        number("LogNormal(median_s)", self.median_s)
-        number("LogNormal(sigma)", self.sigma)
+        at_least("LogNormal(median_s)", self.median_s, 0, finite=True)
+        at_least("LogNormal(sigma)", self.sigma, 0, finite=True)
 
     def seconds(self, step: int, chance: random.Random) -> float:
         """See :class:`Speed`."""
@@ -96,7 +96,7 @@ class Trace(Speed):
                 "Trace(steps_s) is empty. Expected the seconds of at least one step: measure some."
             )
         for value in self.steps_s:
-            number("Trace(steps_s)", value)
+            at_least("Trace(steps_s)", value, 0, finite=True)
 
     def seconds(self, step: int, chance: random.Random) -> float:
         """See :class:`Speed`."""

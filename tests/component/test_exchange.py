@@ -21,7 +21,7 @@ from lightning_asgd.algorithms import (
     StreamingDiLoCo,
 )
 from lightning_asgd.algorithms.base import Algorithm
-from lightning_asgd.compression import find
+from lightning_asgd.compression import find_compression
 from lightning_asgd.errors import ProtocolError, ServerLostError
 from lightning_asgd.protocol import Exchange, Leave
 from lightning_asgd.stats import Verdict
@@ -1071,7 +1071,7 @@ def test_statistics_count_the_bytes_that_were_sent(compression: str) -> None:
     for _ in range(4):
         worker.step(torch.randn(n))
     worker.exchanger.advance()
-    factor = find(compression).factor  # type: ignore[union-attr]
+    factor = find_compression(compression).factor  # type: ignore[union-attr]
     record = worker.exchanger.stats.records[-1]
     assert 4 * n / record.bytes_pushed == pytest.approx(factor, rel=0.25)
     assert 4 * n / record.bytes_fetched == pytest.approx(factor, rel=0.25)

@@ -23,7 +23,7 @@ import torchvision
 import yaml
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.monitoring.metric_log import find, read
+from lightning_asgd.monitoring.metric_log import find_log, read
 from tests.helpers.wandb_file import contents
 from tests.lightning.test_processes import environment, wait_until
 
@@ -160,7 +160,7 @@ def test_the_command_line_takes_strategy_and_monitor_from_a_file_and_saves_them(
     assert saved["strategy"]["class_path"] == "lightning_asgd.ASGDStrategy"
     assert saved["strategy"]["init_args"]["nsync"] == 10
     assert saved["callbacks"] == [{"class_path": "lightning_asgd.ASGDMonitor", "init_args": {"every_n_seconds": 2}}]
-    (record,) = read(find(version))
+    (record,) = read(find_log(version))
     assert record.end == "done"
     # What was saved is a configuration again.
     run(start, tmp_path, "cli/main.py", "fit", "--config", str(version / "config.yaml"), "--trainer.max_epochs", "1")

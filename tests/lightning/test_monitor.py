@@ -20,7 +20,7 @@ from lightning_asgd import ASGDMonitor, ASGDStrategy
 from lightning_asgd.adapter.asgd_monitor import _loss, _samples
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.metric_definitions import METRICS
-from lightning_asgd.monitoring.metric_log import find, read
+from lightning_asgd.monitoring.metric_log import find_log, read
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
@@ -94,7 +94,7 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
     fit.fit(Small(), loader(512))
     written = rows(tmp_path / "csv" / "v")
     assert of_workers(2) == {name for row in written for name, value in row.items() if value} - {"step"}
-    (record,) = read(find(tmp_path))
+    (record,) = read(find_log(tmp_path))
     assert record.end == "done"
     assert sum(each.samples for each in record.last.values()) == 2 * 512
     assert [round(each.epoch, 6) for each in record.last.values()] == [2.0, 2.0]
@@ -157,7 +157,7 @@ def test_it_can_be_left_out_and_a_fit_that_fails_says_so(tmp_path: Path) -> None
         fit = trainer(tmp_path, ASGDStrategy(monitor=False), devices=1, logger=logger, callbacks=callbacks)
         with pytest.raises(ZeroDivisionError):
             fit.fit(Failing(), loader(512))
-    (record,) = read(find(tmp_path))
+    (record,) = read(find_log(tmp_path))
     assert record.end == "ZeroDivisionError: forty"
     assert len(record.entries) > 30
 
@@ -249,7 +249,7 @@ def test_logs_at_a_url_make_no_local_folder(
         enable_model_summary=False,
     )
     fit.fit(importlib.import_module(f"{tree.__name__}.demos.boring_classes").BoringModel())
-    (record,) = read(find(url))
+    (record,) = read(find_log(url))
     assert record.end == "done"
     assert record.last[0].batches == 4
     assert list(tmp_path.iterdir()) == []

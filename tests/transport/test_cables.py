@@ -58,7 +58,7 @@ if "BEGUN" not in os.environ:
     print("ready", flush=True)
     input()
 settings = server_process.ServerSettings("veth-a")
-server_process.main([server_process.ServerArguments(settings, "server", "key", "", 0, os.getppid()).to_json()])
+server_process.run_server([server_process.ServerArguments(settings, "server", "key", "", 0, os.getppid()).to_json()])
 """
 
 

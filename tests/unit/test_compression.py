@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
-from lightning_asgd.compression import Cast, Compression, Int8, TopK, find
+from lightning_asgd.compression import Cast, Compression, Int8, TopK, find_compression
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import nbytes
@@ -152,12 +152,12 @@ def test_only_what_has_changed_since_the_last_sync_point_is_sent() -> None:
 
 
 def test_names_and_misuse() -> None:
-    assert find("int8") == Int8()
-    assert find(None) is None
+    assert find_compression("int8") == Int8()
+    assert find_compression(None) is None
     with pytest.raises(
         ValueError, match=r"compression='zip' is unknown. Expected None, .*TopK\(0.01\).* bf16, fp16, int8"
     ):
-        find("zip")
+        find_compression("zip")
     for wrong in (lambda: Cast("int8"), lambda: Int8(0), lambda: TopK(0.0), lambda: TopK(0.7)):
         with pytest.raises(ValueError, match="Expected"):
             wrong()

@@ -163,9 +163,9 @@ def test_a_name_is_not_missed_in_releases_before_it_was_there(
 
 
 def test_a_trainer_that_lacks_something_starts_nothing(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.adapter.launchers import Job
+    from lightning_asgd.adapter.launchers import TrainingJob
 
-    monkeypatch.setattr(Job, "begin", lambda *_, **__: pytest.fail("a job has begun"))
+    monkeypatch.setattr(TrainingJob, "begin", lambda *_, **__: pytest.fail("a job has begun"))
     trainer = trainer_of(pl, strategy=ASGDStrategy(), devices=2)
     del trainer.fit_loop.epoch_loop._skip_next_val
     said = refusal(lambda: trainer.fit(boring_classes(pl).BoringModel()))

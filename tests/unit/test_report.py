@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, find, read
+from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, find_log, read
 from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.report.curves import Curves
 from lightning_asgd.report.page import write
@@ -47,7 +47,7 @@ def test_what_is_written_is_read(tmp_path: Path, fit: Fit) -> None:
         for entry in fit.entries:
             journal.add(entry)
         journal.end(end)
-    first, last = read(find(tmp_path))
+    first, last = read(find_log(tmp_path))
     assert (first.end, last.end) == ("ValueError: x", "done")
     assert last.entries == fit.entries
     assert (last.workers, last.settings) == (2, SETTINGS)
@@ -65,15 +65,15 @@ def test_a_job_that_was_killed_leaves_half_a_line_and_a_newer_version_more_words
 
 def test_folders_without_logs_are_told_from_those_with_several(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nothing' does not exist: no asgd.jsonl\. Expected the folder"):
-        find(tmp_path / "nothing")
+        find_log(tmp_path / "nothing")
     with pytest.raises(ConfigurationError, match=r"holds no asgd.jsonl\. Expected the folder of a run's logs"):
-        find(tmp_path)
+        find_log(tmp_path)
     for name in ("a", "b"):
         MetricLog(tmp_path / name, 1, {})
     with pytest.raises(ConfigurationError, match=r"holds the logs of 2 runs\. Expected one of .*a, .*b\."):
-        find(tmp_path)
+        find_log(tmp_path)
     with pytest.raises(ConfigurationError, match=r"holds no figures\. Expected a fit of at least one batch"):
-        read(find(tmp_path / "a"))
+        read(find_log(tmp_path / "a"))
     (tmp_path / "a" / FILE).write_text('{"kind":"fit"}\n{}\n')
     with pytest.raises(ConfigurationError, match=r"Line 1 of .* cannot be read \(KeyError\('started'\)\)\. Expected"):
         read(tmp_path / "a" / FILE)
@@ -177,16 +177,16 @@ def test_at_a_url_what_is_written_is_read(
             journal.add(entry)
         journal.end(end)
     for place in ("memory://logs/run", "memory://logs/run/", "memory://logs", f"memory://logs/run/{FILE}"):
-        first, last = read(find(place))
+        first, last = read(find_log(place))
         assert (first.end, last.end) == ("ValueError: x", "done")
         assert last.entries == fit.entries
     MetricLog("memory://logs/other", 1, {})
     with pytest.raises(ConfigurationError, match=r"2 runs\. Expected one of memory://.*/other, memory://.*/run\."):
-        find("memory://logs")
+        find_log("memory://logs")
     with pytest.raises(ConfigurationError, match=r"'memory://nothing' does not exist: no asgd.jsonl"):
-        find("memory://nothing")
+        find_log("memory://nothing")
     with pytest.raises(ConfigurationError, match=r"'nosuchstore://x' cannot be read .* a URL that fsspec knows"):
-        find("nosuchstore://x")
+        find_log("nosuchstore://x")
     assert list(tmp_path.iterdir()) == []
     assert main(["report", "memory://logs/run"]) in (None, 0)
     assert (tmp_path / "report").is_dir()
