@@ -45,14 +45,10 @@ RETIRED = {
     "through with": "finished",
 }
 LEFT = {
-    "signs? of life|gives no sign": 1,
     "common (batch )?size|common batch": 2,
-    "spare server|spares?": 31,
-    "come back|comes back|came back": 17,
-    "anew": 6,
+    "come back|comes back|came back": 13,
     "whoever": 2,
     "so many": 1,
-    "what (it|they|a collective|collectives|that) (comes?|came) to": 1,
 }
 
 

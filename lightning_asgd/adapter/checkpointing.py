@@ -18,12 +18,12 @@ __all__ = [
     "KEY",
     "Resumption",
     "adopt_checkpoint_states",
-    "begin_epochs_anew",
     "checkpoint_states",
     "entry_of",
     "follow_progress",
     "progress_in",
     "progress_of",
+    "restart_epochs",
     "save_on_exception",
 ]
 
@@ -62,7 +62,7 @@ class Resumption:
         if not fits and any(group.get("slots") for fragment in servers for shard in fragment for group in shard):
             rank_zero_warn(
                 f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
-                f"{num_servers}: what the servers kept beside the weights, such as momentum, starts anew."
+                f"{num_servers}: what the servers kept beside the weights, such as momentum, starts from zero."
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
         return mine
@@ -166,7 +166,7 @@ def progress_in(trainer: Any) -> dict[str, Any] | None:
     return {**found, "groups": groups, "between_epochs": between}
 
 
-def begin_epochs_anew(trainer: Any) -> None:
+def restart_epochs(trainer: Any) -> None:
     """After :func:`follow_progress`, when training begins: Lightning takes any state that it loads for mid-epoch."""
     for restarts in (private_names.epochs_restart, private_names.batches_restart, private_names.validation_restarts):
         restarts.set(trainer, False)

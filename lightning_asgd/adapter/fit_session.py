@@ -14,11 +14,11 @@ from lightning_asgd.adapter.checkpointing import (
     KEY,
     Resumption,
     adopt_checkpoint_states,
-    begin_epochs_anew,
     checkpoint_states,
     entry_of,
     follow_progress,
     progress_of,
+    restart_epochs,
 )
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
@@ -153,7 +153,7 @@ class FitSession:
         self._resume.versions = list(before.versions)
         self._collectives.barrier("new layout")
         before.close()
-        self._membership.join_anew()
+        self._membership.begin_generation()
         self.synchronizer = self._enter()
         self.synchronizer.stats = before.stats
 
@@ -177,7 +177,7 @@ class FitSession:
     def _choose_loop(self) -> None:
         trainer, run, leased = self._trainer, self._run, self.data
         if leased is self._split and run is not None and run.attachment.between_epochs:
-            begin_epochs_anew(trainer)
+            restart_epochs(trainer)
         reason = why_split(trainer, self._reference_batch)
         if reason is not None:
             if run is not None:

@@ -190,7 +190,7 @@ class FixedFleet(Fleet):
             self._heartbeat = HeartbeatThread(self.client, self._policy.silence_s, news, self.board)
         self.collectives.barrier("join")
 
-    def join_anew(self) -> None:
+    def begin_generation(self) -> None:
         """Leave for a session with another layout, together with all others."""
         self._layouts += 1
         waited_s = self.collectives.waited_s
@@ -220,7 +220,7 @@ class FixedFleet(Fleet):
         if code != 0 and rests:
             log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
         elif code != 0:
-            log.warning("Worker %d ended with exit code %d; the others go on without it.", rank, code)
+            log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
         self.client.leave(f"its process ended with exit code {code}", worker=rank)
 
     def common_batch(self, mine: int) -> int:

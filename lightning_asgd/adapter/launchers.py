@@ -307,7 +307,7 @@ class _Worker:
             if overseer is not None:
                 overseer.report_exit(self._session, self._rank, f"its process ended with exit code {code}")
             if code < 0:  # else it has said why
-                log.warning("Worker %d ended with exit code %d; the others go on without it.", self._rank, code)
+                log.warning("Worker %d ended with exit code %d; the others continue without it.", self._rank, code)
         return 0 if code else code
 
 
@@ -392,7 +392,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             self.strategy.on_exception(error)
             rank = int(os.environ.get("LOCAL_RANK", "0"))
             if rank and not self.policy.abort and isinstance(error, Exception):
-                log.warning("Worker %d failed; the others go on without it.", rank, exc_info=True)
+                log.warning("Worker %d failed; the others continue without it.", rank, exc_info=True)
             raise
         finally:
             self.strategy.leave_job()  # such a process ends without calling what is registered for its exit

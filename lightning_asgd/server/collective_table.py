@@ -3,7 +3,7 @@
 Workers number their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and
 name, so a worker that skips, repeats or reorders one gets an error at once, and nobody hangs. A collective is
 completed by the workers that the membership awaits. The results of collectives that a suspected worker missed are kept
-for it: when it is back it gets the results that the others got, and takes part again from the first collective that is
+for it: when it rejoins it gets the results that the others got, and takes part again from the first collective that is
 still open.
 """
 
@@ -34,8 +34,8 @@ class _Operation:
     first: Contribution
     deadline: float
     contributions: dict[int, Contribution] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)  # workers that no predecessor has answered
-    stops: bool = False  # whether a worker in it trains no more
+    waiting: set[int] = field(default_factory=set)  # workers without the result of a server that was lost
+    stops: bool = False  # whether a worker that called it has stopped training
 
     def signature(self) -> tuple[object, ...]:
         return _signature(self.first)
@@ -56,7 +56,7 @@ class CollectiveTable:
 
     members: Membership
     stopped: int = 0
-    """Number of the collective in which a worker waits that trains no more; 0 if there is none."""
+    """Number of the collective in which a worker waits that has stopped training; 0 if there is none."""
     _operations: dict[int, _Operation] = field(default_factory=dict)
     _missed: dict[int, _Missed] = field(default_factory=dict)
     _last_seq: dict[int, int] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class CollectiveTable:
     def resume(self, answered: int) -> None:
         """Go on where a lost server was; ``answered`` is the latest collective that it answered any worker.
 
-        Some may not have been answered: all make that call again. The results of earlier ones workers report, as far
-        as a worker that missed them needs them.
+        Some workers may lack its result: all make that call again. Workers report the results of earlier collectives if
+        a worker that missed them needs them.
         """
         self._forgotten = max(0, answered - 1)
 
@@ -115,13 +115,13 @@ class CollectiveTable:
         if self.members.aborted:
             return [Completion(message, WorkerLostError(self.members.aborted))]
         if seq in self._missed and worker in self._missed[seq].absent:
-            return [self._tell(message)]
+            return [self._late_result(message)]
         if seq <= self._forgotten and message.answer is not None:
             return self._take_over(message, message.answer)
         if seq <= self._forgotten:
             error: ASGDError = WorkerLostError(
                 f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
-                "it, and what it came to was lost with a server."
+                "it, and its result was lost with a server."
             )
             return [Completion(message, error)]
         last = self._last_seq.get(worker, 0)
@@ -141,7 +141,7 @@ class CollectiveTable:
         operation.stops |= message.stops
         self._note_stopped()
         if message.answer is not None and message.target in (None, worker):
-            # A predecessor had completed it: the rest is answered likewise, now or when it comes.
+            # A server that was lost had completed it: the others get the same result, now or when they call.
             return self._complete(seq, message.answer, self.members.expected - set(self.members.left))
         if message.answer is None:
             operation.waiting.add(worker)
@@ -176,7 +176,7 @@ class CollectiveTable:
         return due
 
     def expire(self, now: float) -> list[Completion]:
-        """Go on without silent workers; fail the collectives whose time is up, naming who is missing."""
+        """Suspect silent workers; fail the collectives whose time is up, and name the missing workers."""
         due = self._settle_all() if self.members.suspect_silent(now) else []
         for seq, operation in list(self._operations.items()):
             if now >= operation.deadline:
@@ -193,8 +193,8 @@ class CollectiveTable:
                 due += self._fail(seq, error)
         return due
 
-    def _tell(self, message: Contribution) -> Completion:
-        """Answer a late call as the others were answered."""
+    def _late_result(self, message: Contribution) -> Completion:
+        """Give a late caller the result that the others got."""
         worker, seq = message.worker, message.seq
         missed = self._missed[seq]
         self._last_seq[worker] = max(seq, self._last_seq.get(worker, 0))
@@ -213,7 +213,7 @@ class CollectiveTable:
             self._caught_up(worker, seq)
 
     def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Completion]:
-        """Take the result of a collective from a worker that a predecessor had answered."""
+        """Take the result of a collective from a worker that a lost server had given it to."""
         if message.seq not in self._missed:
             self._keep(
                 message, answer, self.members.expected - set(self.members.left) - {message.worker, message.target}
@@ -244,7 +244,7 @@ class CollectiveTable:
             f"({self.members.left[worker] or 'it had left'})."
         )
 
-    def _hopeless(self, operation: _Operation) -> ASGDError | None:
+    def _why_impossible(self, operation: _Operation) -> ASGDError | None:
         """Why an operation can never be completed; None if it can."""
         first = operation.first
         source = first.source
@@ -265,9 +265,9 @@ class CollectiveTable:
         return [completion for seq in list(self._operations) for completion in self._settle(seq)]
 
     def _settle(self, seq: int) -> list[Completion]:
-        """Answer an operation if everybody is there, or if it can never be completed."""
+        """Complete a collective if all awaited workers have called it; fail it if it can never be completed."""
         operation = self._operations[seq]
-        error = self._hopeless(operation)
+        error = self._why_impossible(operation)
         if error is not None:
             return self._fail(seq, error)
         if not self.members.awaited <= set(operation.contributions):
@@ -279,7 +279,7 @@ class CollectiveTable:
         return self._complete(seq, values, set(self.members.suspected) | self.members.catching_up)
 
     def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Completion]:
-        """Answer the workers that have called a collective, and keep the result for others."""
+        """Give the result to the workers that have called, and keep it for the others."""
         operation = self._operations.pop(seq)
         self._note_stopped()
         self._completed = max(self._completed, seq)

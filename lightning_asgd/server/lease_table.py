@@ -1,9 +1,9 @@
 """Which worker trains which units of an epoch. Pure: no network, no clock, no threads.
 
-An epoch is a row of *units*, its samples, in an order that all workers know. It is cut into *segments*, which end
-where all workers meet: validations, the end of the epoch. A worker *claims* a few optimizer steps at a time, of as many
-units as it has in its batches (`self_scheduling.py`). A unit counts once its update has been applied; the units of a
-worker that is gone, or that stops early, are granted to others.
+An epoch is a sequence of *work units*, its samples, in an order that all workers know. It is divided into *sync
+intervals* (``segment`` in the code), which end where all workers meet: at validations and at the end of the epoch. A
+worker requests a few optimizer steps at a time, with as many units as its batches have (`self_scheduling.py`). A unit
+is done once its update has been applied; the units of a worker that fails, or stops early, are granted to others.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Worker:
     applied: int = 0
     pace: float = 0.0  # seconds per unit; 0 if unknown
     size: int = 0  # units per step; 0 if unknown
-    rtt_s: float = 0.0  # seconds in which it is answered
-    flush: float = 0.0  # seconds in which it pushes the rest, once it has nothing left to train
+    rtt_s: float = 0.0  # seconds until a request of it is answered
+    flush: float = 0.0  # seconds that its last push takes
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
@@ -55,14 +55,14 @@ class _Worker:
 class Leases:
     """The units of one epoch; those in ``epoch.done`` count as trained.
 
-    With ``all_train`` a step of every segment is kept for each of the living; without, a late worker trains a dummy
-    batch, to notice the segment's end. ``before`` is the epoch before, in which workers have shown how fast they are.
+    With ``all_train`` one step of every segment is reserved for each living worker; without, a late worker trains a
+    dummy batch, so that Lightning notices the end of the segment. ``before`` is the previous epoch, for its speeds.
     """
 
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         self.epoch = epoch
         self._all_train = all_train
-        self._expected: dict[int, _Worker] = {}  # who has not claimed yet, as in the epoch before
+        self._expected: dict[int, _Worker] = {}  # workers without a request yet, as in the previous epoch
         if before is not None:
             for number, w in (before._expected | before._workers).items():
                 if number in before._living:
@@ -71,7 +71,7 @@ class Leases:
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
         self._finished: list[tuple[int, int]] = []
-        self._halted = False  # whether nobody is to be granted any more
+        self._halted = False  # whether nothing is granted any more
         start = 0
         for first, last in sorted(epoch.done):
             if start < first:
@@ -93,7 +93,7 @@ class Leases:
         return worker.pace * size, -(-worker.trained // size)
 
     def check(self, other: Epoch, worker: int) -> None:
-        """Raise if a worker has another epoch in mind."""
+        """Raise if a worker opens another epoch under the same key."""
         if other.order != self.epoch.order:
             raise ProtocolError(
                 f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
@@ -113,23 +113,23 @@ class Leases:
             )
 
     def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
-        """Take notice of the workers that are waited for, and of those that are catching up, which may train too."""
+        """Update who takes part: the workers that others wait for, and those catching up, which may train too."""
         self._living = set(living)
         answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
         return answers + self.retry(now)
 
     def forget(self, number: int, now: float) -> list[Completion]:
-        """Grant others all that a worker holds: it starts over."""
+        """Release all that a worker holds: it starts over."""
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
     def go_without(self, numbers: Collection[int], now: float) -> list[Completion]:
-        """Keep nothing for workers that are past the segment: a server that was lost told them so."""
+        """Reserve nothing for workers that have finished the segment, as a lost server told them."""
         for number in numbers:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
 
     def rejoin(self, number: int, part: LeaseHoldings) -> None:
-        """Take a worker's word for what it was granted by a coordinator that was lost."""
+        """Restore what a worker reports that a lost coordinator granted it."""
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
@@ -156,7 +156,7 @@ class Leases:
         worker.rtt_s, worker.flush, worker.size = claim.rtt_s, claim.flush, claim.size
         answers: list[Completion] = []
         if worker.waiting is not None:
-            answers.append(Completion(worker.waiting, LeaseGrant()))  # nobody waits for that answer any more
+            answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
         worker.waiting = None if claim.stop else claim
         worker.stopped = claim.stop
         self._apply(worker, claim.applied)
@@ -167,7 +167,7 @@ class Leases:
         answers += self.retry(now)
         if worker.waiting is claim and not claim.wait:
             worker.waiting = None
-            # A worker that has had nothing yet, since others hold all that is left, would not notice the segment's end.
+            # If others hold all that is left, a worker without a unit would not notice the end of the segment.
             late = worker.served < claim.segment
             grant = self._dummy(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True)
             answers.append(Completion(claim, grant))
@@ -193,7 +193,7 @@ class Leases:
         first, last = self._choose(number, worker, claim, now)
         if first < last:
             self._take(worker, first, last)
-            worker.waiting = None  # or it would count among those who wait
+            worker.waiting = None  # or it would count as waiting
             final = not self._units_for(number, worker, claim.segment, now)
             return self._grant(worker, first, last, now, final=final)
         if not self._over(claim.segment):
@@ -222,9 +222,9 @@ class Leases:
             return 0
         unserved = self._unserved(number, segment)
         others = self._others(number)
-        spare = left - sum(w.size or worker.size for w in unserved)
-        steps = self._steps(worker, others, left, now) if spare > 0 else 0
-        units = (min(steps, spare // worker.size) if unserved else steps) * worker.size
+        surplus = left - sum(w.size or worker.size for w in unserved)
+        steps = self._steps(worker, others, left, now) if surplus > 0 else 0
+        units = (min(steps, surplus // worker.size) if unserved else steps) * worker.size
         if worker.served >= segment:
             return units
         least = min(worker.size, max(1, left // (1 + len(unserved))))
@@ -246,23 +246,23 @@ class Leases:
         ]
         free_s = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
         mine = Load(free_s, worker.pace, worker.size)
-        # Where all wait each would leave it to another; the one that finishes first has to take it.
+        # If all wait, each would leave the rest to another: the worker that finishes first must take it.
         return steps_to_grant(mine, loads, left, worker.rtt_s, must=self._all_wait)
 
     def _others(self, number: int) -> list[_Worker]:
         known = self._expected | self._workers
-        if self._all_train:  # else one that has just come may take long to set up, and others should not wait for it
+        if self._all_train:  # else a worker that has just joined may take long to set up; others do not wait for it
             known = {n: _Worker() for n in self._living} | known
         return [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
 
     @property
     def _all_wait(self) -> bool:
-        """Whether nobody trains any more: none of those who have claimed will come back and take what is left."""
+        """Whether no worker trains any more, so that none will return for what is left."""
         there = (worker for number, worker in self._workers.items() if number in self._living)
         return all(worker.stopped or (worker.waiting is not None and worker.waiting.wait) for worker in there)
 
     def _unserved(self, number: int, segment: int) -> list[_Worker]:
-        """The others that need something of the segment yet, or they would not notice its end."""
+        """The other workers without a unit of the segment, which would not notice its end."""
         return [w for w in self._others(number) if w.served < segment] if self._all_train else []
 
     def _free_in(self, segment: int) -> list[tuple[int, int]]:
@@ -320,7 +320,7 @@ class Leases:
                 worker.held.appendleft((first + part, last))
 
     def _give_back(self, worker: _Worker, *, trained_too: bool) -> None:
-        """Let others have what a worker holds: all, or what it has not trained yet."""
+        """Release what a worker holds: all of it, or what it has not trained yet."""
         keep = 0 if trained_too else worker.trained - worker.applied
         kept: deque[tuple[int, int]] = deque()
         for first, last in worker.held:

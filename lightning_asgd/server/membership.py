@@ -1,6 +1,6 @@
 """Who takes part in a session. A pure state machine: no network, no threads, time as an argument.
 
-A worker whose heartbeats do not arrive is *suspected*: the others go on without it. It is also *fenced*: its pushes
+A worker whose heartbeats do not arrive is *suspected*: the others continue without it. It is also *fenced*: its pushes
 are rejected until it rejoins. A worker that rejoins may have missed collectives; until it has their results it is
 *catching up*: it trains, but nobody waits for it. Worker 0, which logs and writes checkpoints, is the exception: at
 sync points it is waited for even while suspected, as long as it has not left.
@@ -139,7 +139,7 @@ class Membership:
         self.descriptions[worker] = description
         self.join(worker, now)
         self.unheard.add(worker)
-        self.events.append(f"Worker {worker} ({description}) has come.")
+        self.events.append(f"Worker {worker} ({description}) has joined.")
         return worker
 
     def join(self, worker: int, now: float) -> bool:
@@ -167,7 +167,7 @@ class Membership:
         """End a worker's absence: it is waited for again."""
         self.suspected.pop(worker, None)
         self.catching_up.discard(worker)
-        self.events.append(f"Worker {worker} is back.")
+        self.events.append(f"Worker {worker} has rejoined.")
 
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
@@ -222,15 +222,15 @@ class Membership:
         if not timeout_s or not silent:
             return False
         for worker in sorted(silent):
-            reason = f"gave no sign of life for {now - self._heard[worker]:.0f} s"
-            self.suspected[worker] = f"{reason}, so the others went on without it"
+            reason = f"sent no heartbeat for {now - self._heard[worker]:.0f} s"
+            self.suspected[worker] = f"{reason}, so the others continued without it"
             self.fenced.add(worker)
             self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
             self.catching_up.discard(worker)
             if self.index > 0:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
-                self.events.append(f"Worker {worker} {reason}; the others go on without it. It may come back.")
+                self.events.append(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
         return True
 
     def end(self, why: str) -> None:

@@ -59,8 +59,8 @@ class RunRegistry:
         """
         if self.name and (worker in members.joined or (again and worker > members.admitted)):
             raise WorkerLostError(
-                f"Worker {worker} waited for servers that were started again, but others came first and began "
-                f"run {self.name!r} anew. Start it again to take part."
+                f"Worker {worker} waited for servers that were started again, but others came first and started "
+                f"run {self.name!r} over. Start it again to take part."
             )
 
     @property

@@ -1,7 +1,7 @@
 """How many units to grant a worker, by everybody's speed: guided self-scheduling. Arithmetic without state.
 
-A worker is granted half of what it will probably be able to do of what is left, and at the end single steps, so that
-all have trained and pushed at the same time.
+A worker is granted half of its expected share of what is left, and single steps near the end, so that all workers have
+trained and pushed at about the same time.
 
 Reference:
     Polychronopoulos and Kuck, "Guided Self-Scheduling" (1987).
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 __all__ = ["Load", "finish_s", "steps_to_grant"]
 
-_CHUNK_S = 0.25  # seconds of work in one grant at the most: what the others may have to wait for if a worker slows down
-_TRIPS = 2.0  # the same in times that an answer takes, where that is more: else it would run out of work
+_CHUNK_S = 0.25  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
+_TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
 _LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others
-# A worker that needs many times as long for a sample saves the others next to nothing by it, and costs them a lot if
-# they turn out faster than they were: it has to finish sooner.
+# A worker that needs many times as long per unit saves the others almost nothing by training one, and delays them if
+# they turn out faster than measured: it has to finish sooner.
 _MANY = 4.0
 _SOONER = 0.85
 
@@ -34,7 +34,7 @@ class Load(NamedTuple):
 def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, *, must: bool) -> int:
     """How many steps to grant: half of a worker's share of what is left; none if the others finish sooner without it.
 
-    ``must``: nobody else will come back for what is left, so the worker need not be sooner than much faster ones.
+    ``must``: no other worker will return for what is left, so this one need not finish sooner than much faster ones.
     """
     finish = mine.free_s + min(mine.size, left) * mine.unit_s
     if others and finish > _LATE * finish_s(others, left):
@@ -43,7 +43,7 @@ def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, 
     if faster and not must and finish > _SOONER * finish_s(faster, left):
         return 0
     share = max(0.0, finish_s([*others, mine], left) - mine.free_s) / mine.unit_s
-    units = max(share / 2, min(share, rtt_s / mine.unit_s))  # enough until the next answer
+    units = max(share / 2, min(share, rtt_s / mine.unit_s))  # enough until the next reply
     units = min(units, max(_CHUNK_S, _TRIPS * rtt_s) / mine.unit_s)
     return max(1, int(units / mine.size))
 

@@ -147,7 +147,7 @@ class SessionState:
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
             members.events.append(
-                f"Server {members.index} had no snapshot: what its algorithm keeps there begins anew."
+                f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero."
             )
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)

@@ -104,11 +104,11 @@ class Snapshots:
         except Exception as error:  # torch's own text recommends to open what may harm
             raise SnapshotError(
                 f"The snapshot {path} cannot be read ({type(error).__name__}). Expected a file that `lightning-asgd "
-                "serve` wrote. Move the folder away to begin the run anew, with a checkpoint perhaps."
+                "serve` wrote. Move the folder away to start the run over, with a checkpoint perhaps."
             ) from error
         raise SnapshotError(
             f"The snapshot {path} was written with protocol {protocol} of lightning-asgd. Expected {PROTOCOL}: use the "
-            "version that wrote it, or move the folder away to begin the run anew."
+            "version that wrote it, or move the folder away to start the run over."
         )
 
     def check(self, run: str, servers: int) -> int | None:
@@ -125,7 +125,7 @@ class Snapshots:
         if found != {self.path(server).name for server in range(servers)}:
             raise SnapshotError(
                 f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
-                "Give as many servers as wrote them, or move the folder away to begin the run anew."
+                "Give as many servers as wrote them, or move the folder away to start the run over."
             )
         return first.version
 

@@ -58,7 +58,7 @@ class Span:
         self.length = sum(self.sizes)
         self._places = [(p.tensor, p.start, p.start + p.length) for p in pieces]
         self.base = torch.empty(0)  # their part of what this worker has agreed with the server
-        self.spare: Tensor | None = None  # where the base is kept that the latest update was added to
+        self.previous: Tensor | None = None  # where the base is kept that the latest update was added to
 
     def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """Its part of one tensor per server and group."""
@@ -125,7 +125,7 @@ class Replica:
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
-        self._spare: list[tuple[Tensor, ...] | None] = []  # where the answer overwrites the update
+        self._previous: list[tuple[Tensor, ...] | None] = []  # where the answer overwrites the update
         for server in range(layout.num_servers):
             shard = layout.shard(server)
             block = self.blocks[server]
@@ -137,14 +137,14 @@ class Replica:
                 self.wire.append(tuple(self._buffer(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard))
             base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
             self._base.append(base)
-            spare = remembers and (block is not None or not self._derives)
-            self._spare.append(tuple(map(torch.empty_like, base)) if spare else None)
+            previous = remembers and (block is not None or not self._derives)
+            self._previous.append(tuple(map(torch.empty_like, base)) if previous else None)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._row: dict[torch.dtype, Tensor] = {}
         self._spans = _spans(layout, self.device)
         for span in self._spans:
-            span.base, spares = span.of(self._base), self._spare[span.server]
-            span.spare = None if spares is None else spares[span.group][span.offset : span.offset + span.length]
+            span.base, befores = span.of(self._base), self._previous[span.server]
+            span.previous = None if befores is None else befores[span.group][span.offset : span.offset + span.length]
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
@@ -156,10 +156,10 @@ class Replica:
         if block is not None:
             self.wire[server] = tuple(self._buffer(t.numel(), dtype=t.dtype) for t in block.tensors)
             if self._derives:
-                self._spare[server] = None
+                self._previous[server] = None
                 for span in self._spans:
                     if span.server == server:
-                        span.spare = None
+                        span.previous = None
             self._close(block)
             self.blocks[server] = None
 
@@ -194,14 +194,14 @@ class Replica:
                     self._pack(r, x, wire)
                 elif r.role is Role.LARGEST:
                     wire.copy_(x, non_blocking=True)
-                    if self._keeps and r.spare is not None:
-                        r.base, r.spare = r.spare, r.base
+                    if self._keeps and r.previous is not None:
+                        r.base, r.previous = r.previous, r.base
                 else:
                     Replica._pack(self, r, x, wire)  # a difference, whatever is pushed of parameters
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(wire))
-        for server, spare in enumerate(self._spare):
-            if self._keeps and spare is not None:
-                self._base[server], self._spare[server] = spare, self._base[server]
+        for server, previous in enumerate(self._previous):
+            if self._keeps and previous is not None:
+                self._base[server], self._previous[server] = previous, self._base[server]
         self._packed = True
 
     @property
@@ -227,14 +227,14 @@ class Replica:
             return
         with torch.no_grad():
             for r, x in self._values(write=False):
-                if r.server == server and r.spare is not None:
+                if r.server == server and r.previous is not None:
                     wire = r.of(self.wire)
                     if r.role is Role.LARGEST:
                         wire.copy_(x)
                     elif r.role is Role.PARAMETER:
                         self._pack_again(r, wire)
                     else:
-                        wire.copy_(r.base - r.spare)
+                        wire.copy_(r.base - r.previous)
 
     def fetched(self, server: int) -> tuple[Tensor, ...]:
         """A server's weights as they were fetched last, one tensor per group, to be read only.
@@ -242,11 +242,11 @@ class Replica:
         By value they are what the update was added to, up to rounding.
         """
         self.await_arrival()
-        base, spare = self._base[server], self._spare[server]
+        base, previous = self._base[server], self._previous[server]
         if not self._packed:
             return tuple(b.cpu() for b in base)
-        if spare is not None:
-            return tuple(s.cpu() for s in spare)
+        if previous is not None:
+            return tuple(s.cpu() for s in previous)
         roles = [role for role, _, _ in self.layout.shard(server)]
         pairs = zip(roles, base, self.wire[server], strict=True)
         return tuple(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs)
@@ -293,8 +293,8 @@ class Replica:
         """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
 
     def _pack_again(self, r: Span, wire: Tensor) -> None:
-        if r.spare is not None:
-            wire.copy_(r.base - r.spare)
+        if r.previous is not None:
+            wire.copy_(r.base - r.previous)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if self.mix is None:
@@ -318,8 +318,8 @@ class Replica:
             update = x - r.base
             wire.copy_(update, non_blocking=True)
         before = r.base
-        if self._keeps and r.spare is not None:
-            r.base, r.spare = r.spare, r.base
+        if self._keeps and r.previous is not None:
+            r.base, r.previous = r.previous, r.base
         torch.add(before, update, out=r.base)
 
     def _rebase(self, r: Span, x: Tensor, answer: Tensor, fresh: bool) -> None:

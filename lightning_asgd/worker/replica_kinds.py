@@ -60,8 +60,8 @@ class GradientReplica(Replica):
         if index in self._pushed:
             self._accrued[index], self._pushed[index] = self._pushed[index], accrued
         self._accrued[index].zero_()
-        if self._keeps and r.spare is not None:
-            r.base, r.spare = r.spare, r.base
+        if self._keeps and r.previous is not None:
+            r.base, r.previous = r.previous, r.base
         r.base.copy_(x)
 
     def drop_block(self, server: int) -> None:

@@ -437,10 +437,8 @@ def test_a_silent_worker_is_not_waited_for() -> None:
     due = pass_time(c, 11, 0, 1)
     assert values(due) == {0: {0: "value 0", 1: "value 1"}, 1: {0: "value 0", 1: "value 1"}}
     assert c.members.living == {0, 1}
-    assert c.members.events == [
-        "Worker 2 gave no sign of life for 11 s; the others go on without it. It may come back."
-    ]
-    with pytest.raises(WorkerAwayError, match="Worker 2 gave no sign of life for 11 s"):
+    assert c.members.events == ["Worker 2 sent no heartbeat for 11 s; the others continue without it. It may rejoin."]
+    with pytest.raises(WorkerAwayError, match="Worker 2 sent no heartbeat for 11 s"):
         c.members.check(2)
     c.members.check(1)
 
@@ -462,7 +460,7 @@ def test_it_is_told_what_it_missed_and_then_takes_part_again() -> None:
     assert values(c.contribute(say(1, 4), 12.0)) == {1: {0: "value 0"}}
     assert c.contribute(say(1, 5), 12.0) == []  # the first that is open
     assert c.members.living == {0, 1}
-    assert c.members.events[-1] == "Worker 1 is back."
+    assert c.members.events[-1] == "Worker 1 has rejoined."
     both = {0: "value 0", 1: "value 1"}
     assert values(c.contribute(say(0, 5), 12.0)) == {0: both, 1: both}
     assert not c._missed
@@ -701,7 +699,7 @@ def test_abort_names_who_and_why(hangs: bool) -> None:
     c.contribute(say(0), 0.0)
     due = pass_time(c, 11, 0, 1) if hangs else c.leave(2, "out of memory")
     (error,) = errors(due).values()
-    fate = "gave no sign of life for 11 s" if hangs else "is gone (out of memory)"
+    fate = "sent no heartbeat for 11 s" if hangs else "is gone (out of memory)"
     assert f"Worker 2 {fate}, and on_worker_failure='abort'." in str(error)
 
 

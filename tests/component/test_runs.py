@@ -322,15 +322,17 @@ def test_anybody_may_look() -> None:
     assert (view.session, view.chief, view.epoch, view.done, view.steps) == ("s", 2, 0, 1, 4)
     away, there = view.workers
     assert (away.worker, away.trained, away.silent_s) == (1, 0, 11.0)  # others train what it had
-    assert "gave no sign of life" in away.away
+    assert "sent no heartbeat" in away.away
     assert (there.worker, there.about, there.away, there.figures) == (2, "here", "", WorkerMetrics(samples=8))
-    assert view.news[-1].startswith("Worker 1 gave no sign of life")
+    assert view.news[-1].startswith("Worker 1 sent no heartbeat")
 
 
 def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> None:
     def view(at_s: float, samples: int) -> Status:
         figures = WorkerMetrics(began=1.0, at_s=at_s, samples=samples)
-        return Status("s", 7, 1, 1, 3, 45, 90, (WorkerStatus(1, "here", "", 0.4, 0.02, 5, figures),), ("x has come.",))
+        return Status(
+            "s", 7, 1, 1, 3, 45, 90, (WorkerStatus(1, "here", "", 0.4, 0.02, 5, figures),), ("x has joined.",)
+        )
 
     shown = io.StringIO()
     Console(file=shown, width=120).print(tables("r", view(10.0, 1500), view(8.0, 500)))
@@ -342,7 +344,7 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
         "1 chief",
         "20 ms",
         "500",
-        "x has come.",
+        "x has joined.",
     ):
         assert part in text, part
 
@@ -391,7 +393,7 @@ def test_a_worker_of_a_run_s_earlier_life_does_not_take_part_in_the_new_one() ->
     service.handle(Heartbeat("s", 2))
     answer = service.handle(Join("s", 2, 0, restore=True, holding=(2,), admitted=2))
     assert isinstance(answer, Failure)
-    assert "others came first and began run 's' anew" in answer.message
+    assert "others came first and started run 's' over" in answer.message
 
 
 def test_a_founder_that_was_silent_meanwhile_founds_the_run_all_the_same() -> None:
@@ -487,7 +489,7 @@ class RunWorld(World):
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:
             self.clients[rank].leave()
-            del self.clients[rank]  # gives no sign of life any more
+            del self.clients[rank]  # sends no heartbeat any more
             self.left += 1
             self.ready -= 1
             self.ended[rank] = True

@@ -121,7 +121,7 @@ def test_a_push_of_one_that_is_away_is_refused_and_changes_nothing() -> None:
         s.handle(Heartbeat("s", 0))
         s.tick()
     (news,) = s.handle(Heartbeat("s", 0)).news
-    assert "Worker 1 gave no sign of life for 11 s" in news
+    assert "Worker 1 sent no heartbeat for 11 s" in news
     assert s.handle(Heartbeat("s", 0, heard=1)).news == ()
     assert failure(s.handle(push(1, 1.0, worker=1)))[0] == "WorkerAwayError"
     s.handle(Join("s", 1, 2, Policy(silence_s=10.0), again=True))

@@ -379,7 +379,7 @@ def test_who_comes_after_newcomers_have_begun_anew_is_told(tmp_path: Path) -> No
     assert come(after).worker == 1
     failure = after.handle(Join("s", 1, 0, restore=True, holding=(1,), admitted=1))
     assert failure.error == "WorkerLostError"
-    assert "began run 's' anew" in failure.message
+    assert "started run 's' over" in failure.message
 
 
 def test_a_founder_that_was_silent_does_not_wipe_what_another_one_has_founded() -> None:

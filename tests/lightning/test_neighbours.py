@@ -186,7 +186,7 @@ def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
     )
     assert f"KeyError: '{when} the fit'" in done.stderr
-    assert ("Worker 1 ended with exit code 1, and no fit went on without it" in done.stderr) == (when == "after"), (
+    assert ("Worker 1 ended with exit code 1, and no fit continued without it" in done.stderr) == (when == "after"), (
         done.stderr
     )
     assert done.returncode == (1 if when == "after" else 0), done.stderr

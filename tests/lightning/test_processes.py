@@ -165,7 +165,7 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
     expected = "Worker 1 ended with exit code -9" if fate == "killed" else "Worker 1 failed"
-    assert f"{expected}; the others go on without it." in output
+    assert f"{expected}; the others continue without it." in output
     assert ("KeyError: 'no such sample'" in output) == (fate == "raises")
     assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
 
@@ -253,7 +253,7 @@ def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, main
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the worker that hangs")
         worker.resume()
-        wait_until(lambda: "Worker 1 is back." in (tmp_path / "output").read_text(), 20, "its coming back")
+        wait_until(lambda: "Worker 1 has rejoined." in (tmp_path / "output").read_text(), 20, "its coming back")
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path, 1) > before, 20, "training with it")
         (tmp_path / "stop").touch()
@@ -263,9 +263,9 @@ def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, main
         main.join()
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
-    assert "Worker 1 gave no sign of life for" in output
-    assert "the others go on without it. It may come back." in output
-    assert "Worker 1 is back." in output
+    assert "Worker 1 sent no heartbeat for" in output
+    assert "the others continue without it. It may rejoin." in output
+    assert "Worker 1 has rejoined." in output
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert zero[-1]["what"] == one[-1]["what"] == "train end"
     assert zero[-1]["digest"] == one[-1]["digest"]
@@ -290,7 +290,7 @@ def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> Non
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 1, output
     expected = "process 1 terminated with signal SIGKILL"
-    assert (expected if fate == "killed" else "Worker 1 gave no sign of life for") in output
+    assert (expected if fate == "killed" else "Worker 1 sent no heartbeat for") in output
 
 
 SCRIPT = """
@@ -382,7 +382,7 @@ def test_a_killed_worker_of_a_script_does_not_stop_the_others(tmp_path: Path) ->
         job.kill()
         job.wait()
     output = (tmp_path / "output").read_text()
-    assert "Worker 1 ended with exit code -9; the others go on without it." in output
+    assert "Worker 1 ended with exit code -9; the others continue without it." in output
     assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
     assert sum(r["what"] == "epoch end" for r in Recorder.read(tmp_path, 0)) == 40
 

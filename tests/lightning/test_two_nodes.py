@@ -161,7 +161,7 @@ def test_when_the_chief_on_one_machine_is_killed_the_worker_on_the_other_ends_th
         look.join(20)
         assert look.exitcode == 0, said("status")
         assert re.search(r"\b2 chief", said("status")), said("status")
-        assert "Worker 1 gave no sign of life for 1 s" in said("status")
+        assert "Worker 1 sent no heartbeat for 1 s" in said("status")
         second.join(40)
         assert second.exitcode == 0, said("b")
         os.kill(served.pid, signal.SIGTERM)
