@@ -336,9 +336,8 @@ def rate_finder(lab: Lab) -> Any:
 
     def compare(self: Any, trainer: Any, module: Any) -> None:
         state = trainer.strategy.lightning_module_state_dict()
-        synchronizer = getattr(trainer.strategy, "_synchronizer", None)
-        if synchronizer is not None:
-            state = {**state, **synchronizer.peek()}  # what the servers hold
+        if lab.asynchronous:
+            state = {**state, **trainer.strategy.fit_session.synchronizer.peek()}  # what the servers hold
         restored.append(all(torch.equal(state[name], value) for name, value in first.items()))
 
     finder = lab.pl.callbacks.LearningRateFinder(num_training_steps=8, attr_name="lr")

@@ -132,7 +132,7 @@ def fit_plain(lab: Lab, asgd: bool, kind: type = object, **options: Any) -> dict
     late: list[int] = []
 
     def note(self: Any, trainer: Any, *args: Any) -> None:
-        late.append(len(getattr(trainer.strategy, "_synchronizer", self).__dict__.get("_called") or ()))
+        late.append(len(vars(trainer.strategy.fit_session.synchronizer)["_called"] or ()))
 
     if asgd:
         options["strategy"] = ASGDStrategy(algorithm="layerwise")

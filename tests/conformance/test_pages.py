@@ -14,20 +14,11 @@ import pytest
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Pair
 from tests.helpers import pages
-from tests.lightning.test_processes import environment
+from tests.helpers.programs import environment
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = pages.DOCS / "tutorials" / "notebook.md"  # one process, which forks the workers by itself
 WITH_PYTHON = [page for page in pages.PAGES if pages.blocks(page, "python")]
-
-
-def run(page: Path) -> None:
-    """Run a page's blocks."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in pages.blocks(page, "python"):
-        # As many empty lines before, so that an error names the line of the page.
-        code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-        exec(code, namespace)
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Page:
 
     def __call__(self, lab: Lab) -> dict[str, Any]:
         os.chdir(lab.folder)
-        run(self.path)
+        pages.run(self.path)
         return {}
 
 
@@ -52,7 +43,7 @@ def test_the_code_of_a_page_runs(pair: Pair, page: Path, tmp_path: Path) -> None
 @pytest.mark.timeout(120)
 def test_the_code_of_the_notebook_runs(tmp_path: Path) -> None:
     """In a process that no other test has used: where an optimizer has taken a step Lightning refuses to fork."""
-    code = f"import pathlib; from tests.conformance.test_pages import run; run(pathlib.Path({str(NOTEBOOK)!r}))"
+    code = f"import pathlib; from tests.helpers.pages import run; run(pathlib.Path({str(NOTEBOOK)!r}))"
     environ = environment()
     for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)

@@ -24,8 +24,9 @@ import yaml
 
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.monitoring.metric_log import find_log, read
+from tests.helpers.programs import environment
 from tests.helpers.wandb_file import contents
-from tests.lightning.test_processes import environment, wait_until
+from tests.lightning.test_processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = (pl, sklearn.datasets, torch, torchvision)  # what the examples import

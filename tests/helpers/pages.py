@@ -6,6 +6,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -46,3 +47,12 @@ def blocks(page: Path, *languages: str) -> list[Block]:
         for match in sorted(found, key=lambda match: match.start())
         if match["language"] in languages
     ]
+
+
+def run(page: Path) -> None:
+    """Run a page's Python blocks in order, in one namespace."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        # As many empty lines before, so that an error names the line of the page.
+        code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+        exec(code, namespace)

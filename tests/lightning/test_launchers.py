@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_asgd import ASGDStrategy
+from tests.helpers.programs import environment
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
-from tests.lightning.test_processes import check_finished, environment, start
+from tests.lightning.test_processes import check_finished, start
 
 # What a program may do before it makes a Trainer; {pl} is the package whose Trainer it makes.
 ORDERS = {

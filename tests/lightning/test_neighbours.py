@@ -13,8 +13,8 @@ import torch
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.programs import environment
 from tests.lightning.models import Regression, loader, trainer
-from tests.lightning.test_processes import environment
 
 # {pl} is the package whose Trainer is made; every rank writes what it has seen to a file of its own.
 FIT = """

@@ -24,6 +24,7 @@ import torch
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.transports import registry
+from tests.helpers.programs import environment
 from tests.lightning.models import Recorder, Regression, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -306,13 +307,6 @@ settings = options.pop("settings", {})
 run = trainer(folder, ASGDStrategy(nsync=2, **settings), callbacks=[Recorder(folder), Signpost(folder)], **options)
 run.fit(Regression(), loader())
 """
-
-
-def environment(*, lean: bool = True, **extra: str) -> dict[str, str]:
-    """Variables of a process that imports this project, and with ``lean`` little else: see tests/helpers/lean."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_ASGD")}
-    path = os.pathsep.join([*([str(ROOT / "tests" / "helpers" / "lean")] if lean else []), str(ROOT)])
-    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
 def start(folder: Path, options: str = "{}", command: list[str] | None = None, **extra: str) -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import environment
+
 STORM = Path(__file__).parents[2] / "benchmarks" / "storm.py"
 SECONDS = 170
 
@@ -15,7 +17,12 @@ SECONDS = 170
 @pytest.mark.timeout(SECONDS + 10)
 def test_after_five_faults_every_sample_was_applied_once_and_every_update_counts() -> None:
     done = subprocess.run(
-        [sys.executable, str(STORM), "--short"], capture_output=True, text=True, timeout=SECONDS, check=False
+        [sys.executable, str(STORM), "--short"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

@@ -18,7 +18,7 @@ from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter import class_trees
 from lightning_asgd.adapter.name_check import check_trainer, check_tree
 from lightning_asgd.errors import ConfigurationError
-from tests.lightning.test_processes import environment
+from tests.helpers.programs import environment
 
 PACKAGES = {tree.package: tree for tree in class_trees.TREES}
 LOADED = {"pytorch_lightning": pytorch_lightning, "lightning.pytorch": lightning.pytorch}

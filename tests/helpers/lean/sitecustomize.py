@@ -1,14 +1,21 @@
-"""For processes that the tests start: what torchmetrics would import if it saw it, a third of what a process costs.
+"""For processes that the tests start: what Lightning would import on the way, three quarters of what a process costs.
 
-On PYTHONPATH, Python runs this file first. It hides packages that are not ours; most users do not have them either.
+On PYTHONPATH, Python runs this file first. It hides packages that are not ours; most users do not have them either. And
+it has torch's compiler imported when it is used: Lightning imports it for an ``isinstance``, torch's optimizers to have
+their methods left alone by it. The programs of ``tests/examples`` and the conformance tests run without this file.
 """
 
+import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 HIDDEN = ("matplotlib", "scipy", "torchvision")
+COMPILER = "torch._dynamo"
 
 
 def hiding(find: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -20,13 +27,69 @@ def hiding(find: Callable[[str], Any]) -> Callable[[str], Any]:
     return found
 
 
+class Compiled(type):
+    """The class of compiled modules: there are none before the compiler is imported."""
+
+    def __instancecheck__(cls, module: Any) -> bool:
+        compiler = sys.modules[COMPILER]
+        return compiler is not LATER and isinstance(module, compiler.OptimizedModule)
+
+
+class Compiler(types.ModuleType):
+    """Gives way to the real module when anything else than this is asked for."""
+
+    __path__ = ()
+    OptimizedModule = Compiled("OptimizedModule", (), {})
+
+    @staticmethod
+    def disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """What the compiler is to leave alone is left alone as long as it is not there."""
+        return fn if fn is not None else lambda fn: fn
+
+    @staticmethod
+    def graph_break(*args: Any, **kwargs: Any) -> None:
+        """Nothing, outside of what is being compiled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # the import system's own questions
+        return getattr(real_compiler(), name)
+
+
+def real_compiler() -> Any:
+    if sys.modules.get(COMPILER) is LATER:
+        del sys.modules[COMPILER]
+    return importlib.import_module(COMPILER)
+
+
+class There(importlib.abc.Loader):
+    """Of a module that was imported on the way."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self.module = module
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return self.module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
 class Finder:
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if name in HIDDEN:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if not name.startswith(f"{COMPILER}.") or sys.modules.get(COMPILER) is not LATER:
+            return None
+        found = real_compiler()
+        if name in sys.modules:
+            return importlib.machinery.ModuleSpec(name, There(sys.modules[name]))
+        return importlib.machinery.PathFinder.find_spec(name, found.__path__)
 
 
+LATER = Compiler(COMPILER)
+sys.modules[COMPILER] = LATER
 importlib.metadata.version = hiding(importlib.metadata.version)
 importlib.metadata.distribution = hiding(importlib.metadata.distribution)
 sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
