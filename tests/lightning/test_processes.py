@@ -155,7 +155,7 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
         wait_until(lambda: training(tmp_path), 40, "training")
         if fate == "killed":
             worker_of(main, tmp_path, 1).kill()
-        wait_until(lambda: "go on without it" in (tmp_path / "output").read_text(), 20, "the warning")
+        wait_until(lambda: "continue without it" in (tmp_path / "output").read_text(), 20, "the warning")
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the lost worker")
         (tmp_path / "stop").touch()
