@@ -47,7 +47,6 @@ RETIRED = {
 LEFT = {
     "common (batch )?size|common batch": 2,
     "come back|comes back|came back": 13,
-    "whoever": 2,
     "so many": 1,
 }
 

@@ -1,6 +1,6 @@
 """What checkpoints hold beside Lightning's own entries, what a fit resumes from, and where a joining worker starts.
 
-Beside Lightning's own a checkpoint holds versions, the servers' state, and every worker's optimizers.
+The entries are versions, the servers' state, and every worker's optimizers.
 """
 
 from __future__ import annotations

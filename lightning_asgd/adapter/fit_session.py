@@ -419,6 +419,6 @@ class FitSession:
 
 
 def _callback_modules(trainer: Any) -> list[Any]:
-    """Modules that callbacks keep beside the one that is trained: averages of its weights, for instance."""
+    """Extra modules that callbacks keep, such as averages of the trained module's weights."""
     held = (value for callback in trainer.callbacks for value in vars(callback).values())
     return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]

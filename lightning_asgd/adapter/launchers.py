@@ -377,7 +377,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
     def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
         """Be a worker: run Lightning's part of its process."""
         if self.start_method == "fork" and _connected:
-            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and whoever
+            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and code that
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"

@@ -419,7 +419,7 @@ class LeasedLoop:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
         target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
-        # Estimates go up and down; one that is as fast as the others should see every step.
+        # Estimates fluctuate; a worker as fast as the others should see every step.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
         ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
         return self._global_step + up_to_mark(self.trainer, self._global_step, ahead)

@@ -54,7 +54,7 @@ def synchronise_metrics(available: Callable[[], bool], gather: Callable[..., Any
 
 
 class _InPlaceOf:
-    """A function in the place of one that a metric had. It belongs to this run: a saved metric has the other again."""
+    """Replaces a function of a metric during this run. A saved metric holds the original function."""
 
     def __init__(self, before: Any, function: Callable[..., Any]) -> None:
         self.before, self._function = before, function

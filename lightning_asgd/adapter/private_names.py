@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OLDEST, LATEST, BELOW = "2.5.0", "2.6.6", "2.7"
-"""The oldest and the latest release in which these names were looked up, and the first one that is not supported."""
+"""The oldest and latest release that these names were checked in, and the first release that is not supported."""
 
 # Kinds of names.
 MODULE, CLASS, INSTANCE, SIGNATURE = "module", "class attribute", "instance attribute", "signature"

@@ -56,7 +56,7 @@ def unattached(extension: Any) -> Any:
     return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
 
 
-# Of a strategy: the part of the Trainer that has it, and that of the one that is being made with it.
+# By strategy: the connector of the Trainer that has it, and of the Trainer that is taking it.
 _holders: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 _takers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()

@@ -143,8 +143,8 @@ class Replica:
         self._row: dict[torch.dtype, Tensor] = {}
         self._spans = _spans(layout, self.device)
         for span in self._spans:
-            span.base, befores = span.of(self._base), self._previous[span.server]
-            span.previous = None if befores is None else befores[span.group][span.offset : span.offset + span.length]
+            span.base, vectors = span.of(self._base), self._previous[span.server]
+            span.previous = None if vectors is None else vectors[span.group][span.offset : span.offset + span.length]
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
