@@ -14,6 +14,7 @@ import pickle
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -354,8 +355,9 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         except BaseException:
             # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
             self.kill(signal.SIGTERM)
+            deadline = time.monotonic() + _STOP_S
             for process in self.processes:
-                process.join(_STOP_S)
+                process.join(max(deadline - time.monotonic(), 0))
             self.kill(signal.SIGKILL)
             self.strategy.has_failed_elsewhere()
             raise

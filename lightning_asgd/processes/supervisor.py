@@ -28,7 +28,7 @@ __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_STOP_S = 5.0
+_STOP_S = 3.0
 _WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
 _LOG_LINES = 20
 _STANDBY_AFTER_S = 15.0  # without a server's end
@@ -148,9 +148,11 @@ class Supervisor:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()
+        # One deadline for all: on a loaded machine each of several would be used up.
+        deadline = time.monotonic() + (_WRITE_S if self.settings.snapshots else _STOP_S)
         for server in servers:
             try:
-                server.process.wait(_WRITE_S if self.settings.snapshots else _STOP_S)
+                server.process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()

@@ -104,19 +104,16 @@ class Service:
         """Return a reply, a :class:`Failure`, or a future of either. Raises for nothing that a message can cause."""
         with self._lock:
             self._changed = self._changed or not isinstance(message, StatusRequest)
-            return self._handle(message)
-
-    def _handle(self, message: Any) -> Any:
-        handler = self._handlers.get(type(message))
-        try:
-            if handler is None:
-                raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
-            return handler(message)
-        except ASGDError as error:
-            return failure(error)
-        except Exception as error:
-            log.exception("Message %s failed", type(message).__name__)
-            return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
+            handler = self._handlers.get(type(message))
+            try:
+                if handler is None:
+                    raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
+                return handler(message)
+            except ASGDError as error:
+                return failure(error)
+            except Exception as error:
+                log.exception("Message %s failed", type(message).__name__)
+                return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
 
     def tick(self) -> None:
         """Fail collectives whose time is up; look again at lease requests that wait. Called a few times a second."""
@@ -393,7 +390,7 @@ class Service:
             if message not in self._pending:
                 continue  # one before it ended the session
             future = self._pending.take(message)
-            answer = self._handle(message)
+            answer = self.handle(message)
             if isinstance(answer, Future):
                 answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
             else:

@@ -56,21 +56,16 @@ class Span:
         self.role = layout.groups[first.group].role
         self.sizes = [p.length for p in pieces]
         self.length = sum(self.sizes)
-        self._places = [(p.tensor, p.start, p.start + p.length) for p in pieces]
+        self.place = slice(self.offset, self.offset + self.length)  # in its group on its server
+        self.places = [(p.tensor, slice(p.start, p.start + p.length)) for p in pieces]  # in the module's tensors
+        self.row = torch.empty(0)  # where several pieces are put together
+        self.wire = torch.empty(0)  # their part of what is sent
         self.base = torch.empty(0)  # their part of what this worker has agreed with the server
         self.previous: Tensor | None = None  # where the base is kept that the latest update was added to
 
     def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """Its part of one tensor per server and group."""
-        return shards[self.server][self.group][self.offset : self.offset + self.length]
-
-    def parts(self, flat: Sequence[Tensor | None]) -> list[Any]:
-        """Its part of each of its tensors; None where there is no tensor."""
-        found = []
-        for index, start, stop in self._places:
-            tensor = flat[index]
-            found.append(tensor if tensor is None or tensor.numel() == stop - start else tensor[start:stop])
-        return found
+        return shards[self.server][self.group][self.place]
 
 
 def _spans(layout: Layout, device: torch.device) -> list[Span]:
@@ -139,12 +134,15 @@ class Replica:
             self._base.append(base)
             previous = remembers and (block is not None or not self._derives)
             self._previous.append(tuple(map(torch.empty_like, base)) if previous else None)
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        self._row: dict[torch.dtype, Tensor] = {}
         self._spans = _spans(layout, self.device)
+        rows: dict[int, Tensor] = {}  # per group; one span's values are in it at a time
+        for span in sorted((span for span in self._spans if len(span.sizes) > 1), key=lambda span: -span.length):
+            rows.setdefault(span.group, span.of(self._base).new_empty(span.length))
         for span in self._spans:
-            span.base, vectors = span.of(self._base), self._previous[span.server]
-            span.previous = None if vectors is None else vectors[span.group][span.offset : span.offset + span.length]
+            span.wire, span.base = span.of(self.wire), span.of(self._base)
+            span.row = rows[span.group][: span.length] if len(span.sizes) > 1 else span.row
+            vectors = self._previous[span.server]
+            span.previous = None if vectors is None else vectors[span.group][span.place]
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
@@ -155,11 +153,10 @@ class Replica:
         block = self.blocks[server]
         if block is not None:
             self.wire[server] = tuple(self._buffer(t.numel(), dtype=t.dtype) for t in block.tensors)
-            if self._derives:
-                self._previous[server] = None
-                for span in self._spans:
-                    if span.server == server:
-                        span.previous = None
+            self._previous[server] = None if self._derives else self._previous[server]
+            for span in (span for span in self._spans if span.server == server):
+                span.wire = span.of(self.wire)
+                span.previous = None if self._derives else span.previous
             self._close(block)
             self.blocks[server] = None
 
@@ -189,16 +186,15 @@ class Replica:
         self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._turn():
             for r, x in self._values(write=False):
-                wire = r.of(self.wire)
                 if r.role is Role.PARAMETER:
-                    self._pack(r, x, wire)
+                    self._pack(r, x)
                 elif r.role is Role.LARGEST:
-                    wire.copy_(x, non_blocking=True)
+                    r.wire.copy_(x, non_blocking=True)
                     if self._keeps and r.previous is not None:
                         r.base, r.previous = r.previous, r.base
                 else:
-                    Replica._pack(self, r, x, wire)  # a difference, whatever is pushed of parameters
-                self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(wire))
+                    Replica._pack(self, r, x)  # a difference, whatever is pushed of parameters
+                self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
         for server, previous in enumerate(self._previous):
             if self._keeps and previous is not None:
                 self._base[server], self._previous[server] = previous, self._base[server]
@@ -228,13 +224,12 @@ class Replica:
         with torch.no_grad():
             for r, x in self._values(write=False):
                 if r.server == server and r.previous is not None:
-                    wire = r.of(self.wire)
                     if r.role is Role.LARGEST:
-                        wire.copy_(x)
+                        r.wire.copy_(x)
                     elif r.role is Role.PARAMETER:
-                        self._pack_again(r, wire)
+                        self._pack_again(r)
                     else:
-                        wire.copy_(r.base - r.previous)
+                        r.wire.copy_(r.base - r.previous)
 
     def fetched(self, server: int) -> tuple[Tensor, ...]:
         """A server's weights as they were fetched last, one tensor per group, to be read only.
@@ -268,7 +263,7 @@ class Replica:
         near = answers if self._lane is None else self._lane.bring(answers)
         with torch.no_grad(), self._turn():
             for r, x in self._values(write=True):
-                answer = r.of(near)
+                answer = near[r.server][r.group][r.place]
                 if r.role is Role.PARAMETER:
                     self._merge(r, x, answer, pushed, fresh, alone)
                 elif r.role is Role.LARGEST and (alone or not fresh):
@@ -292,9 +287,9 @@ class Replica:
     def resume(self) -> None:
         """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
 
-    def _pack_again(self, r: Span, wire: Tensor) -> None:
+    def _pack_again(self, r: Span) -> None:
         if r.previous is not None:
-            wire.copy_(r.base - r.previous)
+            r.wire.copy_(r.base - r.previous)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if self.mix is None:
@@ -309,14 +304,14 @@ class Replica:
         r.base.copy_(answer)
 
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
-        return torch.sub(x, answer, out=_at_least(self._scratch, x.numel(), x))
+        return x - answer
 
-    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
-        if x.device == wire.device:
-            update = torch.sub(x, r.base, out=wire)
+    def _pack(self, r: Span, x: Tensor) -> None:
+        if x.device == r.wire.device:
+            update = torch.sub(x, r.base, out=r.wire)
         else:
             update = x - r.base
-            wire.copy_(update, non_blocking=True)
+            r.wire.copy_(update, non_blocking=True)
         before = r.base
         if self._keeps and r.previous is not None:
             r.base, r.previous = r.previous, r.base
@@ -327,11 +322,11 @@ class Replica:
             x.copy_(answer)
             r.base.copy_(x)
             return
-        answer = answer.to(x.device)
-        own = _real(x)
-        scratch = _at_least(self._scratch, own.numel(), own).view(own.shape)
-        own.sub_(torch.sub(_real(r.base), _real(answer), out=scratch))  # x + 0 would turn -0 into 0
-        r.base.copy_(answer)
+        base, answer = r.base, answer.to(x.device)
+        if x.is_complex():  # torch's complex x - 0 is not always x, where a part of it is -0
+            x, base, answer = map(torch.view_as_real, (x, base, answer))
+        x.sub_(base.sub_(answer))  # x + 0 would turn -0 into 0
+        base.copy_(answer)
 
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
         """Take the servers' weights as they are; if ``alone``, all of the worker's steps must be in them.
@@ -361,13 +356,16 @@ class Replica:
                 if r.role is Role.PARAMETER:
                     self._go_ahead(r, x, answer)
                 elif r.role is not Role.LARGEST:
-                    _real(x).sub_(_real(r.base.cpu()) - _real(answer))
+                    Replica._go_ahead(self, r, x, answer)
                 elif not alone:
                     torch.maximum(x, answer, out=x)
         return self.read(shards)
 
     def _go_ahead(self, r: Span, x: Tensor, answer: Tensor) -> None:
-        _real(x).sub_(_real(r.base.cpu()) - _real(answer))
+        base = r.base.cpu()
+        if x.is_complex():  # as in a rebase
+            x, base, answer = map(torch.view_as_real, (x, base, answer))
+        x.sub_(base - answer)
 
     def read(self, answers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
         """The servers' weights as fresh, named CPU tensors; the module stays as it is."""
@@ -383,6 +381,8 @@ class Replica:
     def close(self) -> None:
         """Give the shared memory back."""
         self.wire = []
+        for span in self._spans:
+            span.wire = span.row
         for block in self.blocks:
             if block is not None:
                 self._close(block)
@@ -403,8 +403,8 @@ class Replica:
                 )
         flat = [t.detach().reshape(-1) for t in tensors]  # strided ones are copied
         for r in self._spans:
-            parts = r.parts(flat)
-            row = parts[0] if len(parts) == 1 else torch.cat(parts, out=_at_least(self._row, r.length, parts[0]))
+            parts = [flat[tensor][where] for tensor, where in r.places]
+            row = parts[0] if len(parts) == 1 else torch.cat(parts, out=r.row)
             yield r, row
             if write and len(parts) > 1:
                 for part, values in zip(parts, torch.split(row, r.sizes), strict=True):
@@ -431,16 +431,3 @@ def _place(module: Module, name: str) -> tuple[Any, str]:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     return (owner._parameters if last in owner._parameters else owner._buffers), last
-
-
-def _at_least(buffers: dict[torch.dtype, Tensor], length: int, like: Tensor) -> Tensor:
-    """A buffer of a number of scalars, the same one every time, of a tensor's dtype and on its device."""
-    buffer = buffers.get(like.dtype)
-    if buffer is None or buffer.numel() < length:
-        buffer = buffers[like.dtype] = like.new_empty(length)
-    return buffer[:length]
-
-
-def _real(values: Tensor) -> Tensor:
-    """A vector's real numbers: torch's complex ``x - 0`` is not always ``x``, where a part of it is -0."""
-    return torch.view_as_real(values) if values.is_complex() else values

@@ -49,14 +49,15 @@ class GradientReplica(Replica):
             gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
-                for part, gradient in zip(torch.split(accrued, r.sizes), r.parts(gradients), strict=True):
+                for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):
+                    gradient = gradients[tensor]
                     if gradient is not None:
-                        part.add_(gradient)
+                        part.add_(gradient[where])
 
-    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor) -> None:
         index = self._index[id(r)]
         accrued = self._accrued[index]
-        wire.copy_(accrued, non_blocking=True)
+        r.wire.copy_(accrued, non_blocking=True)
         if index in self._pushed:
             self._accrued[index], self._pushed[index] = self._pushed[index], accrued
         self._accrued[index].zero_()
@@ -71,8 +72,8 @@ class GradientReplica(Replica):
             for i in [i for i in self._pushed if self._spans[i].server == server]:
                 del self._pushed[i]
 
-    def _pack_again(self, r: Span, wire: Tensor) -> None:
-        wire.copy_(self._pushed[self._index[id(r)]])
+    def _pack_again(self, r: Span) -> None:
+        r.wire.copy_(self._pushed[self._index[id(r)]])
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
@@ -87,8 +88,8 @@ class ElasticReplica(Replica):
 
     _parked = False
 
-    def _pack(self, r: Span, x: Tensor, wire: Tensor) -> None:
-        wire.copy_(x, non_blocking=True)
+    def _pack(self, r: Span, x: Tensor) -> None:
+        r.wire.copy_(x, non_blocking=True)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if pushed:
@@ -106,12 +107,11 @@ class ElasticReplica(Replica):
         x.copy_(answer)  # the centre is the model
 
     def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
-        wire = r.of(self.wire)
         if park:
             r.base.copy_(x)
         x.copy_(answer)
-        if wire.data_ptr() != answer.data_ptr():
-            wire.copy_(answer)
+        if r.wire.data_ptr() != answer.data_ptr():
+            r.wire.copy_(answer)
 
     def resume(self) -> None:
         """See :class:`Replica`. What a program has changed meanwhile is kept."""
@@ -121,7 +121,7 @@ class ElasticReplica(Replica):
         with torch.no_grad():
             for r, x in self._values(write=True):
                 if r.role is Role.PARAMETER:
-                    x.sub_(r.of(self.wire).to(x.device)).add_(r.base)
+                    x.sub_(r.wire.to(x.device)).add_(r.base)
 
 
 def replica_for(
