@@ -1,8 +1,8 @@
-"""A worker of a run whose workers come and go: what it is told when it comes, who is chief, when the run is to end.
+"""A worker of an elastic run: what it learns when it joins, which worker is chief, when the run ends.
 
-To Lightning it is a Trainer with a single device, whose epochs get shorter the more workers there are. There is nothing
-that all workers do together: the data are leased, and every worker takes the servers' weights when it ends an epoch.
-What one of them has to tell the others, and those who come later, it notes with the coordinator (:class:`RunMetadata`).
+To Lightning it is a Trainer with a single device, whose epochs get shorter the more workers there are. Workers do
+nothing together: the data are leased, and every worker takes the servers' weights at the end of its epoch. What a
+worker publishes for the others, and for workers that join later, the coordinator keeps (:class:`RunMetadata`).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ __all__ = ["Attachment"]
 
 _LAYOUT = "layout"  # what is exchanged
 _CONSTANTS = "constants"  # the module's other tensors
-_PROGRESS = "progress"  # where the chief ended its latest epoch
+_PROGRESS = "progress"  # the chief's progress at the end of its latest epoch
 _BATCH = "batch"  # samples of a batch, as progress counts them
-_FILES = "files"  # what the chief's checkpoint callbacks know of those that were written
-_STOPS = "stops"  # how often a chief has ended training before its time
+_FILES = "files"  # state of the chief's checkpoint callbacks
+_STOPS = "stops"  # how often a chief has stopped training early
 
 
 class Attachment:
-    """One worker's part in a run. ``on_chief`` is told when this worker becomes the chief, or is it no more."""
+    """One worker's part in a run. ``on_chief`` is called when this worker becomes chief, or is replaced as chief."""
 
     def __init__(self, client: SessionClient, on_chief: Callable[[bool], None] = lambda _: None) -> None:
         self.client = client
         self._on_chief = on_chief
         self.chief = False
         """Whether this worker logs and writes checkpoints; changes between two batches and at sync points only."""
-        self._heard = 0  # who is chief, as of late
+        self._heard = 0  # according to the latest heartbeat reply
         self._notes: Mapping[str, Any] = {}
         self.bootstraps = False
-        """Whether the run had no weights when this worker came."""
+        """Whether the run had no weights when this worker joined."""
 
     def arrive(self, device: Any) -> int:
         """Attach the worker, which trains on ``device``; waits for the run's first weights.
 
-        Returns how many news there were before.
+        Returns the number of earlier events.
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
         self._notes, self.bootstraps = attached.notes, attached.bootstraps
@@ -52,11 +52,11 @@ class Attachment:
         return attached.heard
 
     def follow(self, chief: int) -> None:
-        """Take notice of who is chief. From any thread."""
+        """Note which worker is chief. Any thread may call this."""
         self._heard = chief
 
     def update(self) -> None:
-        """Become the chief, or cease to be, if that has been heard of: between two batches, and at sync points."""
+        """Apply a change of chief, between two batches and at sync points."""
         mine = self._heard == self.client.connection.worker
         if mine is not self.chief:
             self.chief = mine
@@ -69,7 +69,7 @@ class Attachment:
 
     @property
     def progress(self) -> dict[str, Any] | None:
-        """Where the run was when this worker came; None in its first epoch."""
+        """The run's progress when this worker joined; None in its first epoch."""
         return self._notes.get(_PROGRESS)
 
     @property
@@ -78,7 +78,7 @@ class Attachment:
         return bool((self.progress or {}).get("between_epochs"))
 
     def found(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
-        """Publish the layout and what is not exchanged, the servers having this worker's weights: others may enter."""
+        """Publish the layout and what is not exchanged, once the servers have weights: others may join."""
         if progress is not None:
             self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)
@@ -97,16 +97,16 @@ class Attachment:
         return int(self.client.note(_BATCH, mine, first=True))
 
     def wrote(self, files: Any) -> None:
-        """Tell what checkpoint callbacks know of the files, after the chief has written one."""
+        """Publish the state of the chief's checkpoint callbacks, after it has written a file."""
         self.client.note(_FILES, files)
 
     @property
     def files(self) -> Any:
-        """The latest word of a chief about that; None if there is no file."""
+        """That state as the latest chief published it; None if there is no file."""
         return self.client.note(_FILES)
 
     def end_epoch(self, progress: Callable[[], dict[str, Any]], should_stop: bool) -> bool:
-        """Publish or read the end of an epoch; whether training is to end with it.
+        """Publish or read the end of an epoch. Returns whether training ends with it.
 
         The run ends where the chief does, and any other worker may leave it. The chief's progress is kept for
         those that attach later.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Where a worker is."""
+    """Where a worker is, which decides whether collectives are real."""
 
     OFFLINE = "offline"  # not connected: collectives are local
     SYNC = "sync"  # between training batches: collectives are real
@@ -36,15 +36,15 @@ class Phase(Enum):
 
 
 class Collectives:
-    """The collectives of one worker; ``client`` is None where there is nobody else."""
+    """The collectives of one worker; ``client`` is None for a single worker."""
 
     def __init__(self, client: SessionClient | None = None, timeout_s: float = 1800.0) -> None:
         self.client = client
         self.timeout_s = timeout_s
         self.phase = Phase.OFFLINE if client is None else Phase.SYNC
-        self.waited_s = 0.0  # in calls
+        self.waited_s = 0.0  # of calls
         self._seq = 0
-        # Those that were answered, by number, and the answers: the latest, and those that others may need yet.
+        # Answered calls by number, with the answers: the latest, and those that other workers may still need.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
 
     @property
@@ -59,23 +59,23 @@ class Collectives:
 
     @property
     def others_stopped(self) -> bool:
-        """Whether another worker trains no more, and waits in this one's next collective."""
+        """Whether another worker has stopped training and waits in this worker's next collective."""
         return self.client is not None and self.client.stopped > self._seq
 
     def gather(
         self, kind: str, name: str, payload: Any, *, target: int | None = None, stops: bool = False
     ) -> dict[int, Any]:
-        """Everybody's payload by rank: any picklable value; tensors must be on the CPU.
+        """All workers' payloads by rank: any picklable value; tensors must be on the CPU.
 
         ``kind`` and ``name`` are for error texts; ``target`` is the only worker that gets the payloads (others get
-        nothing), None for everybody; ``stops`` says that this worker trains no more: the others are to come soon.
+        nothing), None for all; ``stops`` says that this worker has stopped training, so the others should call soon.
         """
         if not self.real:
             return {self.rank: payload}
         return self.contribute(kind, name, payload, target=target, stops=stops)
 
     def barrier(self, name: str = "") -> None:
-        """Wait for everybody."""
+        """Wait for all living workers."""
         self.gather("barrier", name, None)
 
     def broadcast(self, value: T, source: int = 0, name: str = "") -> T:
@@ -87,20 +87,20 @@ class Collectives:
         return answer
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
-        """Combine everybody's tensors, see :func:`combine`; ``tensor`` itself where nobody else is reached."""
+        """Combine all workers' tensors, see :func:`combine`; ``tensor`` itself where the collective is local."""
         if not self.real:
             return tensor
         parts = self.gather("reduce", name or op, tensor.detach().cpu()).values()
         return combine(op, list(parts)).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, name: str = "") -> list[Tensor]:
-        """Everybody's tensor in the order of ranks; shapes may differ."""
+        """All workers' tensors in the order of ranks; shapes may differ."""
         if not self.real:
             return [tensor]
         return [t.to(tensor.device) for t in self.gather("all_gather", name, tensor.detach().cpu()).values()]
 
     def decide(self, decision: bool, *, all: bool = True) -> bool:
-        """Whether all workers (or any of them) say yes."""
+        """Whether ``yes`` holds on all workers, or on any."""
         answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
         return bool(min(answers) if all else max(answers))
 
@@ -116,7 +116,7 @@ class Collectives:
     ) -> dict[int, Any]:
         """Take part in a collective, and wait for the living workers' values by rank.
 
-        ``source`` is the only worker whose value is wanted, ``target`` the only one that wants them; None: everybody.
+        ``source`` is the only worker that sends a value, ``target`` the only one that receives them; None: all.
         """
         client = self.client
         if client is None:
@@ -157,18 +157,18 @@ class Collectives:
         return max(self._answers, default=0)
 
     def _remember(self, client: SessionClient, message: Contribution, answer: dict[int, Any]) -> None:
-        """Keep a collective's result for workers that need it yet if the coordinator is lost."""
+        """Keep a collective's result for workers that may still need it if the coordinator is lost."""
         for seq, (earlier, _) in list(self._answers.items()):
             if client.connection.restorer is None or seq < client.heard.needed:
                 del self._answers[seq]
-            elif earlier.target is not None:  # that one has its answer, and the others get nothing
+            elif earlier.target is not None:  # the target has its answer, and the others get nothing
                 self._answers[seq] = replace(earlier, payload=None), {}
         if message.target is None:
             message = replace(message, payload=None)  # the answer has it
         self._answers[message.seq] = message, answer
 
     def repeat(self, connection: Connection) -> None:
-        """Send the contributions again that were answered here, and may not have been elsewhere."""
+        """Resend contributions whose results other workers may lack."""
         for message, answer in self._answers.values():
             connection.post(COORDINATOR, replace(message, answer=answer), message.timeout_s + GRACE_S)
 

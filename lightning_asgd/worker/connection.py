@@ -1,7 +1,7 @@
 """A worker's connection to the servers: messages out, answers back, and servers' errors turned into exceptions.
 
-This is the only place in which a worker waits for servers. Where lost servers can be restored such a wait is
-interrupted for that: the thread that waits takes part in the recovery, and then waits on.
+A worker waits for servers only here. Where lost servers can be restored, a loss interrupts the wait: the waiting
+thread takes part in the recovery, then resumes the wait.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Restorer(Protocol):
 
 
 class AnotherLost(Exception):
-    """Another server was lost while some were being restored: begin again with all of them."""
+    """Another server was lost during a recovery: start the recovery again with all lost servers."""
 
 
 class Connection:
     """One worker's connection to all servers, in one session.
 
-    ``world_size`` is 0 in an elastic run, where the worker is told its number when it attaches itself. A server may
+    ``world_size`` is 0 in an elastic run, where the worker gets its number when it attaches. A server may
     take ``timeout_s`` for an answer that does not depend on other workers, ``patience_s`` for one that does.
     ``with_last_output`` adds to an error's text the last output of a dead server, where this process knows it.
     """
@@ -65,7 +65,7 @@ class Connection:
         self.restorer: Restorer | None = None  # None where lost servers cannot be restored
         self.restored = [0] * transport.num_servers  # how often each was
         self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
-        self._lost_servers: set[int] = set()  # that are to be restored
+        self._lost_servers: set[int] = set()  # servers to restore
         self._being_restored: set[int] = set()
         self._interrupt: Future[None] | None = None  # ends the present wait
 
@@ -76,7 +76,7 @@ class Connection:
 
     @property
     def sender(self) -> tuple[str, int]:
-        """The session and this worker's number, with which most messages begin."""
+        """The session and this worker's number, the first fields of every request."""
         return self.session, self.worker
 
     # ------------------------------------------------------------------ messages and answers
@@ -139,14 +139,14 @@ class Connection:
     # ------------------------------------------------------------------ lost servers
 
     def interrupt(self, server: int) -> None:
-        """Have the training thread restore a server as soon as it waits for one, or :meth:`attend`. From any thread."""
+        """Have the training thread restore a server when it next waits or calls :meth:`attend`. For any thread."""
         self._lost_servers.add(server)
         interrupt = self._interrupt
         if interrupt is not None:
             _set(interrupt)
 
     def attend(self) -> None:
-        """Restore the servers that are lost, if any are. To be called between two batches."""
+        """Restore lost servers, if there are any. Called between two batches."""
         if self._lost_servers and not self._being_restored:
             self._restore()
 
@@ -161,7 +161,7 @@ class Connection:
         return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
 
     def recover(self, server: int, restored: int, error: ServerLostError) -> None:
-        """Have a server restored after an error, unless that has happened; raise the error if it cannot be.
+        """Restore a server after an error, unless it was restored already. Raises the error if that is impossible.
 
         ``restored`` is how often it had been when the message was sent that was not answered.
         """
@@ -195,7 +195,7 @@ class Connection:
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output stands in the main process's error or log."
         )
-        if TIMED_OUT not in cause:  # else it may live: no other one takes its place
+        if TIMED_OUT not in cause:  # else it may live, and is not replaced
             lost.server = server
         return lost
 
@@ -204,7 +204,7 @@ _setting = threading.Lock()
 
 
 def _set(future: Future[None]) -> None:
-    """Complete a future that several may want to complete."""
+    """Complete a future that another thread may complete at the same time."""
     with _setting:
         if not future.done():
             future.set_result(None)

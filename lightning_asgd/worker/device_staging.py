@@ -1,11 +1,10 @@
-"""Between a module's device and this machine's memory: copies that the training thread does not wait for.
+"""Copies between a module's device and host memory that the training thread does not wait for.
 
-On a CPU there is nothing to copy, and no lane. On a CUDA device all that concerns exchanges is queued on a stream of
-its own, which the device works through between two training steps: it takes its *turn* after what the device was given
-before, and what it is given later comes after it. So the training thread only queues work. Once the device has
-finished a turn, what it copied has *arrived*, and it reads no more of this machine's memory: before that no server may
-be sent anything that it answers there. The worker trains meanwhile, and looks again after every step. What is copied
-lies in pinned memory, which the device reads and writes by itself.
+On a CPU there is nothing to copy, and no lane. On a CUDA device all work of exchanges is queued on a separate stream,
+ordered with training: a *turn* runs after the kernels queued before it and before those queued after it. So the
+training thread only queues work. Once the device has finished a turn, its copies have *arrived*, and the device no
+longer reads host memory; until then no request may be sent whose answer overwrites that memory. The worker trains
+meanwhile and checks after every step. Copies use pinned memory, which the device accesses by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_asgd.transports.shared_memory import SharedBlock
 
 __all__ = ["DeviceLane", "lane_for"]
 
-_TURNS = 16  # of which it is remembered how long they took
+_TURNS = 16  # whose durations are kept
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class DeviceLane:
         self._module: Any = module or torch.get_device_module(device)
         self._is_device = device.type != "cpu"
         self._stream = self._module.Stream(device)
-        self._turns: deque[tuple[Any, Any]] = deque(maxlen=_TURNS)  # events before and after those not told of
+        self._turns: deque[tuple[Any, Any]] = deque(maxlen=_TURNS)  # events around turns not yet reported by took_s
         self._latest: Any = None  # the event after the latest turn
         self._landed: Any = None  # the event after the latest answers were copied
         self._landing: list[tuple[Tensor, ...]] = []  # answers on their way to the device, where they came by value
@@ -46,16 +45,16 @@ class DeviceLane:
 
     @property
     def arrived(self) -> bool:
-        """Whether the latest :meth:`turn` is over, and all before it."""
+        """Whether the latest :meth:`turn` and all earlier ones are done."""
         return self._latest is None or bool(self._latest.query())
 
     def wait(self) -> None:
-        """Return once it is."""
+        """Wait until it is."""
         if self._latest is not None:
             self._latest.synchronize()
 
     def took_s(self) -> float:
-        """Seconds of turns that are over and were not told of, in which the device did nothing else."""
+        """Seconds of device time in turns that finished since the last call."""
         took_s = 0.0
         while self._turns and self._turns[0][1].query():
             begin, end = self._turns.popleft()
@@ -63,11 +62,11 @@ class DeviceLane:
         return took_s
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A flat vector of pinned host memory for what is sent and what comes back."""
+        """A flat vector of pinned host memory for updates and answers."""
         return torch.empty(length, dtype=dtype, pin_memory=self._is_device)
 
     def pin(self, block: SharedBlock) -> None:
-        """Let the device read and write a shared block by itself. Where it cannot, the training thread waits."""
+        """Pin a shared block. Where that is impossible, copies block the training thread."""
         if not self._is_device:
             return
         address, nbytes = block.span
@@ -78,19 +77,19 @@ class DeviceLane:
                 "Exchanges will hold training up a little. Raise the limit of locked memory (ulimit -l).",
                 *(nbytes, error),
             )
-        else:  # memory that is unmapped before would stay pinned, and another block may come to lie there
+        else:  # memory that is unmapped first would stay pinned, and another block may be mapped there
             self._unpins[address] = weakref.finalize(block, _unpin, self._module, self._device, self._stream, address)
             self._unpins[address].atexit = False
 
     def unpin(self, block: SharedBlock) -> None:
-        """No more of that: to be called before the block is closed."""
+        """Unpin a shared block, before it is closed."""
         give_back = self._unpins.pop(block.span[0], None)
         if give_back is not None:
             give_back()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is computed and copied within comes after what was before, and before what will be."""
+        """Order the work queued inside after earlier training kernels and before later ones."""
         training = self._module.current_stream(self._device)
         begin, end = self._event(timed=True), self._event(timed=True)
         self._stream.wait_stream(training)
@@ -98,16 +97,16 @@ class DeviceLane:
         try:
             with self._module.stream(self._stream):
                 yield
-        finally:  # also where memory ran out in the midst of it
+        finally:  # also where memory ran out inside
             training.wait_stream(self._stream)
             end.record(self._stream)
             self._latest = end
             self._turns.append((begin, end))
 
     def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
-        """Servers' answers where the next :meth:`turn` computes; copied beside what the device computes until then."""
+        """Servers' answers on the device, for the next :meth:`turn`; the copy overlaps with training."""
         if self._landed is not None:
-            self._landed.synchronize()  # through long since: an exchange lies between
+            self._landed.synchronize()  # done long ago: there was an exchange in between
         if not self._landing:
             self._landing = [()] * len(answers)
         self._landed = self._event()
@@ -133,13 +132,13 @@ class DeviceLane:
 def _unpin(module: Any, device: torch.device, stream: Any, address: int) -> None:
     try:
         stream.synchronize()
-    except RuntimeError as error:  # after which the device can't be used any more; what follows tells its user
+    except RuntimeError as error:  # the device is unusable after it, and the next call reports that
         log.warning("Copies to or from a device were not through when training ended: %s", error)
     _registered(module, device, lambda cudart: cudart.cudaHostUnregister(address))
 
 
 def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -> int:
-    """CUDA's error of a call; 0 if there was none. CUDA itself would raise it at the next kernel of any caller."""
+    """The error code of a CUDA call, 0 if none. CUDA itself would raise it at the next kernel of any caller."""
     with contextlib.suppress(RuntimeError):
         scalar = torch.empty(1, device=device)
         with module.device(device):
@@ -152,8 +151,5 @@ def _registered(module: Any, device: torch.device, call: Callable[[Any], Any]) -
 
 
 def lane_for(device: torch.device) -> DeviceLane | None:
-    """The lane between a device and this machine's memory; None where copies are done when the call returns.
-
-    That is so on a CPU, and on devices without streams.
-    """
+    """The lane of a device; None on a CPU and on devices without streams, where copies are synchronous."""
     return DeviceLane(device) if device.type == "cuda" else None

@@ -10,21 +10,21 @@ from lightning_asgd.config import ExchangeConfig
 
 __all__ = ["Pace", "Schedule"]
 
-_OVERHEAD = 0.025  # part of the training time that exchanges may take away, as far as a worker can measure it
-_KEPT = 9  # exchanges that are looked at: odd, and enough for a median to ignore a disturbed one
+_OVERHEAD = 0.025  # share of training time that exchanges may cost, as far as a worker can measure it
+_KEPT = 9  # exchanges in the window: odd, and enough for a median to ignore an outlier
 _MOST = 10_000
-_FORGET = 0.8  # what remains at a sync point of how long an exchange took
+_FORGET = 0.8  # weight at a sync point of how long an exchange took
 
 
 class Pace:
     """The steps between two exchanges, from what the latest ones were like.
 
-    An exchange is to be over before the next one falls due, and what it takes away from training, on the worker and on
-    servers that share its machine, is to stay below 2.5 % of it. A smaller period would not bring more speed, only more
-    staleness per exchange; a larger one would follow the others less closely for nothing.
+    An exchange should end before the next one is due, and its cost to training, on the worker and on servers that share
+    its machine, should stay below 2.5 %. A longer period would make the worker follow the others less closely, and save
+    nothing that can be measured.
 
     Args:
-        first: what to say before anything is known.
+        first: the period until exchanges have been measured.
     """
 
     def __init__(self, first: int) -> None:
@@ -34,10 +34,10 @@ class Pace:
         self._costs: deque[float] = deque(maxlen=_KEPT)
 
     def note(self, *, step_s: float, trip_s: float, cost_s: float) -> None:
-        """Take notice of an exchange.
+        """Record an exchange.
 
-        It took ``step_s`` per optimizer step since the one before and ``trip_s`` until it was answered; for ``cost_s``
-        nothing was trained because of it.
+        Steps since the previous exchange took ``step_s`` each, its answer took ``trip_s``, and it stopped training for
+        ``cost_s``.
         """
         if step_s <= 0:
             return
@@ -59,8 +59,8 @@ class Schedule:
     def __init__(self, config: ExchangeConfig, lead: int) -> None:
         self.since_push = 0  # steps
         self.since_fetch = 0
-        self.trip_s = 0.0  # that an exchange probably takes: the shorter one of the latest two
-        self.busy_s = 0.0  # with exchanges, since the latest one began
+        self.trip_s = 0.0  # expected duration of an exchange: the shorter of the latest two
+        self.busy_s = 0.0  # spent on exchanges since the latest push began
         self._config = config
         self._lead = lead
         self._latest_s = 0.0  # that the latest exchange took
@@ -101,7 +101,7 @@ class Schedule:
         return speed, step_s
 
     def wish(self, nsync: int) -> None:
-        """Exchange as often as the servers want; 0 if they do not mind."""
+        """Use the period that the servers ask for; 0 if they ask for none."""
         self._wished = nsync if nsync not in (0, self.npush) else None
 
     def answered(self, *, step_s: float, trip_s: float, cost_s: float, sync: bool) -> None:
@@ -111,9 +111,9 @@ class Schedule:
             self._auto.note(step_s=step_s, trip_s=trip_s, cost_s=cost_s)
 
     def pause(self) -> None:
-        """Leave a sync point: the time that it took counts for no step."""
+        """Leave a sync point, whose time counts for no step."""
         self._began = None
 
     def forget_trip(self) -> None:
-        """Trust the latest exchange's time less: else one that took very long would be the last."""
+        """Discount the latest duration: otherwise no exchange would follow a very long one."""
         self.trip_s *= _FORGET

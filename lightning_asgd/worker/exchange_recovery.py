@@ -1,4 +1,4 @@
-"""What a channel has exchanged: with it a lost server's shard is restored, and a fenced worker rejoins."""
+"""A log of what a channel exchanged, from which lost shards are restored and fenced workers rejoin."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ExchangeLog:
         self._data = data
         self._waits = waits  # whether servers hold answers back until other workers have pushed
         self.seq = 0  # number of the latest push
-        self.in_flight: InFlight | None = None  # what was sent, and whose answer is not merged
-        self.pushed: list[Exchange] = []  # what was, and acknowledged, since the latest fetch
+        self.in_flight: InFlight | None = None  # the exchange whose answer is not merged yet
+        self.pushed: list[Exchange] = []  # acknowledged pushes since the latest fetch
         # Of the weights fetched last: versions, the latest push of each worker in them, the epoch, ranges of its units.
         self.versions = [0 for _ in self._connection.servers]
         self.pushes: list[dict[int, int]] = [{} for _ in self.versions]
@@ -62,7 +62,7 @@ class ExchangeLog:
         if self.in_flight is not None:
             if self.in_flight.push:
                 if server != COORDINATOR and not self._waits:
-                    # Where that goes on without this worker no other server may have this.
+                    # If it goes on without this worker, no other server may have this push.
                     self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
                 self._replica.pack_again(server)
             self.in_flight.answers = []
@@ -70,18 +70,18 @@ class ExchangeLog:
             self._connection.result(server, self.in_flight.futures[server])
 
     def rejoin(self) -> Waits:
-        """Join again. What was not applied is lost: others train those data."""
+        """Rejoin. Updates that were not applied are lost: other workers train those data."""
         lost = self.in_flight
         restoring = bool(self._connection.being_restored)
-        if not restoring:  # else it may have to begin again, with one server more that is lost
+        if not restoring:  # else it may have to start again with one more lost server
             self.in_flight = None
         if lost is not None:
             if not all(f.done() for f in lost.futures):
                 yield lost.futures
-            if not restoring:  # else what was under way is not sent again: others train those data
+            if not restoring:  # else the exchange in flight is not sent again: other workers train those data
                 with suppress(WorkerAwayError):
-                    self._shards.replies(lost.futures)  # if the first server took the push, all must
-            for future in lost.futures:  # another server may still read what is on the wire
+                    self._shards.replies(lost.futures)  # if server 0 took the push, all must
+            for future in lost.futures:  # another server may still read the wire buffers
                 done_within(future, self._connection.timeout_s)
         owed = self._owed(lost)
         self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
@@ -95,7 +95,7 @@ class ExchangeLog:
                 self._connection.result(server, futures[server])
 
     def _owed(self, lost: InFlight | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
-        """What the coordinator has answered, and servers that are being restored may lack: messages, and futures."""
+        """Messages, with futures, that the coordinator has answered and servers under recovery may lack."""
         owed = []
         if self._connection.may_lack and self.pushed:
             owed.append((self.pushed, list[Future[Any]](Future() for _ in self.pushed)))
@@ -106,9 +106,9 @@ class ExchangeLog:
         return owed
 
     def keep_answers(self, pending: InFlight) -> bool:
-        """Wait for the weights that an exchange brings, and leave them to be merged later.
+        """Wait for the weights in an exchange's answer, and keep them for a later merge.
 
-        False if there are none: the update was rejected, or the others have gone on without this worker.
+        Returns False if there are none: the update was rejected, or this worker was fenced.
         """
         if not pending.answers:
             try:
@@ -123,7 +123,7 @@ class ExchangeLog:
         return True
 
     def look(self) -> tuple[list[Reply], list[tuple[Tensor, ...]]]:
-        """The servers' present weights, while nothing is on its way through the memory that they come through."""
+        """Fetch the servers' present weights; no exchange may be in flight, since it would use the same buffers."""
         self._replica.await_arrival()
         updates = self._replica.updates()
         futures = self._shards.exchange(self.seq, self.versions, push=False, fetch=True, updates=updates, full=True)

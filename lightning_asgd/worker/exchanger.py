@@ -2,15 +2,15 @@
 
 The training thread drives everything: at the start of a batch it merges an answer that has come and, if enough steps
 were taken, starts the next exchange. Sending and receiving happen in the transport's own threads meanwhile. At most one
-exchange is under way: one that falls due earlier is put off until the answer is there (its steps go into the next
-push), so a slow network never stops the training, up to ``max_offline_steps``. None begins that the next sync point
-would have to wait for. From a device an update takes a while to this machine's memory, and an answer back: what is to
-be sent leaves after the step in which the device has finished that.
+exchange is in flight: if the next one falls due earlier it is deferred until the answer is there (its steps go into
+the next push), so a slow network never stops training, up to ``max_offline_steps``. No exchange begins that the next
+sync point would have to wait for. On a device, copies to and from host memory take a while: an update is sent after the
+step in which its copy has finished.
 
 A module is exchanged in one or several fragments, at times of their own: each has a :class:`Channel`.
 
-What may have to wait is a generator of the futures that it waits for, so that the simulator's one thread can go on with
-another worker meanwhile; :func:`run` runs it without a break.
+A method that may have to wait is a generator of the futures that it waits for, so that the simulator's only thread can
+run another worker meanwhile; :func:`run` runs it to its end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 
 def _blocking(waiting: Callable[..., Waits]) -> Callable[..., None]:
-    """A method that does the same without a break."""
+    """The same as a method that blocks."""
 
     def block(self: Any, **how: Any) -> None:
         for _ in waiting(self, **how):
@@ -50,9 +50,9 @@ def _blocking(waiting: Callable[..., Waits]) -> Callable[..., None]:
 
 
 class Channel:
-    """The exchanges of one fragment, at most one of which is under way.
+    """The exchanges of one fragment, at most one of which is in flight.
 
-    If there are several ``fragments``, pushes count no units: one is done when all fragments have it.
+    With several ``fragments`` pushes count no units: a unit is done when all fragments have it.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class Channel:
         self.log = ExchangeLog(shards, replica, training.data, waits=config.algorithm.waits)
         # Fragments take turns: the first exchange comes that many steps earlier than after ``nsync``.
         self.schedule = Schedule(config, config.npush * (fragments - 1 - shards.fragment) // fragments)
-        self.leaving: InFlight | None = None  # the exchange that is sent once the device is through
+        self.leaving: InFlight | None = None  # the exchange that is sent once the device has copied it
         self.stats = ExchangeStats()  # of all channels; set by the exchanger
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
         self.caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
         self._algorithm = config.algorithm
         self._training = training
         self._whole = fragments == 1
-        # Nobody else changes the servers' weights: an answer that is what was expected moves none of the worker's.
+        # No other worker changes the servers' weights: an answer that equals the expected one moves no weight.
         self._alone = shards.connection.world_size == 1
         self._clock = clock
         self._measure_at = clock() if training.measure else math.inf
 
     @property
     def answered(self) -> bool:
-        """Whether an exchange is under way and its answer has come."""
+        """Whether the exchange in flight has been answered."""
         return self.log.in_flight is not None and all(f.done() for f in self.log.in_flight.futures)
 
     @property
     def unacknowledged(self) -> int:
-        """Steps of which this worker does not know that the servers have them."""
+        """Steps that servers have not acknowledged."""
         begun = (each for each in (self.leaving, self.log.in_flight) if each is not None)
         return self.schedule.since_push + sum(each.local_steps for each in begun)
 
@@ -154,9 +154,9 @@ class Channel:
             future.add_done_callback(lambda _: leaving.answered.append(self._clock()))
 
     def finish(self, *, adopt: bool = False, park: bool = False, sync: bool = False) -> Waits:
-        """Wait for the answer of the exchange under way, if there is one, and merge or adopt it."""
+        """Wait for the answer of the exchange in flight, if there is one, and merge or adopt it."""
         if self.leaving is not None:
-            self.replica.await_arrival()  # the device trains meanwhile: that is no waiting for an exchange
+            self.replica.await_arrival()  # the device trains meanwhile, so this is not a wait for an exchange
             self.send(self.leaving)
         log, schedule, pending = self.log, self.schedule, self.log.in_flight
         if pending is None:
@@ -169,7 +169,7 @@ class Channel:
         except WorkerAwayError:
             yield from self.rejoin()
             return
-        if log.in_flight is not pending:  # while it waited for a server to be restored it has come back
+        if log.in_flight is not pending:  # it has rejoined while it waited for a server's recovery
             return
         if self.shards.client.must_rejoin:  # before the next push reaches some servers and not others
             yield from self.rejoin()
@@ -180,7 +180,7 @@ class Channel:
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
         if pending.fetch:
-            # The versions move on only with the weights: a push is as stale as the weights it was trained from.
+            # Versions advance only with the weights: a push is as stale as the weights it was trained from.
             log.versions = [r.version for r in replies]
             log.pushes = [r.pushes for r in replies]
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
@@ -212,7 +212,7 @@ class Channel:
             self._training.on_refused()
 
     def fetch(self, *, park: bool = False, common: bool = False) -> Waits:
-        """Take the servers' weights as they are; ``common`` says whether all workers do, while nobody pushes."""
+        """Adopt the servers' weights; ``common`` says whether all workers do while none pushes."""
         yield from self.finish(sync=True)
         self.schedule.forget_trip()
         self.start(push=False, fetch=True, may_wait=False, full=True, common=common)
@@ -221,7 +221,7 @@ class Channel:
         self.moved = False
 
     def rejoin(self) -> Waits:
-        """Join again, and begin with the servers' weights."""
+        """Rejoin, with the servers' weights."""
         self.leaving = None
         yield from self.log.rejoin()
         self.schedule.since_push = 0
@@ -231,9 +231,9 @@ class Channel:
     def catch_up(self) -> dict[str, Tensor]:
         """See :meth:`Synchronizer.catch_up`.
 
-        Nothing is pushed, and no weights are merged: a program may have put others into the module for this checkpoint,
-        and a push at another time than usual would upset the rounds of algorithms that have some. Only a force that has
-        come goes into the module: the checkpoint holds the centre.
+        Nothing is pushed or merged: a program may have put other weights into the module for this checkpoint, and an
+        extra push would upset algorithms with rounds. Only a force that has arrived goes into the module: the
+        checkpoint holds the centre.
         """
         self.caught_up = self.log.epoch, self.log.done
         if self.leaving is not None:
@@ -242,9 +242,9 @@ class Channel:
         pending = self.log.in_flight
         if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.fetch:
             if self._algorithm.waits and not self.answered:
-                return {}  # others hold the answer back: nobody has newer weights than this worker
+                return {}  # the answer waits for other workers: none has newer weights than this one
             if not self.log.keep_answers(pending):
-                return {}  # what has happened is seen to before the next batch
+                return {}  # the failure is handled before the next batch
             replies, answers = pending.replies, pending.answers
         else:
             run(self.finish(sync=True))
@@ -258,12 +258,12 @@ class Channel:
         return self.replica.read(self.log.look()[1])
 
     def close(self) -> None:
-        """Forget the exchange under way and give the buffers back."""
+        """Forget the exchange in flight and release the buffers."""
         self.log.in_flight = self.leaving = None
         self.replica.close()
 
     def _measure(self, answers: list[tuple[Tensor, ...]]) -> None:
-        """Note how far this worker is from the servers, as seldom as costs next to nothing."""
+        """Measure the distance to the servers' weights, rarely enough to cost next to nothing."""
         begun = self._clock()
         distance = self.replica.distance(answers)
         if math.isfinite(distance):
@@ -292,7 +292,7 @@ class Exchanger:
         self._connection = self.client.connection
         self._config = config
         self._algorithm = config.algorithm
-        # Where answers are held back a worker must not run away meanwhile.
+        # Where servers hold answers back, a worker must not run ahead.
         self._max_offline_steps = 0 if config.algorithm.waits else config.max_offline_steps
         self._data = training.data
 
@@ -323,7 +323,7 @@ class Exchanger:
 
     @property
     def final_once_pushed(self) -> bool:
-        """See :class:`Synchronizer`: not where servers do something when all stand at the sync point."""
+        """See :class:`Synchronizer`: not where servers act once all workers are at the sync point."""
         waits = self._algorithm.waits or any(t.gathers for t in self._algorithm.transforms)
         return len(self.channels) == 1 and not waits
 
@@ -338,8 +338,8 @@ class Exchanger:
         """See :class:`Synchronizer`."""
         for channel in self.channels:
             if channel.log.pushed and channel.replica.remembers:
-                # Nothing was trained since the flush. With two pushes between two fetches a lost server could not be
-                # told what its weights held of them.
+                # Nothing was trained since the flush. After two pushes between two fetches, a lost server's replacement
+                # could not learn which of them the weights hold.
                 moved = channel.moved
                 yield from channel.fetch()
                 channel.moved = moved
@@ -365,7 +365,7 @@ class Exchanger:
             channel.schedule.since_fetch += 1
 
     def advancing(self) -> Waits:
-        """Merge what has come, and start an exchange if one is due. To be called between two batches."""
+        """Merge an answer that has arrived, and start an exchange if one is due. Called between two batches."""
         for channel in self.channels:
             self._connection.attend()
             if channel.leaving is not None and channel.replica.arrived:
@@ -382,7 +382,7 @@ class Exchanger:
                     continue
                 yield from channel.finish()
             elif self._data.left_s < schedule.trip_s and schedule.since_push < self._max_offline_steps:
-                continue  # the flush would have to wait for it, and what it brings would be replaced at once
+                continue  # the flush would wait for it, and the sync point would replace its answer at once
             self._data.ask_ahead(schedule.trip_s)
             channel.start(push=push, fetch=fetch)
             if not self._config.overlap:
@@ -393,7 +393,7 @@ class Exchanger:
     # ------------------------------------------------------------------ sync points
 
     def flushing(self) -> Waits:
-        """Wait for the exchange under way, push what was trained since, and let nobody wait for this worker."""
+        """Complete the exchange in flight, push the remaining steps, and mark this worker quiescent."""
         for channel in self.channels:
             yield from channel.finish(sync=True)
             untold = channel.schedule.since_push > 0
@@ -404,9 +404,9 @@ class Exchanger:
     flush = _blocking(flushing)
 
     def fetching(self, *, park: bool = False) -> Waits:
-        """Take the servers' weights as they are, what was not flushed being lost; see :class:`Synchronizer`."""
+        """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
         for channel in self.channels:
-            # Workers of a run that come and go do not meet.
+            # Workers of an elastic run have no sync points.
             yield from channel.fetch(park=park, common=self._connection.world_size > 0)
 
     fetch = _blocking(fetching)

@@ -1,11 +1,11 @@
-"""A worker's part in restoring servers that were lost: it tells the new one what the old one knew.
+"""A worker's part in restoring lost servers: it reports to the replacement what the old server knew.
 
-Training goes on until the new server is there. Then every worker, at its next batch or wherever it waits,
+Training continues until the replacement is ready. Then every worker, at its next batch or wherever it waits,
 
-1. enters the session on it, and offers the weights it fetched last, with their version and the pushes they hold, its
+1. joins the session there, and reports the weights it fetched last, with their version and the pushes they hold, its
    part of the epoch, and the number of its latest collective;
-2. when all have, and the newest were taken, sends again what these do not hold;
-3. when all have, goes on.
+2. when all workers have reported, and the server has taken the newest weights, replays the pushes that these lack;
+3. when all workers have replayed, resumes.
 
 So no acknowledged update is lost, and none is applied twice.
 """
@@ -40,10 +40,10 @@ _FOREVER_S = 0.0  # for a transport: no time-out
 
 @dataclass
 class _Successor:
-    """A server that is awaited."""
+    """A lost server whose replacement is awaited."""
 
     ready: threading.Event = field(default_factory=threading.Event)
-    replaced: bool = False  # whether the transport leads there
+    replaced: bool = False  # whether the transport is connected to it
     error: ASGDError | None = None
 
 
@@ -52,7 +52,7 @@ def _in_a_thread(run: Callable[[], None]) -> None:
 
 
 class FailoverClient:
-    """See the module's docstring. The client's connection restores servers by this object from now on.
+    """See the module's docstring. Registers itself with the client's connection.
 
     ``find`` waits for the replacement of a lost server, and returns its address; ``background`` runs that.
     """
@@ -82,12 +82,12 @@ class FailoverClient:
             self.watch(server)
 
     def close(self) -> None:
-        """Restore servers no more."""
+        """Stop restoring servers."""
         self._closed = True
         self._connection.restorer = None
 
     def watch(self, server: int) -> None:
-        """Look for another server as soon as this one is lost, and have the training thread interrupted then."""
+        """Watch a server: when it is lost, look for its replacement and interrupt the training thread."""
         me, replaced = weakref.ref(self), self._replaced[server]  # the future outlives the session
 
         def ended(future: Future[None]) -> None:
@@ -95,7 +95,7 @@ class FailoverClient:
             try:
                 future.value()
             except RuntimeError:
-                # It may be late: what was watched has been replaced then, and no other one will come for what lives.
+                # This may run late, after the watched server was replaced; the living replacement has no successor.
                 if recovery is not None and not recovery._closed and recovery._replaced[server] == replaced:
                     recovery._await(server)
 
@@ -128,7 +128,7 @@ class FailoverClient:
     def restore(self, servers: Collection[int]) -> None:
         """Restore lost servers, together with all other workers.
 
-        Raises a :class:`ServerLostError` if none took a server's place, :class:`AnotherLost` if another one is lost.
+        Raises a :class:`ServerLostError` if a server was not replaced, :class:`AnotherLost` if another server is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
             awaited.ready.wait()
@@ -163,7 +163,7 @@ class FailoverClient:
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
                 part = self._part()
                 connection.ask_together({server: self._report(server, part) for server in group})
-            if COORDINATOR not in servers:  # the new ones would take what that one refuses
+            if COORDINATOR not in servers:  # the replacements would accept what the living server rejects
                 self._check_not_fenced()
             for server in sorted(servers):
                 for log in logs:
@@ -175,7 +175,7 @@ class FailoverClient:
         connection.ask_together({server: ReplayDone(*connection.sender) for server in servers})
 
     def _join(self, server: int) -> None:
-        """Enter the session on a replacement."""
+        """Join the session on a replacement."""
         holding: Collection[int] = () if self._connection.world_size else self._holding()
         message = replace(
             self._client.join_message(server),
@@ -188,8 +188,8 @@ class FailoverClient:
     def _holding(self) -> set[int]:
         """Workers that may have pushed: a server that was restored without one of them could lack half a push.
 
-        Servers that live know who has just come, since everybody fetches from all before the first push. Where none
-        does, what others may have pushed and this worker has not heard of is in no weights that are reported.
+        Living servers know of workers that joined recently, since every worker fetches from all servers before its
+        first push. If no server lives, the reported weights hold no push of a worker that this one has not heard of.
         """
         holding: set[int] = set()
         for server in set(self._connection.servers) - self._connection.being_restored:
@@ -203,7 +203,7 @@ class FailoverClient:
         return holding | {worker for worker in pushers if worker in heard.living or worker > heard.admitted}
 
     def _report(self, server: int, part: LeaseHoldings | None) -> StateReport:
-        """What this worker knows of a lost server. It is answered when all workers have reported."""
+        """This worker's report of a lost server, answered when all workers have reported."""
         members, coordinator = self._client.members[server], server == COORDINATOR
         return StateReport(
             *self._connection.sender,

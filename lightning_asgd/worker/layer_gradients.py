@@ -1,9 +1,9 @@
-"""Layer-wise gradients: sent during backward, used ``delay`` steps later, waited for where the layer is needed next.
+"""Layer-wise gradients: sent during backward, used ``delay`` steps later, awaited when the layer is next needed.
 
-Where nobody looks at gradients between backward and the optimizer's step, a layer's mean gradient is not waited for in
-that step but just before the layer's next forward; then the optimizer takes the step for this layer alone, with the
-learning rate and other settings of that moment. The bits are the same: torch's optimizers leave out parameters without
-a gradient, and treat each one by itself.
+If no code reads gradients between backward and the optimizer's step, a layer's mean gradient is awaited just before the
+layer's next forward instead of in the step. The optimizer then steps this layer alone, with the learning rate and other
+settings of that moment. The bits are the same: torch's optimizers skip parameters without a gradient, and treat each
+parameter by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass
 class _Step:
-    """The gradients of one step that are on their way."""
+    """The gradients of one step that are in flight."""
 
     optimizer: Any
     futures: dict[int, Future[Any]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Step:
 
 @dataclass
 class _Late:
-    """A layer's step that is still to be taken."""
+    """A layer's postponed step."""
 
     optimizer: Any
     future: Future[Any]
@@ -86,7 +86,7 @@ class LayerGradients:
         self._under_way: dict[int, deque[_Step]] = {}  # by optimizer
         self._now: _Step | None = None  # the step whose backward runs
         self._late: dict[int, _Late] = {}  # by layer
-        # Layers whose forward runs in every step; a layer whose weights others use must not be late.
+        # Layers whose forward runs in every step; a layer whose weights other modules use must not be late.
         self._called: set[int] | None = None
         self._forwards: set[int] = set()
         self._handles: list[Any] = [
@@ -101,7 +101,7 @@ class LayerGradients:
             self._called = set()
 
     def begin(self) -> None:
-        """See :class:`Synchronizer`: weights stay what they are."""
+        """See :class:`Synchronizer`: weights do not change."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -135,7 +135,7 @@ class LayerGradients:
         """See :class:`Synchronizer`: all is done within a step."""
 
     def flush(self) -> None:
-        """Use the gradients that are still on their way, and let nobody wait for this worker."""
+        """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
         for step in [step for waiting in self._under_way.values() for step in waiting]:
             parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
@@ -155,10 +155,10 @@ class LayerGradients:
         self._agree()
 
     def come_back(self) -> None:
-        """See :class:`Synchronizer`: nobody goes on without a worker that is only silent."""
+        """See :class:`Synchronizer`: silent workers are not fenced."""
 
     def peek(self) -> dict[str, Tensor]:
-        """See :class:`Synchronizer`: nothing but the module holds the weights; this brings them up to date."""
+        """See :class:`Synchronizer`: only the module holds the weights; this takes the postponed steps."""
         return self.catch_up()
 
     def catch_up(self) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ class LayerGradients:
 
         return arrived
 
-    # ------------------------------------------------------------------ as late as can be
+    # ------------------------------------------------------------------ postponed steps
 
     def _before_forward(self, index: int) -> Callable[[Module, Any], None]:
         def needed(_: Module, __: Any) -> None:
@@ -253,7 +253,7 @@ class LayerGradients:
         return self._connection.post(server, message)
 
     def _use(self, step: _Step, mine: set[int], *, may_be_late: bool = False) -> None:
-        """Make a step's mean gradients the parameters', now or later; those of a step that was not are left out."""
+        """Put a step's mean gradients into the parameters, now or later; layers that took no part are left out."""
         for index, layer in enumerate(self._layers):
             if index not in step.futures:
                 for parameter in layer.parameters:
@@ -269,7 +269,7 @@ class LayerGradients:
                 self._put(index, step.futures[index])
 
     def _put(self, index: int, future: Future[Any]) -> None:
-        """Wait for a layer's mean gradient, and make it the parameters'."""
+        """Wait for a layer's mean gradient, and put it into the parameters."""
         mean = self._connection.result(self._server(index), future)
         offset = 0
         for parameter in self._layers[index].parameters:

@@ -1,8 +1,8 @@
-"""Which batches a worker trains: it claims a few at a time from the coordinator, so that faster ones take more.
+"""Which batches a worker trains: it leases a few at a time from the coordinator, so that faster workers train more.
 
-See :mod:`lightning_asgd.server.lease_table` for units, segments, and who is granted what. A worker's side knows no
-Lightning: a sampler takes batches to load (:meth:`DataLeases.take`), the training says when one begins and when it is
-through.
+See :mod:`lightning_asgd.server.lease_table` for units, segments, and who is granted what. The worker's side
+knows no Lightning: a sampler takes batches to load (:meth:`DataLeases.take`), and the training loop reports when each
+begins and ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more bef
 
 @dataclass(frozen=True)
 class Plan:
-    """An epoch as a worker sees it."""
+    """One epoch on a worker."""
 
     epoch: Epoch  # units and segments
-    items: Sequence[Any]  # what the units are, of all workers, in order: samples, or batches
+    items: Sequence[Any]  # the units of all workers, in order: samples, or batches
     batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
     accumulate: int = 1  # batches per optimizer step
 
@@ -46,7 +46,7 @@ class Plan:
         return (self.batch or 1) * self.accumulate
 
     def batches(self, first: int, last: int) -> Iterator[_Batch]:
-        """A range of units as this worker trains it: whole steps, or nearly equal ones of which none is short."""
+        """A range of units as this worker trains it: in full steps, or in nearly equal ones."""
         for begin, end in _even(first, last, self.step):
             ranges = _even(begin, end, self.batch or 1)
             for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
@@ -60,7 +60,7 @@ class _Batch:
     step: int  # the first unit of its step
     units: int  # of that step
     left: int  # batches of the step that follow
-    void: bool = False  # whether others have trained it, or will
+    void: bool = False  # whether it was granted to others
 
     @property
     def closes(self) -> bool:
@@ -69,7 +69,7 @@ class _Batch:
 
 @dataclass
 class _Asked:
-    """A claim that is under way."""
+    """A lease request in flight."""
 
     future: Future[Any]
     trained: int
@@ -77,20 +77,20 @@ class _Asked:
     timeout_s: float | None
     stop: bool
     halt: bool
-    client: SessionClient  # that it went through: a new layout brings another one
+    client: SessionClient  # it was sent over: a new layout brings another one
     restored: int  # how often the coordinator had been restored
     answered: list[float] = field(default_factory=list)
 
 
 class DataLeases(WorkFeed):
-    """A worker's part of the epochs that all share.
+    """A worker's part of the shared epochs.
 
-    ``come_back`` joins again when the others have gone on without this worker, and calls :meth:`lose`.
+    ``come_back`` rejoins when this worker was fenced, and calls :meth:`lose`.
 
     Attributes:
-        granted_wait_s: seconds in which training stood still until data were granted.
-        others_wait_s: seconds in which it did until the others had trained theirs.
-        halted: whether a worker has ended the present epoch for all, before all of it was trained.
+        granted_wait_s: seconds in which training waited for a lease.
+        others_wait_s: seconds in which it waited for the others to train their leases.
+        halted: whether a worker has ended the present epoch early for all.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class DataLeases(WorkFeed):
         self._come_back = come_back
         self._clock = clock
         self.granted_wait_s = self.others_wait_s = 0.0
-        self._exchange_s = 0.0  # that one takes, there and back
+        self._exchange_s = 0.0  # round trip of a request
         self.reset()
 
     def reset(self, plan: Plan | None = None) -> None:
-        """Forget the present epoch, for a new one or until there is one."""
+        """Forget the present epoch."""
         self._plan = plan
         self.segment, self.halted = 0, False
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
@@ -120,15 +120,15 @@ class DataLeases(WorkFeed):
         self._served = -1  # the last segment of which anything was
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
-        self._dry = False  # whether the loader was told that there is nothing more
-        self._final = False  # whether there is probably nothing more until all meet
+        self._dry = False  # whether the loader was told that the segment is over
+        self._final = False  # whether there are probably no more units before the next sync point
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
         self._begun: float | None = None
         self._asked: _Asked | None = None
-        self._opens: Epoch | None = None  # what the next claim is to begin
+        self._opens: Epoch | None = None  # the epoch that the next request opens
         self.pace = self._trip = 0.0
-        self._flushes: deque[float] = deque(maxlen=3)  # seconds that the latest ones took
+        self._flushes: deque[float] = deque(maxlen=3)  # durations of the latest flushes
 
     # ------------------------------------------------------------------ the loader's side
 
@@ -145,9 +145,9 @@ class DataLeases(WorkFeed):
         done = plan.epoch.done
         if self._client().connection.world_size:
             self._opens = plan.epoch
-        else:  # where workers do not meet, one that comes late has nothing to do with segments that are over
+        else:  # without sync points a late worker skips segments that are over
             done = self._open(plan.epoch)
-        first = next((last for start, last in sorted(done) if start == 0), 0)  # unit that is not done
+        first = next((last for start, last in sorted(done) if start == 0), 0)  # first unit that is not done
         self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         self._progress = float(sum(last - first for first, last in done))
 
@@ -159,13 +159,13 @@ class DataLeases(WorkFeed):
         self._dry = False
         batch = self._waiting.popleft()
         self._loading.append(batch)
-        # While the answer is on its way there is still something to do, also on a slow network.
+        # Request early enough that there is still work while the answer is in flight, also on a slow network.
         if self._lasts_s(len(self._waiting)) <= _AHEAD * self._trip:
             self._ask_early()
         return batch.samples
 
     def _lasts_s(self, batches: int) -> float:
-        """Seconds in which it trains a number of batches."""
+        """Expected seconds to train a number of batches."""
         return batches * (self.plan.batch or 1) * self.pace
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
@@ -193,7 +193,7 @@ class DataLeases(WorkFeed):
 
     @property
     def dry(self) -> bool:
-        """Whether the loader has been told that there is nothing, and has nothing under way."""
+        """Whether the loader was told that the segment is over, and has no batch in flight."""
         return self._dry and not self._loading
 
     @property
@@ -202,12 +202,12 @@ class DataLeases(WorkFeed):
         return bool(self._loading) and self._loading[0].closes
 
     def accumulate(self, batches: int) -> None:
-        """From now on have optimizer steps of a number of batches in what is granted."""
+        """Set the number of batches per optimizer step for future grants."""
         self._plan = replace(self.plan, accumulate=batches)
 
     @property
     def progress(self) -> float:
-        """Units that all workers have probably trained in this epoch; it never falls."""
+        """Estimate of the units that all workers have trained in this epoch; it never falls."""
         end = self.plan.epoch.ends[self.segment]
         now = min(float(end), self._progress + self._ratio * (self._trained - self._since))
         self._reached = max(self._reached, now)
@@ -220,7 +220,7 @@ class DataLeases(WorkFeed):
 
     @property
     def left_s(self) -> float:
-        """Seconds until this worker will probably push the rest of its part of the segment; infinite if unknown."""
+        """Expected seconds until this worker pushes the rest of its part of the segment; infinite if unknown."""
         if self._plan is None or not self.pace:
             return math.inf
         units = self.plan.epoch.ends[self.segment] - self.progress
@@ -232,7 +232,7 @@ class DataLeases(WorkFeed):
             self._begun = self._clock()
 
     def end_batch(self, steps: int) -> bool:
-        """A batch is through; whether its update counts. If not, it must not reach the servers.
+        """Note the end of a batch. Returns whether its update counts; if not, it must not reach the servers.
 
         ``steps`` are the optimizer steps that this worker has taken since fit began.
         """
@@ -276,14 +276,14 @@ class DataLeases(WorkFeed):
         return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served)
 
     def lose(self) -> None:
-        """The others have gone on without this worker: what it held is theirs, and its counts start over.
+        """Drop all leases after this worker was fenced: the others have them, and its counts start over.
 
-        To be called before it joins again. Batches already fetched are trained and their updates discarded.
+        Called before it rejoins. Batches already fetched are trained and their updates discarded.
         """
         asked, self._asked = self._asked, None
         if asked is not None:  # else it could arrive after the worker has rejoined
             done_within(asked.future, self._timeout_s)
-        # A step that has begun stays whole: Lightning's steps end after a fixed number of batches.
+        # A step that has begun is completed: Lightning's steps end after a fixed number of batches.
         begun = self._loading[-1].step if self._loading else self._unfinished
         self._waiting = deque(replace(batch, void=True) for batch in self._waiting if batch.step == begun)
         self._loading = deque(replace(batch, void=True) for batch in self._loading)
@@ -292,7 +292,7 @@ class DataLeases(WorkFeed):
         self._trained = self._applied = self._since = 0
         self._final = False
         self._begun = None
-        if self._plan is not None:  # a server that was restored meanwhile may know nothing of it
+        if self._plan is not None:  # a server that was restored meanwhile may not know of it
             self._opens = self._plan.epoch
 
     def more(self, acknowledged: int) -> bool:
@@ -305,11 +305,11 @@ class DataLeases(WorkFeed):
 
     @property
     def _flush(self) -> float:
-        """Seconds that it probably takes to push the rest. One flush may have waited for a server that was lost."""
+        """Expected seconds of the final push. The median, since one flush may have waited for a lost server."""
         return statistics.median(self._flushes) if self._flushes else self._exchange_s / 2
 
     def ask_ahead(self, seconds: float) -> None:
-        """Ask for as much as lasts for an exchange (0 s: unknown), which is about to fill the network's queues."""
+        """Request enough units to last for an exchange (0 s: unknown), which is about to fill the network's queues."""
         self._exchange_s = seconds
         if self._plan is None:
             return
@@ -318,13 +318,13 @@ class DataLeases(WorkFeed):
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
-        """While the rest is pushed: so others know how long that takes, and train more meanwhile."""
+        """Measure the final push: the others learn how long it takes, and train more meanwhile."""
         begun = self._clock()
         yield
         self._flushes.append(self._clock() - begun)
 
     def wait(self, acknowledged: int) -> bool:
-        """Whether there is another batch, known once all have trained the segment. Nothing may be left to push."""
+        """Wait until all have trained the segment. Returns whether there is another batch. Updates must be flushed."""
         self._note(acknowledged)
         more = self._take(self._ask(wait=True))
         self._begun = None
@@ -333,13 +333,13 @@ class DataLeases(WorkFeed):
         return more
 
     def meet(self) -> None:
-        """All have trained the segment: go on to the next, if there is one."""
+        """Move on to the next segment, if there is one, after all have trained the present one."""
         if not self.last:
             self.segment += 1
             self._final = False
 
     def stop(self, acknowledged: int, *, halt: bool = False) -> None:
-        """Train no more in this epoch: let the others have what is left, unless it is to ``halt`` for them too."""
+        """Stop training in this epoch and release what is left to the others, unless ``halt`` ends it for them too."""
         self.halted |= halt
         self._note(acknowledged)
         self._settle()  # else it could arrive after what follows
@@ -374,7 +374,7 @@ class DataLeases(WorkFeed):
         return not self._final and self._take(self._ask())
 
     def _settle(self) -> bool:
-        """Take what was asked for ahead, if anything was."""
+        """Take the answer of an early request, if there was one."""
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
 
@@ -402,7 +402,7 @@ class DataLeases(WorkFeed):
         return asked
 
     def _take(self, asked: _Asked) -> bool:
-        """Take what is granted; whether that is anything."""
+        """Take a grant. Returns whether it holds any units."""
         client, grant, waiting_since = asked.client, None, self._clock()
         try:
             grant = self._grant(asked)
@@ -416,7 +416,7 @@ class DataLeases(WorkFeed):
             self.others_wait_s += self._clock() - waiting_since
         if (
             grant is None or client.connection.restored[COORDINATOR] != asked.restored
-        ):  # one that is restored knows nothing of it
+        ):  # a restored server does not know of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
         if asked.timeout_s is None:  # else it was held back
@@ -433,7 +433,7 @@ class DataLeases(WorkFeed):
         return grant.last > grant.first
 
     def _grant(self, asked: _Asked) -> LeaseGrant:
-        """Wait for a lease request's answer; if the time is up nothing is granted, and the segment counts as over."""
+        """Wait for a lease request's answer; after a time-out nothing is granted, and the segment counts as over."""
         connection = asked.client.connection
         if asked.timeout_s is not None and not connection.wait(asked.future, asked.timeout_s):
             return LeaseGrant(over=True)
@@ -445,6 +445,6 @@ class DataLeases(WorkFeed):
 
 
 def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
-    """Cut a range into as few as possible of at most a size, and these nearly equal."""
+    """Cut a range into as few nearly equal parts of at most a size as possible."""
     parts, length = math.ceil((last - first) / size), last - first
     return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]

@@ -15,7 +15,7 @@ __all__ = ["LeasedBatches", "digest", "in_common_order"]
 
 
 class LeasedBatches:
-    """Yields the batches that are granted to this worker; else like the batch sampler that it stands for.
+    """Yields the batches that are granted to this worker; otherwise like the batch sampler it replaces.
 
     ``plan`` tells which epoch begins if it is Lightning that begins to iterate, None if it is a program. That gets
     ``part``: this worker's batches, ``length`` of them, if all were equally fast.
@@ -52,7 +52,7 @@ class LeasedBatches:
 
 
 class _Granted(Iterator[Any]):
-    """Not a generator: after it has said that there is nothing, there may be something again."""
+    """Not a generator: it may yield again after it was exhausted."""
 
     def __init__(self, leases: DataLeases) -> None:
         self._leases = leases

@@ -60,8 +60,8 @@ class Span:
         self.places = [(p.tensor, slice(p.start, p.start + p.length)) for p in pieces]  # in the module's tensors
         self.row = torch.empty(0)  # where several pieces are put together
         self.wire = torch.empty(0)  # their part of what is sent
-        self.base = torch.empty(0)  # their part of what this worker has agreed with the server
-        self.previous: Tensor | None = None  # where the base is kept that the latest update was added to
+        self.base = torch.empty(0)  # their part of the base
+        self.previous: Tensor | None = None  # where the previous base is kept
 
     def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """Its part of one tensor per server and group."""
@@ -146,7 +146,7 @@ class Replica:
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
-        self._keeps = False  # whether the one that is being packed is the first
+        self._keeps = False  # whether the update being packed is the first since then
 
     def drop_block(self, server: int) -> None:
         """Send by value to a server that cannot see the shared block."""
@@ -181,7 +181,7 @@ class Replica:
         return shards
 
     def pack(self) -> None:
-        """Put the update since the last pack, merge or adopt on the wire; it is there once it has :attr:`arrived`."""
+        """Write the update since the last pack, merge or adopt to the wire; it is there once it has :attr:`arrived`."""
         self._keeps = self.remembers and not self._packed
         self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._turn():
@@ -202,23 +202,23 @@ class Replica:
 
     @property
     def arrived(self) -> bool:
-        """Whether the update that was packed last is on the wire, and the answer merged last is no longer needed there.
+        """Whether the latest update is on the wire, and the latest merged answer is no longer needed there.
 
-        With a device that takes a while. Nothing must be sent before it.
+        A device takes a while for that, and nothing may be sent earlier.
         """
         return self._lane is None or self._lane.arrived
 
     def await_arrival(self) -> None:
-        """Return once it is."""
+        """Wait until it has."""
         if self._lane is not None:
             self._lane.wait()
 
     def took_s(self) -> float:
-        """Seconds that packing and merging took the device since the last call, as far as it is through."""
+        """Device seconds of packing and merging that finished since the last call."""
         return 0.0 if self._lane is None else self._lane.took_s()
 
     def pack_again(self, server: int) -> None:
-        """Put the latest update on the wire once more, where a lost server has written into the shared block."""
+        """Write the latest update to the wire again, where a lost server has written into the shared block."""
         if self.blocks[server] is None:
             return
         with torch.no_grad():
@@ -234,7 +234,7 @@ class Replica:
     def fetched(self, server: int) -> tuple[Tensor, ...]:
         """A server's weights as they were fetched last, one tensor per group, to be read only.
 
-        By value they are what the update was added to, up to rounding.
+        Where updates go by value, these are the base minus the update, exact up to rounding.
         """
         self.await_arrival()
         base, previous = self._base[server], self._previous[server]
@@ -254,9 +254,9 @@ class Replica:
         fresh: bool = False,
         alone: bool = False,
     ) -> None:
-        """Take the servers' weights and keep what was trained since the push, if they answer one (``pushed``).
+        """Take the servers' weights and keep the steps since the push, if they answer one (``pushed``).
 
-        If nothing was (``fresh``) the answer can be taken as it is. If no other worker pushes (``alone``) this one
+        If there are none (``fresh``) the answer is taken as it is. If no other worker pushes (``alone``) this one
         keeps its own rounding, and its own integer buffers.
         """
         self._packed = False
@@ -285,7 +285,7 @@ class Replica:
         """Note that an optimizer step was taken."""
 
     def resume(self) -> None:
-        """Go back to the worker's own weights, if a sync point has put the servers' in their place."""
+        """Bring back the worker's own weights, if a sync point has parked them."""
 
     def _pack_again(self, r: Span) -> None:
         if r.previous is not None:
@@ -379,7 +379,7 @@ class Replica:
         return {spec.name: value for spec, value in zip(self.layout.tensors, values, strict=True)}
 
     def close(self) -> None:
-        """Give the shared memory back."""
+        """Release the shared memory."""
         self.wire = []
         for span in self._spans:
             span.wire = span.row
@@ -393,7 +393,7 @@ class Replica:
         block.close()
 
     def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
-        """Every span, and the module's values in it, which are put back after their turn if ``write``."""
+        """Every span with the module's values in it, which are written back after each turn if ``write``."""
         tensors = self._source()
         for tensor, spec in zip(tensors, self.layout.tensors, strict=True):
             if tensor.shape != spec.shape:

@@ -30,7 +30,7 @@ from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, d
 
 __all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
 
-_PER_PATIENCE = 5  # heartbeats within the time after which a worker that sends none is excluded
+_PER_PATIENCE = 5  # heartbeats per failure timeout
 
 
 @dataclass
@@ -56,7 +56,7 @@ class SessionClient:
         self.stopped = 0  # number of the latest collective in which a worker that trains no more is known to wait
         self.must_rejoin = False  # whether a server lacked a part of a push that the coordinator took
 
-    # ------------------------------------------------------------------ coming and leaving
+    # ------------------------------------------------------------------ joining and leaving
 
     def join(self, *, again: bool = False, server: int | None = None) -> None:
         """Enter the session on one server, or on all; ``again`` if this worker was told that it is fenced."""
@@ -92,7 +92,7 @@ class SessionClient:
             except RuntimeError:  # the server is gone too: nothing to leave
                 continue
 
-    # ------------------------------------------------------------------ what workers hear of each other
+    # ------------------------------------------------------------------ metadata and heartbeats
 
     def note(self, name: str, value: Any = None, *, first: bool = False) -> Any:
         """Set, or with None read, a value of the run's metadata, which workers that attach later get too.
@@ -139,11 +139,11 @@ class SessionClient:
 class HeartbeatThread:
     """Sends the heartbeats of one worker until it is stopped, each with the worker's latest figures.
 
-    A thread of its own does, since the training thread may be in a long step, in a validation, or waiting. A process
-    that is suspended or has lost its network sends none.
+    A separate thread sends them, since the training thread may be in a long step, in a validation, or waiting. A
+    process that is suspended or has lost its network sends none.
 
-    A worker that sends none for ``silence_s`` is excluded. ``on_news`` is told what became of other workers,
-    ``on_chief`` which worker logs and writes checkpoints, with every answer; ``told`` news are known already.
+    A worker that sends none for ``silence_s`` is suspected. ``on_news`` gets events of other workers, from number
+    ``told`` on; ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more. Returns when the thread has ended."""
+        """Stop the thread, and wait for its end."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -77,7 +77,7 @@ class SharedWeights:
             tensor.data = shared
 
     def begin(self) -> None:
-        """Wait for everybody to leave the sync point: what is trained from now on changes everybody's weights."""
+        """Wait for all workers to leave the sync point: from now on each step changes the weights of all."""
         self._collectives.barrier("train on")
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -95,7 +95,7 @@ class SharedWeights:
         """See :class:`Synchronizer`: all is done within a step."""
 
     def flush(self) -> None:
-        """See :class:`Synchronizer`: nothing is ever under way."""
+        """See :class:`Synchronizer`: there are no exchanges."""
 
     def fetch(self, *, park: bool = False) -> None:
         """See :class:`Synchronizer`."""
@@ -104,14 +104,14 @@ class SharedWeights:
             self._take()
 
     def come_back(self) -> None:
-        """See :class:`Synchronizer`: nobody goes on without a worker that is only silent."""
+        """See :class:`Synchronizer`: silent workers are not fenced."""
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
         return {s.name: shared.clone() for s, shared in zip(self.layout.tensors, self._shared, strict=True)}
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Synchronizer`: every step is in the shared weights, which the others go on changing."""
+        """See :class:`Synchronizer`: the shared weights hold every step; the others keep changing them."""
         return {} if self._alone and self._copies else self.peek()
 
     def samples(self) -> list[dict[str, Tensor]]:
@@ -126,7 +126,7 @@ class SharedWeights:
         """See :class:`Synchronizer`: there is nothing to put back."""
 
     def close(self) -> None:
-        """Give every tensor memory of its own again."""
+        """Move every tensor back to private memory."""
         for tensor, shared in zip(self._source(), self._shared, strict=True):
             if tensor.data_ptr() == shared.data_ptr():
                 tensor.data = shared.clone()
@@ -134,7 +134,7 @@ class SharedWeights:
         self._block.close()
 
     def _add_change(self) -> None:
-        """What rounding takes away stays in the copy: see :class:`Replica`."""
+        """Rounding errors stay in the copy: see :class:`Replica`."""
         with torch.no_grad():
             for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
                 change = tensor.detach() - base

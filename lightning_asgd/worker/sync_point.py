@@ -1,4 +1,4 @@
-"""How workers meet at a sync point: all tell each other something, and have the same weights afterwards."""
+"""A sync point: workers gather a payload from each other and leave with identical weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["all_together", "meet"]
 
 
 def all_together(places: Iterable[Place]) -> Place:
-    """Where workers are together: at the end of an epoch if it ends for all, at a validation if any validates."""
+    """When sync points occur: at the end of an epoch if it ends for all, at a validation if any worker validates."""
     known = list(places)
     return Place(
         ends=all(place.ends for place in known),
@@ -34,27 +34,27 @@ def meet(
     all_have_pushed: bool,
     always: bool = False,
 ) -> dict[int, SyncReport]:
-    """Wait for all living workers and give them the servers' weights, the same bits everywhere, if any has trained.
+    """Wait for all living workers; if any has trained, give them the servers' weights, the same bits everywhere.
 
-    All workers call it together, each having pushed what it trained; ``all_have_pushed`` says that this worker knows
-    that the others have, too. With ``always`` weights are fetched although nobody has trained. Returns what all say, by
-    rank; raises a :class:`CollectiveTimeoutError` that names a worker that did not come.
+    All workers call this after pushing what they trained; ``all_have_pushed`` says that this worker knows that the
+    others have, too. With ``always`` weights are fetched even if no worker has trained. Returns the payloads by rank.
+    Raises a :class:`CollectiveTimeoutError` that names a missing worker.
     """
     restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:
-        # Most probably what all get. Where others have fetched something else, all do it again.
+        # Most probably the same for all. If another worker fetched other versions, all fetch again.
         synchronizer.fetch(park=True)
         if client.connection.restored == restored:
             mine = replace(mine, versions=tuple(synchronizer.versions))
     met: dict[int, SyncReport] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
     if None not in fetched and len(fetched) == 1:
-        if mine.versions not in fetched:  # the others have met without this worker, which was silent
+        if mine.versions not in fetched:  # this worker was silent, and the others completed the sync point without it
             synchronizer.fetch(park=True)
         return met
-    # A fetch also tells the servers that the worker rests no more: all must have done it before anybody trains.
+    # A fetch also ends the worker's rest on the servers: all must have fetched before any worker trains.
     again = always or any(m.moved for m in met.values())
-    while again:  # where a server was lost some may have fetched before others had pushed again
+    while again:  # after the loss of a server some may have fetched before others had replayed
         synchronizer.fetch(park=True)
         changed, restored = client.connection.restored != restored, list(client.connection.restored)
         again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())

@@ -1,4 +1,4 @@
-"""How a worker shares what it learns, whatever the algorithm; and what that asks of its training data."""
+"""The interface between training and an algorithm's exchanges, and what exchanges ask of the training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_asgd.stats import ExchangeStats
 __all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
 Waits = Iterator[list[Future[Any]]]
-"""What a worker does, which stops wherever it has to wait until all of these futures are done."""
+"""A worker's procedure, which yields the futures that must be done before it goes on."""
 
 
 def run(waits: Waits) -> None:
@@ -26,7 +26,7 @@ def run(waits: Waits) -> None:
 
 
 class WorkFeed(Protocol):
-    """What an exchange asks and tells of the training data. Where nobody shares them, what stands here holds."""
+    """What exchanges ask and tell of the training data. These defaults hold where data are not leased."""
 
     batch: int = 0
     """Samples of one of this worker's batches; 0 if unknown."""
@@ -38,23 +38,23 @@ class WorkFeed(Protocol):
 
     @property
     def left_s(self) -> float:
-        """Seconds until this worker will probably push the rest for the next sync point; infinite if unknown."""
+        """Expected seconds until this worker's final push before the next sync point; infinite if unknown."""
         return math.inf
 
     def ask_ahead(self, seconds: float) -> None:
-        """An exchange is about to begin, and will keep a slow network busy for ``seconds`` (0: unknown)."""
+        """Prepare for an exchange that will keep a slow network busy for ``seconds`` (0: unknown)."""
 
     def lose(self) -> None:
-        """The others have gone on without this worker and have its batches. Called before it joins again."""
+        """Drop all leases: this worker was fenced, and others have its batches. Called before it rejoins."""
 
 
 class OwnData(WorkFeed):
-    """The training data of a worker that shares them with nobody."""
+    """Training data that are not leased."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What an exchanger asks of the training that it serves, and tells it."""
+    """What an exchanger asks of the training loop, and tells it."""
 
     # Called after a server rejected an update; the weights are the servers' again by then.
     on_refused: Callable[[], None] = lambda: None
@@ -64,7 +64,7 @@ class Training:
 
 
 class Synchronizer(Protocol):
-    """Everything between a worker's training steps and the other workers, whatever the algorithm."""
+    """Everything between a worker's training steps and the other workers, for any algorithm."""
 
     layout: Layout  # of the module's shared tensors
     stats: ExchangeStats
@@ -79,17 +79,17 @@ class Synchronizer(Protocol):
 
     @property
     def final_once_pushed(self) -> bool:
-        """Whether a fetch brings what all get, whose versions are :attr:`versions`, once all pushes have arrived."""
+        """Whether a fetch after all pushes brings final weights, the same for all, with versions :attr:`versions`."""
 
     @property
     def unacknowledged(self) -> int:
-        """The latest of this worker's optimizer steps of which it does not know that the others have them."""
+        """Number of this worker's latest optimizer steps that servers have not acknowledged."""
 
     def begin(self) -> None:
-        """Leave a sync point: to be called before the first batch after it."""
+        """Leave a sync point. Called before the next batch."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """What an optimizer is to call for gradients, instead of ``closure``."""
+        """The closure for the optimizer to call instead of ``closure``."""
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
@@ -98,44 +98,43 @@ class Synchronizer(Protocol):
         """Do what is due between two batches."""
 
     def flush(self) -> None:
-        """Let nothing be under way, at a sync point's beginning, and let nobody wait for this worker."""
+        """Complete exchanges in flight, at a sync point's beginning, and mark this worker quiescent."""
 
     def fetch(self, *, park: bool = False) -> None:
-        """Take the weights that all workers are to have at a sync point.
+        """Take the weights that all workers get at a sync point.
 
         Args:
-            park: at a sync point, where nothing is lost: :meth:`begin` is to bring back what the algorithm has each
-                worker keep for itself.
+            park: keep the worker's own weights, if the algorithm has any, for :meth:`begin` to bring back.
         """
 
     def come_back(self) -> None:
-        """The others have gone on without this worker: join again, and begin with the weights that they have."""
+        """Rejoin after this worker was fenced, with the servers' weights."""
 
     def peek(self) -> dict[str, Tensor]:
-        """The common weights by name, without touching the module."""
+        """The servers' weights by name, without touching the module."""
 
     def catch_up(self) -> dict[str, Tensor]:
-        """What a checkpoint is to hold: the common weights with all of this worker's steps. The module stays as it is.
+        """Weights for a checkpoint: the servers' weights with all of this worker's steps. The module is not touched.
 
         Returns:
-            by name, what the checkpoint is to hold instead of the module's own tensors; those that miss are up to date.
+            by name, tensors to save instead of the module's own; tensors that are missing here are up to date there.
         """
 
     @property
     def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The epoch, and ranges of its units whose updates are in the common weights that :meth:`catch_up` found last.
+        """The epoch, and ranges of its units whose updates the weights of the last :meth:`catch_up` hold.
 
-        No epoch: not known.
+        The epoch is empty if unknown.
         """
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """What the algorithm has had the servers keep of the weights, by name, oldest first."""
+        """Copies of the weights that the algorithm had the servers keep, by name, oldest first."""
 
     def state(self) -> list[list[Any]]:
         """What the servers keep beside the weights, per fragment and server."""
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Put back what :meth:`state` returned; one worker does it, before any pushes."""
+        """Restore what :meth:`state` returned; one worker calls this before any worker pushes."""
 
     def close(self) -> None:
-        """Give buffers and connections back. The module keeps its weights."""
+        """Release buffers and connections. The module keeps its weights."""

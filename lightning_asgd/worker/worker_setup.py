@@ -1,4 +1,4 @@
-"""A worker's way into a session: the same layout everywhere, worker 0's weights on the servers and on every worker."""
+"""How a worker enters a session: one layout for all, worker 0's weights on the servers and on every worker."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = ["Start", "agree", "enter", "named_state", "newly_trainable"]
 class Start:
     """What a worker knows of its session when it enters."""
 
-    versions: list[int] | None = None  # per server, to count on from; the first worker's count
-    fill: bool | None = None  # whether the servers are to have this worker's weights; None: if it is worker 0
-    layout: Any = None  # description of the one that servers have already; None if they have none
+    versions: list[int] | None = None  # per server, the first versions; those of the first worker are used
+    fill: bool | None = None  # whether to send this worker's weights to the servers; None: if it is worker 0
+    layout: Any = None  # description of the layout on the servers; None if they have none
 
 
 def enter(
@@ -53,7 +53,7 @@ def enter(
 ) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
-    All workers call it together; the module is changed in place. ``late`` says that nobody looks at gradients between
+    All workers call it together; the module is changed in place. ``late`` says that no code reads gradients between
     backward and the optimizer's step. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or
     one without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
     """
@@ -111,7 +111,7 @@ def _exchanged(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, T
 def _fill(
     client: SessionClient, module: Module, config: ExchangeConfig, start: Start, part: Layout, number: int
 ) -> tuple[ShardClient, Replica]:
-    """Allocate one fragment's shards, and fill them if this worker is to."""
+    """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
     blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
     replica = replica_for(
@@ -142,7 +142,7 @@ def _fill(
 def _fragments(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], number: int, num_servers: int
 ) -> list[Layout]:
-    """A layout per fragment: parameters are dealt out one by one; buffers go with the first."""
+    """One layout per fragment: parameters are dealt out round-robin; buffers go with the first."""
     named = list(parameters.items())
     number = min(number, len(named))
     return [build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers) for k in range(number)]
@@ -154,13 +154,13 @@ def named_state(module: Module) -> dict[str, Tensor]:
 
 
 def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
-    """Trainable parameters that are not exchanged, since they were frozen or not there when the layout was made."""
+    """Trainable parameters that are not exchanged, since they were frozen or missing when the layout was made."""
     known = {spec.name for spec in layout.tensors}
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
 
 
 def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
-    """Give everybody the same values of tensors that are not exchanged, in place; sent only if somebody's differ.
+    """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
 
     These are worker 0's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must give
     the same names.
