@@ -228,7 +228,7 @@ class Job:
             **result,
             "servers_killed": self.servers_killed,
             "stopped": self.stopped,
-            "back": output.count("is back"),
+            "back": output.count("has rejoined"),
             "restored": output.count("Another one takes its place"),
         }
 
@@ -266,7 +266,7 @@ def disturbed(
             job.close()
     counted = ", ".join(f"{count} x {what}" for what, count in sorted(done.items())) or "no faults"
     where = f"{program}, {servers} server{'s' * (servers > 1)}"
-    came = f"{result['back']} times a worker came back, {result['restored']} times a server was replaced"
+    came = f"{result['back']} times a worker rejoined, {result['restored']} times a server was replaced"
     CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}")
     pauses = _pauses(result["servers_killed"], result["pushes"])
     if servers == 1 and pauses:  # else the other server goes on taking pushes

@@ -365,7 +365,7 @@ def keys(page: Path) -> list[str]:
 
 def both_came(logs: list[Path]) -> bool:
     """Whether a worker has heard that the other one has joined."""
-    return any(re.search(r"Worker \d+ \(.*\) has come", log.read_text()) for log in logs)
+    return any(re.search(r"Worker \d+ \(.*\) has joined", log.read_text()) for log in logs)
 
 
 # ---------------------------------------------------------------------- the environment

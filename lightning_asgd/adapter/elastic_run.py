@@ -76,7 +76,7 @@ class ElasticFleet(Fleet):
     def _find(self) -> None:
         """Connect to the run's servers: as nobody, until this worker is told its number."""
         self._job.find_run()
-        self._connect(0, 0, self._policy, self.session)
+        self._connect(0, 0, self._policy)
         self.attachment = Attachment(self.client, self._change_chief)
 
     def join(self) -> None:

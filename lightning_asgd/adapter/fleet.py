@@ -63,11 +63,11 @@ class Fleet:
         self._recovery: FailoverClient | None = None
         self._failed = False
 
-    def _connect(self, worker: int, world_size: int, policy: Policy, session: str, after: str = "") -> None:
-        timeouts = self._config.timeouts
+    def _connect(self, worker: int, world_size: int, policy: Policy, generation: int = 0, after: str = "") -> None:
+        timeouts, transport = self._config.timeouts, self._job.connect()  # which learns the session's name
         connection = Connection(
-            self._job.connect(),
-            session,
+            transport,
+            f"{self.session}.{generation}" if generation else self.session,
             worker,
             world_size,
             # Where answers are held back for other workers, those may take as long as to a sync point.
@@ -167,7 +167,7 @@ class FixedFleet(Fleet):
         # What these algorithms share as they go cannot be taken back, and who is alone is missed by nobody.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # made in this session
-        self._connect(rank, world_size, self._watching, self.session)
+        self._connect(rank, world_size, self._watching)
 
     @property
     def _watching(self) -> Policy:
@@ -195,7 +195,7 @@ class FixedFleet(Fleet):
         self._layouts += 1
         waited_s = self.collectives.waited_s
         rank, world_size, before = *self.standing, self.client.connection.session
-        self._connect(rank, world_size, self._watching, f"{self.session}.{self._layouts}", after=before)
+        self._connect(rank, world_size, self._watching, self._layouts, after=before)
         self._stop()
         self.collectives.waited_s = waited_s
         self.join()
@@ -211,7 +211,7 @@ class FixedFleet(Fleet):
             client.connection.transport.replace(error.server)
             client.join()
 
-    def _report_exit(self, rank: int, code: int) -> None:
+    def _report_exit(self, rank: int, pid: int, code: int) -> None:
         """Called by the supervisor's thread when a worker's process has ended."""
         overseer = supervisor.current()
         rests = resting() is self  # nobody trains on without it then
@@ -221,7 +221,7 @@ class FixedFleet(Fleet):
             log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
         elif code != 0:
             log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
-        self.client.leave(f"its process ended with exit code {code}", worker=rank)
+        self.client.leave(f"its process ended with exit code {code}", worker=rank, pid=pid)
 
     def common_batch(self, mine: int) -> int:
         """The reference batch size: the first worker's; ``mine`` is 0 if this worker's is not known."""

@@ -73,6 +73,7 @@ class TrainingJob:
             same program.
         launches: how often the Trainer was called with this strategy.
         address: ``(host, port)`` of the rendezvous, None before the first launch.
+        name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
         run_id: name of the run, served elsewhere, that this process attaches itself to; empty for a job of its own.
     """
@@ -85,6 +86,7 @@ class TrainingJob:
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
     address: tuple[str, int] | None = None
+    name: str | None = None
     interface: str = "lo"
     run_id: str = ""
 
@@ -111,7 +113,7 @@ class TrainingJob:
     @property
     def session(self) -> str:
         """Name of the present run of fit, validate, test or predict."""
-        return self.run_id or f"{self.number}.{self.launches}"
+        return self.run_id or f"{self.name}.{self.number}.{self.launches}"
 
     def begin(self, environment: Any, num_nodes: int, *, is_main: bool) -> None:
         """Find or host the rendezvous, and start the servers if this is the main process."""
@@ -127,9 +129,10 @@ class TrainingJob:
             rendezvous = _hosted.get(self.address)
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
+            self.name = rendezvous.job()
             several = environment.world_size() > 1
             every_s = self.snapshot_every_s if several else 0.0
-            settings = ServerSettings(self.interface, self.transport, snapshot_every_s=every_s)
+            settings = ServerSettings(self.interface, self.transport, job=self.name, snapshot_every_s=every_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, settings)
             overseer.hot_standby = self.hot_standby and several
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
@@ -156,6 +159,7 @@ class TrainingJob:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
+        self.name = rendezvous.job()
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
         addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
@@ -189,7 +193,7 @@ class TrainingJob:
         """Let the main process know that a worker fails within a fit that goes on without it."""
         if self.address is not None and not self.attaches and rank:
             with contextlib.suppress(RuntimeError):  # the main process is gone
-                Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(rank), True)
+                Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(os.getpid()), True)
 
     def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
         known = rank_variables.address()

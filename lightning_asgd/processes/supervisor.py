@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from lightning_asgd.process_name import machine_and_pid
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
 from lightning_asgd.server.server_process import ServerSettings
@@ -64,7 +65,7 @@ class Supervisor:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._on_worker_exit: Callable[[int, int], None] | None = None
+        self._on_worker_exit: Callable[[int, int, int], None] | None = None
 
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
@@ -112,12 +113,13 @@ class Supervisor:
 
     def _is_excused(self, rank: int) -> bool:
         """Whether a worker has noted that it failed within a fit that goes on without it."""
+        key = excuse_of(self._workers[rank].pid)
         with contextlib.suppress(RuntimeError):  # of the rendezvous
-            return self.rendezvous is not None and self.rendezvous.peek(excuse_of(rank)) is not None
+            return self.rendezvous is not None and self.rendezvous.peek(key) is not None
         return False
 
-    def on_worker_exit(self, callback: Callable[[int, int], None] | None) -> None:
-        """Have ``callback(rank, exit code)`` called, from another thread, when a worker ends."""
+    def on_worker_exit(self, callback: Callable[[int, int, int], None] | None) -> None:
+        """Have ``callback(rank, process number, exit code)`` called, from another thread, when a worker ends."""
         self._on_worker_exit = callback
 
     def report_exit(self, session: str, worker: int, reason: str) -> None:
@@ -242,15 +244,15 @@ class Supervisor:
                 if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
                     ended.add(rank)
                     self.report_exit("", rank, f"its process ended with exit code {code}")
-                    callback(rank, code)
+                    callback(rank, process.pid, code)
 
 
 _current: Supervisor | None = None
 
 
-def excuse_of(rank: int) -> str:
+def excuse_of(pid: int) -> str:
     """The rendezvous key under which a worker notes that it failed within a fit that goes on without it."""
-    return f"excuse/{rank}"
+    return f"excuse/{machine_and_pid(pid)}"
 
 
 def ensure(num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> Supervisor:

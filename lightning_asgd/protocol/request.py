@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lightning_asgd.process_name import this_process
 
 __all__ = ["Request"]
 
@@ -15,7 +17,9 @@ class Request:
         session: the session, which is one call of ``fit``, ``validate``, ``test`` or ``predict`` on all its workers, or
             an elastic run.
         worker: global rank of the sender; in an elastic run its number.
+        process: name of the sender's process: a fencing token. Servers take a rank's messages from one process only.
     """
 
     session: str
     worker: int
+    process: str = field(default_factory=this_process, kw_only=True)

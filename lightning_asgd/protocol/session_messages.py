@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
 from lightning_asgd.protocol.request import Request
 
@@ -27,7 +28,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` that says that a run has weights."""
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -97,12 +98,14 @@ class Attach:
         about: the worker's machine, process and device, as a text for users.
         policy: what the run does about workers that are silent; the first worker's counts.
         protocol: version of the messages the worker speaks.
+        process: see :class:`Request`.
     """
 
     session: str
     about: str
     policy: Policy = Policy()
     protocol: int = PROTOCOL
+    process: str = field(default_factory=this_process, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,8 @@ class Leave(Request):
 
     Attributes:
         reason: why; empty for an orderly end.
-        final: whether its process is gone, so that it won't be in later sessions of the same job either.
+        final: whether its process is gone, so that it won't be in later sessions of the same job either. ``process`` is
+            what the name of that process begins with, then.
     """
 
     reason: str = ""

@@ -71,10 +71,10 @@ class CollectiveTable:
         """
         return max(0, min(self._missed, default=self._completed) - 1)
 
-    def join(self, worker: int, now: float = 0.0) -> None:
+    def join(self, worker: int, now: float = 0.0, process: str = "") -> None:
         """Let a worker join or rejoin; it has nothing to catch up on if it missed no collective."""
         missed = any(worker in missed.absent for missed in self._missed.values())
-        if self.members.join(worker, now) and not missed:
+        if self.members.join(worker, now, process) and not missed:
             self.members.welcome(worker)
 
     def resume(self, answered: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from lightning_asgd.errors import ProtocolError, WorkerAwayError, WorkerLostError
+from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.protocol import Join, Policy, WorkerMetrics
 
 __all__ = ["Membership"]
@@ -19,6 +19,7 @@ __all__ = ["Membership"]
 _SUSPENDED_S = 2.0  # a longer time between two looks at the clock: this process was suspended
 _REPORT_S = 60.0  # in which all workers notice that a server was lost and report to its replacement
 _UNHEARD = 1000  # numbers that a lost server may have given without any worker having heard of them
+_REFUSALS = 20  # events about refused processes, of which there may be very many
 _SOONER = 0.7  # the failure timeout of the other servers, as a part of server 0's
 
 
@@ -28,6 +29,8 @@ class Membership:
 
     Server 0 (``index``) is authoritative; the others use a shorter failure timeout, so that they never take a push
     which it would reject. ``world_size`` is 0 in an elastic run. The reason in ``left`` is empty for an orderly end.
+    A worker is one process (``processes``), which joined first: another one that claims its rank while it is alive is a
+    second start of it, or belongs to another job.
     """
 
     session: str
@@ -37,6 +40,8 @@ class Membership:
     left: dict[int, str] = field(default_factory=dict)  # and why
     suspected: dict[int, str] = field(default_factory=dict)  # and why
     joined: set[int] = field(default_factory=set)
+    processes: dict[int, str] = field(default_factory=dict)  # that the workers are, by name
+    refused: set[str] = field(default_factory=set)  # processes that claimed another one's rank, the first few
     catching_up: set[int] = field(default_factory=set)
     fenced: set[int] = field(default_factory=set)
     incarnations: dict[int, int] = field(default_factory=dict)  # how often a worker was suspected
@@ -55,19 +60,25 @@ class Membership:
 
         ``before`` are those of the session before, ``exited`` workers whose processes have ended, and why.
         """
+        if before is not None and message.worker not in {*before.left, *before.suspected}:
+            before.check_process(message.worker, message.process)
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
                 f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
                 "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
             )
-        left, suspected = exited, {}
+        left, suspected, processes = exited, {}, {}
         if before is not None:
+            processes = {
+                w: p for w, p in before.processes.items() if w not in before.left and w not in before.suspected
+            }
             suspected = {**before.suspected, **dict.fromkeys(before.catching_up, "was behind")}
             if message.after == before.session:
                 left = {**left, **{worker: why for worker, why in before.left.items() if why}}
         left = {worker: why for worker, why in left.items() if worker < message.world_size}
         suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
-        return cls(message.session, message.world_size, message.policy, message.server, left, suspected)
+        about = (message.session, message.world_size, message.policy, message.server)
+        return cls(*about, left, suspected, processes=processes)
 
     @property
     def elastic(self) -> bool:
@@ -114,6 +125,25 @@ class Membership:
         """Compared before and after to notice a change."""
         return frozenset(self.living), frozenset(self.catching_up), frozenset(self.fenced)
 
+    def check_process(self, worker: int, process: str, session: str = "") -> None:
+        """Raise a ``LaunchError`` if a worker is another process; a message of another ``session`` fails later."""
+        holder = self.processes.get(worker, process)
+        if holder == process or session not in ("", self.session):
+            return
+        claim = f"{_named(process)} claimed rank {worker}, which {_named(holder)} has"
+        if process not in self.refused and len(self.refused) < _REFUSALS:
+            self.refused.add(process)
+            self.events.append(f"{claim[0].upper()}{claim[1:]}. It was refused; training continues.")
+        raise LaunchError(
+            f"{claim[0].upper()}{claim[1:]} in session {self.session!r}. It was refused: it is a second start of that "
+            "worker, or belongs to another job. Expected one process per rank, and a MASTER_PORT of its own for each "
+            "job. Look for a job that still runs."
+        )
+
+    def is_process(self, worker: int, process: str) -> bool:
+        """Whether a worker is a process whose name begins like this, as far as is known."""
+        return self.processes.get(worker, process).startswith(process)
+
     def check(self, worker: int) -> None:
         """Raise unless a worker may train."""
         if self.aborted:
@@ -133,16 +163,16 @@ class Membership:
         self._heard[worker] = now
         self.unheard.discard(worker)
 
-    def admit(self, description: str, now: float) -> int:
+    def admit(self, description: str, now: float, process: str = "") -> int:
         """Admit a worker to an elastic run; its number is new, counted from 1."""
         worker = self.admitted = self.admitted + 1
         self.descriptions[worker] = description
-        self.join(worker, now)
+        self.join(worker, now, process)
         self.unheard.add(worker)
         self.events.append(f"Worker {worker} ({description}) has joined.")
         return worker
 
-    def join(self, worker: int, now: float) -> bool:
+    def join(self, worker: int, now: float, process: str = "") -> bool:
         """Let a worker join or rejoin; returns whether it was suspected, and is now catching up."""
         if self.world_size and not 0 <= worker < self.world_size:
             raise ProtocolError(
@@ -154,7 +184,9 @@ class Membership:
                 f"Worker {worker} cannot join session {self.session!r} again: it was declared gone "
                 f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
             )
+        self.check_process(worker, process)
         self.joined.add(worker)
+        self.processes[worker] = process
         self.fenced.discard(worker)
         self._heard[worker] = now
         if worker not in self.suspected:
@@ -252,3 +284,9 @@ class Membership:
         if why:
             self.end(f"{why} Start the job again with trainer.fit(..., ckpt_path='last').")
         return bool(why)
+
+
+def _named(process: str) -> str:
+    """A process as users know it."""
+    machine, pid, *_ = [*process.split("/"), "", ""]
+    return f"process {pid} on {machine}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asgd.errors import ProtocolError, ServerLostError, WorkerLostError
+from lightning_asgd.errors import LaunchError, ProtocolError, ServerLostError, WorkerLostError
 from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, Attached, RunMetadata
 from lightning_asgd.server.membership import Membership
 
@@ -12,10 +12,11 @@ __all__ = ["RunRegistry", "goes_on_from"]
 
 
 class RunRegistry:
-    """The run: who may join it, who bootstraps it, what its workers note. A job's ``name`` is empty."""
+    """The run: who may join it, who bootstraps it, what its workers note. For a ``job`` its ``name`` is empty."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, job: str = "") -> None:
         self.name = name
+        self.job = job
         self.metadata: dict[str, Any] = {}
         self.bootstrap_worker: int | None = None  # brings the run's first weights
         self.exits: list[tuple[str, int, str]] = []  # of processes: session (empty for all), worker, reason
@@ -31,6 +32,12 @@ class RunRegistry:
             raise ProtocolError(
                 f"Worker {worker} speaks protocol {protocol}. Expected {PROTOCOL}. "
                 "Install the same version of lightning-asgd on every machine."
+            )
+        if self.job and not goes_on_from(session, self.job):
+            raise LaunchError(
+                f"Worker {worker} wants to join session {session!r}, but these servers belong to job {self.job!r}. It "
+                "was refused: its own job has ended, or uses the same address. Expected a MASTER_PORT of its own for "
+                "each job."
             )
         if self.name and (session != self.name or not elastic):
             raise ProtocolError(
@@ -77,7 +84,7 @@ class RunRegistry:
         bootstraps = not self.bootstrapped
         if bootstraps and self.bootstrap_worker in members.living:
             return None
-        worker = members.admit(message.about, now)
+        worker = members.admit(message.about, now, message.process)
         if bootstraps:
             self.bootstrap_worker = worker
         return Attached(worker, bootstraps, dict(self.metadata), len(members.events), members.chief)

@@ -43,13 +43,15 @@ class ServerSettings:
     Attributes:
         interface: network interface they listen on.
         transport: how messages reach them.
-        run: name of the only run that they serve, if its workers come and go; see :class:`Service`.
+        job: the job's name; empty for an elastic run.
+        run: name of the only run that they serve, if it is elastic; see :class:`Service`.
         snapshots: folder that they write snapshots to, and go on from; empty for none.
         snapshot_every_s: seconds between two; 0 for none.
     """
 
     interface: str = "lo"
     transport: str = "rpc"
+    job: str = ""
     run: str = ""
     snapshots: str = ""
     snapshot_every_s: float = 0.0
@@ -100,7 +102,7 @@ def run_server(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the cores belong to the workers
     snapshots = Snapshots(settings.snapshots) if settings.snapshots else None
     remembered = None if snapshots is None else snapshots.read
-    service = Service(run=settings.run, succeeds=arguments.succeeds, remembered=remembered)
+    service = Service(run=settings.run, job=settings.job, succeeds=arguments.succeeds, remembered=remembered)
     if not arguments.succeeds:
         service.restore_from_snapshot(arguments.server)
     try:

@@ -20,13 +20,16 @@ __all__ = ["ServerState"]
 class ServerState:
     """The run, the session, the epochs of its data, and the server's way back if its state was lost.
 
-    ``run`` names the one elastic run that it serves; without, it serves the sessions of a job one after the other. With
+    ``run`` names the one elastic run that it serves; without, it serves the sessions of a ``job`` one after the other,
+    of any if that is empty. With
     ``succeeds`` it may replace a lost server, so the run has weights already. ``remembered`` reads the latest snapshot
     of a server.
     """
 
-    def __init__(self, run: str, *, succeeds: bool, remembered: Callable[[int], Snapshot | None] | None) -> None:
-        self.registry = RunRegistry(run)
+    def __init__(
+        self, run: str, job: str, *, succeeds: bool, remembered: Callable[[int], Snapshot | None] | None
+    ) -> None:
+        self.registry = RunRegistry(run, job)
         self.recovery = StateRecovery(replaces=succeeds)
         self.epochs = Epochs(all_train=not run)
         self.session: SessionState | None = None
@@ -104,7 +107,7 @@ class ServerState:
                 self.epochs.clear()
             if message.restore:
                 session.members.restore(now, message.holding, message.admitted)
-        session.collectives.join(message.worker, now)
+        session.collectives.join(message.worker, now, message.process)
         return self.epochs.forget(message.worker, now) if message.again else []
 
     def initialise(self, session: SessionState, message: InitShard) -> bool:

@@ -67,11 +67,12 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         run: str = "",
         *,
+        job: str = "",
         succeeds: bool = False,
         remembered: Callable[[int], Snapshot | None] | None = None,
     ) -> None:
         self._clock = clock
-        self.state = ServerState(run, succeeds=succeeds, remembered=remembered)
+        self.state = ServerState(run, job, succeeds=succeeds, remembered=remembered)
         self._changed = False  # since the latest snapshot
         self._lock = threading.RLock()
         self._pending = PendingReplies()
@@ -90,7 +91,7 @@ class Service:
             DisconnectWatch: self._watch,
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
-            Samples: self._samples,
+            Samples: lambda message: self._current(message.session).samples,
             StatusRequest: self._status,
             ShardState: self._shard_state,
         }
@@ -104,8 +105,10 @@ class Service:
         """Return a reply, a :class:`Failure`, or a future of either. Raises for nothing that a message can cause."""
         with self._lock:
             self._changed = self._changed or not isinstance(message, StatusRequest)
-            handler = self._handlers.get(type(message))
+            handler, session = self._handlers.get(type(message)), self.session
             try:
+                if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
+                    session.members.check_process(message.worker, message.process, message.session)
                 if handler is None:
                     raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
                 return handler(message)
@@ -137,7 +140,7 @@ class Service:
         with self._lock:
             self.state.registry.exits.append((session, worker, reason))
             if self.session is not None and goes_on_from(self.session.members.session, session):
-                self._leave(Leave(self.session.members.session, worker, reason))
+                self._leave(Leave(self.session.members.session, worker, reason, process=""))
 
     def abort(self, why: str) -> None:
         """End the present session for all its workers."""
@@ -150,7 +153,7 @@ class Service:
         """What is to be written down; None if there are no weights yet, or nothing has happened since the last time."""
         with self._lock:
             snapshot = self.state.snapshot() if self._changed else None
-            self._changed = self._changed and snapshot is None
+            self._changed &= snapshot is None
             return snapshot
 
     @property
@@ -269,7 +272,7 @@ class Service:
         session, recovery = self._current(message.session), self.state.recovery
         if recovery.phase is RecoveryPhase.COLLECTING:
             # A worker that was silent since it joined has missed nothing.
-            session.collectives.join(message.worker, self._clock())
+            session.collectives.join(message.worker, self._clock(), message.process)
         else:
             self._member(message)
         for worker, reason in message.left.items():
@@ -293,6 +296,8 @@ class Service:
 
     def _leave(self, message: Leave) -> bool:
         session = self.session
+        if session is not None and not session.members.is_process(message.worker, message.process):
+            return False  # a process that was refused ends
         if message.final:
             self.state.registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):
@@ -304,9 +309,6 @@ class Service:
 
     def _shard_state(self, message: ShardState) -> Any:
         return self._current(message.session).shard_state(message)
-
-    def _samples(self, message: Samples) -> Any:
-        return self._current(message.session).samples
 
     def _status(self, message: StatusRequest) -> Status:
         session = self.session

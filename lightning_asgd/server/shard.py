@@ -70,9 +70,7 @@ class Shard:
     algorithm: Algorithm
     comes_and_goes: bool = False
     version: int = 0
-    initialised: bool = False
-    """Whether the shard has weights."""
-    weights: tuple[Tensor, ...] = ()
+    weights: tuple[Tensor, ...] | None = None
     counts: _Counts = field(default_factory=_Counts)
     table: Table = field(default_factory=Table)
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
@@ -93,10 +91,15 @@ class Shard:
         """Whether a buffer may be needed after the call that it came with."""
         return self.algorithm.waits
 
+    @property
+    def initialised(self) -> bool:
+        """Whether the shard has weights."""
+        return self.weights is not None
+
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
         """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
         self._check(weights)
-        self.weights, self.initialised = tuple(weights), True
+        self.weights = tuple(weights)
         self.version = version
         parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
         transforms = self.algorithm.transforms
@@ -117,7 +120,7 @@ class Shard:
 
         ``pushes`` are the latest of each worker that these weights hold.
         """
-        if not self.initialised:
+        if self.weights is None:
             self.initialise(weights, version)
         else:  # it was revived
             self._check(weights)
@@ -132,7 +135,7 @@ class Shard:
             "groups": self.groups,
             "algorithm": self.algorithm,
             "version": self.version,
-            "weights": tuple(w.clone() for w in self.weights),
+            "weights": tuple(w.clone() for w in self._weights),
             "state": self.state(),
             "pending": [None if p is None else p.clone() for p in self._pending],
             "gathered": (self.table.count, self._lr, self._steps),
@@ -185,7 +188,7 @@ class Shard:
     def meet(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now: nobody waits for a worker that is gone."""
         self.table.living = set(living)
-        return self._due() if self.initialised else []
+        return self._due() if self.weights is not None else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
@@ -193,7 +196,7 @@ class Shard:
         The buffer holds the update on entry and the answer on return; it is None if the message brings no update and
         there is no shared block. This answer is not always among those that become due.
         """
-        if not self.initialised:
+        if self.weights is None:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
@@ -251,7 +254,7 @@ class Shard:
         if not update.dtype.is_floating_point:
             return is_finite(update)
         size = largest(update)
-        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
+        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self._weights[index]) < math.inf
 
     # ------------------------------------------------------------------ a push
 
@@ -298,7 +301,7 @@ class Shard:
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
         """A push's way through the transforms, and into the weights or to the gathered pushes."""
-        algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
+        algorithm, weights, pending = self.algorithm, self._weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
         for part in self._parts(weights.numel()):
@@ -318,7 +321,7 @@ class Shard:
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
         for part in self._parts(update.numel()):
-            w, u = self.weights[index][part], update[part]
+            w, u = self._weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
             else:
@@ -339,7 +342,7 @@ class Shard:
             count=count,
             version=self.version,
         )
-        for weights, slots, pending in zip(self.weights, self._slots, self._pending, strict=True):
+        for weights, slots, pending in zip(self._weights, self._slots, self._pending, strict=True):
             if pending is None:
                 continue
             for part in self._parts(weights.numel()):
@@ -355,7 +358,7 @@ class Shard:
         """An update has been applied."""
         self.version += 1
         if self.algorithm.keeps(self.version):
-            self.samples.append((self.version, tuple(w.clone() for w in self.weights)))
+            self.samples.append((self.version, tuple(w.clone() for w in self._weights)))
 
     # ------------------------------------------------------------------ answers
 
@@ -380,7 +383,7 @@ class Shard:
         if message.fetch:
             self.counts.fetched += 1
             if buffer is None:
-                buffer = tuple(t.clone() for t in self.weights)
+                buffer = tuple(t.clone() for t in self._weights)
             elif not asked.filled:
                 self._fill(asked, buffer)
             self._back_up(message.worker)
@@ -393,7 +396,7 @@ class Shard:
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
-        for (role, _, _), weights, out in zip(self.groups, self.weights, buffer, strict=True):
+        for (role, _, _), weights, out in zip(self.groups, self._weights, buffer, strict=True):
             if not force or role is not Role.PARAMETER:
                 out.copy_(weights)
             elif asked.verdict is not Verdict.APPLIED:
@@ -403,8 +406,8 @@ class Shard:
         """Note what a worker starts from, if a transform wants to know."""
         if not any(t.backup for t in self.algorithm.transforms):
             return
-        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self.weights])
-        for backup, weights in zip(kept, self.weights, strict=True):
+        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self._weights])
+        for backup, weights in zip(kept, self._weights, strict=True):
             backup.copy_(weights)
 
     # ------------------------------------------------------------------ helpers
@@ -420,6 +423,10 @@ class Shard:
         batches = self.table.batches
         mine = batches.get(worker, 0)
         return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
+
+    @property
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.weights or ()
 
     def _parts(self, n: int) -> list[slice]:
         """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""

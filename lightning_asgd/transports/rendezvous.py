@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import socket
 import threading
 import time
@@ -103,6 +104,10 @@ class Rendezvous:
         """Let workers find a run with :meth:`find_run`."""
         self.put(f"session/{run_id}", keys)
         self.put("run", {"run_id": run_id, "transport": transport})
+
+    def job(self) -> str:
+        """The job's random name, which the first process that asks for it makes."""
+        return str(self._store.compare_set("job", "", secrets.token_hex(4)).decode())
 
     def shared(self, prefix: str) -> Any:
         """The store itself, below a prefix, for other parts of torch."""

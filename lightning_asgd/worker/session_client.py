@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import (
     Attach,
     Attached,
@@ -82,10 +83,14 @@ class SessionClient:
                 self.join(server=server)
         return replace(attached, notes={name: _read(value) for name, value in attached.notes.items()})
 
-    def leave(self, reason: str = "", worker: int | None = None) -> None:
-        """Leave the session on every server, or report that another worker's process is gone. Ignores lost servers."""
+    def leave(self, reason: str = "", worker: int | None = None, pid: int | None = None) -> None:
+        """Leave the session on every server, or report that another worker's process on this machine is gone.
+
+        Lost servers are ignored.
+        """
         gone = self.connection.worker if worker is None else worker
-        message = Leave(self.connection.session, gone, reason, final=worker is not None)
+        process = this_process() if pid is None else machine_and_pid(pid)
+        message = Leave(self.connection.session, gone, reason, final=worker is not None, process=process)
         for server in self.connection.servers:
             try:
                 done_within(self.connection.post(server, message), 5.0)
