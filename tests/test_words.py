@@ -46,7 +46,7 @@ RETIRED = {
 }
 LEFT = {
     "common (batch )?size|common batch": 2,
-    "come back|comes back|came back": 13,
+    "come back|comes back|came back": 12,
     "so many": 1,
 }
 

@@ -48,7 +48,7 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
+from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchange_recovery as recovery_module
@@ -116,7 +116,7 @@ class Call:
     number: int
     message: Any
     arrived: list[int]
-    arrivals: Arrivals
+    arrivals: Acknowledgements
     future: Future[Any] = field(default_factory=Future)
     attempt: int = 0
 
@@ -132,7 +132,7 @@ class End(Transport):
         self._world, self._worker = world, worker
         self._connected = list(world.servers)
         self._calls = 0
-        self.arrivals = [Arrivals() for _ in world.servers]
+        self.arrivals = [Acknowledgements() for _ in world.servers]
 
     @property
     def num_servers(self) -> int:
@@ -147,7 +147,7 @@ class End(Transport):
         return ""
 
     def replace(self, server: int) -> None:
-        self._connected[server], self.arrivals[server] = self._world.servers[server], Arrivals()
+        self._connected[server], self.arrivals[server] = self._world.servers[server], Acknowledgements()
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         self._calls += 1
