@@ -66,11 +66,11 @@ if rank_variables.settle():
 
 def _register(tree: class_trees.Tree) -> None:
     from lightning_asgd.adapter import metric_sync, world
-    from lightning_asgd.adapter.fleet import give_way
+    from lightning_asgd.adapter.fleet import release_process_group
     from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
-    class_trees.when_process_groups_are_made(tree, give_way)
+    class_trees.when_process_groups_are_made(tree, release_process_group)
     metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 

@@ -163,7 +163,7 @@ class LeasedLoop:
         self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
-        self._accumulate, self._alike = self._membership.of_the_first(own), True
+        self._accumulate, self._alike = self._membership.of_first_worker(own), True
         accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0

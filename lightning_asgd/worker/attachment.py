@@ -92,7 +92,7 @@ class Attachment:
             if name in theirs:
                 tensor.detach().copy_(theirs[name])
 
-    def common_batch(self, mine: int) -> int:
+    def reference_batch(self, mine: int) -> int:
         """The reference batch size: that of the run's first worker."""
         return int(self.client.note(_BATCH, mine, first=True))
 

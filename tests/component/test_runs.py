@@ -126,16 +126,16 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), "cpu")
     membership.join()
     try:
-        assert membership.standing == (1, 2)
+        assert membership.rank_and_size == (1, 2)
         third = come(service).worker
         membership.begin_epoch()
-        assert membership.standing == (1, 3)
+        assert membership.rank_and_size == (1, 3)
         service.handle(Leave("s", 1))
-        assert membership.standing == (1, 3)  # the same until the epoch's end
+        assert membership.rank_and_size == (1, 3)  # the same until the epoch's end
         membership.begin_epoch()
-        assert membership.standing == (0, 2)
+        assert membership.rank_and_size == (0, 2)
         membership.board.hear({}, (1, 2, third))  # an older answer, which arrives late
-        assert membership.standing == (0, 2)
+        assert membership.rank_and_size == (0, 2)
     finally:
         membership.leave()
 
