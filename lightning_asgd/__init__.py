@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 # Before anything asks Lightning for a rank: this process may be a program that a worker has started.
-if rank_variables.settle():
+if rank_variables.detect():
     class_trees.forget_rank()
 
 

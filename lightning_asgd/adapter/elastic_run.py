@@ -85,7 +85,7 @@ class ElasticFleet(Fleet):
         become_global_zero(self.rank)
         self.board.living = (self.client.connection.worker,)
         self.begin_epoch()
-        about = (self._tell, self.board, self.attachment.follow, heard)
+        about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 
     def begin_epoch(self) -> None:
@@ -136,7 +136,7 @@ class ElasticFleet(Fleet):
         progress = progress_in(trainer)
         if progress is not None:
             progress["data"] = resume.data
-        self.attachment.found(layout.describe(), constants, progress)
+        self.attachment.publish(layout.describe(), constants, progress)
 
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""
@@ -148,7 +148,7 @@ class ElasticFleet(Fleet):
 
     def checkpoint_written(self, trainer: Any) -> None:
         """Publish the state of the chief's checkpoint callbacks, for the next chief."""
-        self.attachment.wrote(checkpoint_states(trainer))
+        self.attachment.publish_checkpoints(checkpoint_states(trainer))
 
     def adopt_checkpoints(self, trainer: Any) -> None:
         """Give this worker's checkpoint callbacks the published state of the chief's."""

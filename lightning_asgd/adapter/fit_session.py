@@ -35,7 +35,7 @@ from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.sync_point import all_together, meet
+from lightning_asgd.worker.sync_point import all_together, synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training
 from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
@@ -79,7 +79,7 @@ class FitSession:
         self._split = FixedSplit(trainer, membership)
         self.data: FixedSplit | LeasedLoop = self._split
         collective_s = config.timeouts.collective_s
-        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, come_back=self._rejoin)
+        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
         self._reference_batch = 0  # samples of the batches in which all workers count progress
         if self._run is not None and not self._run.attachment.bootstraps:  # the run has continued since the checkpoint
             resume.versions, resume.servers = None, ()
@@ -302,7 +302,7 @@ class FitSession:
         mine = SyncReport(
             synchronizer.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt
         )
-        met = meet(
+        met = synchronize(
             membership.client,
             self._collectives,
             synchronizer,
@@ -312,7 +312,7 @@ class FitSession:
             always=waits or membership.comes_and_goes,
         )
         self.data.compare()
-        board.hear({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
+        board.update({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
         if any(m.grown for m in met.values()):

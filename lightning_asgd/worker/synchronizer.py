@@ -44,7 +44,7 @@ class WorkFeed(Protocol):
     def ask_ahead(self, seconds: float) -> None:
         """An exchange is about to begin, and will keep a slow network busy for ``seconds`` (0: unknown)."""
 
-    def lose(self) -> None:
+    def revoke(self) -> None:
         """The others have gone on without this worker and have its batches. Called before it joins again."""
 
 

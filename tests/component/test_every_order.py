@@ -61,7 +61,7 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Training, WorkFeed
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
@@ -169,7 +169,7 @@ class Back(WorkFeed):
     def __init__(self, world: World, worker: int) -> None:
         self._world, self._worker = world, worker
 
-    def lose(self) -> None:
+    def revoke(self) -> None:
         self._world.back[self._worker] += 1
 
 
@@ -263,13 +263,13 @@ class World:
         weights = replica.weights() if rank == 0 else None
         shards.initialise(self.layout, self.config.algorithm, [None] * self.plan.servers, weights)
         if attachment.bootstraps:
-            attachment.found("layout", {}, None)
+            attachment.publish("layout", {}, None)
 
     def meet(self, rank: int, collectives: Collectives, exchanger: Exchanger) -> None:
         """What the strategy does at a sync point."""
         exchanger.flush()
         mine = SyncReport(exchanger.moved, False, False, [])
-        meet(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
+        synchronize(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
 
     # ------------------------------------------------------------------ what can happen
