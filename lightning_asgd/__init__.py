@@ -60,17 +60,17 @@ def __dir__() -> list[str]:
 
 
 # Before anything asks Lightning for a rank: this process may be a program that a worker has started.
-if rank_variables.settle():
+if rank_variables.detect():
     class_trees.forget_rank()
 
 
 def _register(tree: class_trees.Tree) -> None:
     from lightning_asgd.adapter import metric_sync, world
-    from lightning_asgd.adapter.fleet import give_way
+    from lightning_asgd.adapter.fleet import release_process_group
     from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
-    class_trees.when_process_groups_are_made(tree, give_way)
+    class_trees.when_process_groups_are_made(tree, release_process_group)
     metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_UPDATE", "is_finite", "is_within_bounds", "largest", "zero_what_is_not_finite"]
+__all__ = ["MAX_UPDATE", "is_finite", "is_within_bounds", "largest", "zero_nonfinite"]
 
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
@@ -44,7 +44,7 @@ def is_within_bounds(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= MAX_UPDATE**2
 
 
-def zero_what_is_not_finite(state: Mapping[Any, Any]) -> None:
+def zero_nonfinite(state: Mapping[Any, Any]) -> None:
     """Set the tensors of an optimizer's state to zero that hold a NaN or an infinity."""
     for values in state.values():
         for value in values.values() if isinstance(values, dict) else ():

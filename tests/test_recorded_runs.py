@@ -43,7 +43,7 @@ from lightning_asgd.simulation import Constant, Crash, Link, LogNormal, ModulePr
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.worker_setup import enter
+from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 from tests.helpers.turns import Turns
 
@@ -162,7 +162,7 @@ def scripted(**settings: Any) -> Record:
             client = cluster.client(rank)
             client.join()
             config = ExchangeConfig.create(**{"nsync": 3, **settings})
-            synchronizers.append(enter(client, Collectives(), module, config))
+            synchronizers.append(set_up(client, Collectives(), module, config))
 
     def train(rank: int) -> None:
         module, synchronizer, generator = modules[rank], synchronizers[rank], torch.Generator().manual_seed(rank)

@@ -49,7 +49,7 @@ from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, Leave, Reply
 from lightning_asgd.server.service import Service
-from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
+from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.helpers.ratchet import complaints
@@ -80,7 +80,7 @@ class Link(Transport):
 
     def __init__(self) -> None:
         self._service = Service(time.monotonic)
-        self._once, self._arrivals, self._numbers = ReplyCache(), Arrivals(), itertools.count(1)
+        self._once, self._acknowledgements, self._numbers = ReplyCache(), Acknowledgements(), itertools.count(1)
 
     @property
     def num_servers(self) -> int:
@@ -96,10 +96,12 @@ class Link(Transport):
         number, received, answered = next(self._numbers), copy.deepcopy(message), Future[Any]()
 
         def bring(done: Future[Any]) -> None:
-            self._arrivals.note(number)
+            self._acknowledgements.note(number)
             answered.set_result(copy.deepcopy(done.value()))
 
-        answer = self._once.answer(caller, number, self._arrivals.take(), lambda: self._service.handle(received))
+        answer = self._once.answer(
+            caller, number, self._acknowledgements.take(), lambda: self._service.handle(received)
+        )
         answer.add_done_callback(bring)
         return answered
 

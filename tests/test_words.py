@@ -46,7 +46,7 @@ RETIRED = {
 }
 LEFT = {
     "common (batch )?size|common batch": 2,
-    "come back|comes back|came back": 11,
+    "come back|comes back|came back": 10,
     "so many": 1,
 }
 

@@ -101,7 +101,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         if now < self._read_at:
             return
         self._read_at = now + self._read_s
-        trainer.strategy.fit_session.take_figures()
+        trainer.strategy.fit_session.report_metrics()
         if trainer.is_global_zero and now >= self._log_at:
             self._log_at = now + self.every_n_seconds
             self._meter.pause()

@@ -1,6 +1,6 @@
-"""A worker's place in a run that a Trainer attaches itself to, and whose workers come and go.
+"""A worker's membership in an elastic run: a Trainer attaches itself, and workers join and leave.
 
-What a worker is told when it comes, and tells the others, stands in ``worker/attachment.py``, without Lightning.
+What a worker learns when it joins, and publishes to the others, is in ``worker/attachment.py``, without Lightning.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def check_is_one_worker(devices: int, num_nodes: int) -> None:
 
 
 class ElasticFleet(Fleet):
-    """One worker's place in a run. Raises a :class:`LaunchError` if its servers are not there, or serve another one.
+    """One worker's membership in a run. Raises a :class:`LaunchError` if its servers are missing or serve another run.
 
-    ``attachment`` is what the worker was told when it joined, and tells the others.
+    ``attachment`` is what the worker learned when it joined, and publishes to the others.
     """
 
     comes_and_goes = True
@@ -53,43 +53,43 @@ class ElasticFleet(Fleet):
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any
     ) -> None:
-        super().__init__(job, config, policy, board, alone=False)  # others may come
+        super().__init__(job, config, policy, board, alone=False)  # others may join
         self._device = device
         self._trainer: Any = None  # while it fits
         self._living: tuple[int, ...] = ()  # as the latest epoch began
-        self._heard = 0  # news that were there before this worker
+        self._heard = 0  # events from before this worker joined
         self._find()
 
     @property
     def rank(self) -> int:
-        """The chief's is 0, that of others their number."""
+        """0 for the chief, and for other workers their number."""
         return 0 if self.attachment.chief else self.client.connection.worker
 
     @property
-    def standing(self) -> tuple[int, int]:
-        """The worker's place among those that lived when its epoch began, and their number."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """The worker's rank among those that were alive when its epoch began, and their number."""
         living = sorted({*self._living, self.client.connection.worker})
         return living.index(self.client.connection.worker), len(living)
 
-    # ------------------------------------------------------------------ coming and leaving
+    # ------------------------------------------------------------------ joining and leaving
 
     def _find(self) -> None:
-        """Connect to the run's servers: as nobody, until this worker is told its number."""
+        """Connect to the run's servers, without a number until the coordinator assigns one."""
         self._job.find_run()
         self._connect(0, 0, self._policy)
         self.attachment = Attachment(self.client, self._change_chief)
 
     def join(self) -> None:
-        """Attach the worker; waits while another one brings the run's first weights."""
+        """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
         become_global_zero(self.rank)
         self.board.living = (self.client.connection.worker,)
         self.begin_epoch()
-        about = (self._tell, self.board, self.attachment.follow, heard)
+        about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 
     def begin_epoch(self) -> None:
-        """Ask who takes part: with its heartbeats alone this worker would hear of the others too late."""
+        """Ask which workers take part: this worker's next heartbeat would report them too late."""
         now = self.client.beat(self._heard, self._config.timeouts.silence_s)
         if now is not None:
             self.board.living = now.living
@@ -102,13 +102,13 @@ class ElasticFleet(Fleet):
             except ServerLostError as error:
                 if error.server is None:
                     raise
-                # It has just been lost: come again, as somebody else, when another one has taken its place.
+                # It was lost just now: attach again, under a new number, once its replacement serves.
                 self.client.leave()
                 self._job.successor(error.server)
                 self._find()
 
     def leave(self) -> None:
-        """Leave the run to the others."""
+        """Leave the run, which continues."""
         super().leave()
         become_global_zero(0)
 
@@ -117,7 +117,7 @@ class ElasticFleet(Fleet):
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
         become_global_zero(0 if chief else worker)
         if chief and self._trainer is not None:
-            self.know_checkpoints(self._trainer)
+            self.adopt_checkpoints(self._trainer)
 
     def _tell(self, news: str) -> None:
         if self.rank == 0:
@@ -125,10 +125,10 @@ class ElasticFleet(Fleet):
 
     # ------------------------------------------------------------------ a fit
 
-    def agree_with_others(
+    def share_first_values(
         self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
     ) -> None:
-        """The bootstrap worker publishes its values; the others take them."""
+        """The bootstrap worker publishes its values; the others adopt them."""
         self._trainer = trainer
         if not self.attachment.bootstraps:
             self.attachment.adopt(constants)
@@ -136,38 +136,38 @@ class ElasticFleet(Fleet):
         progress = progress_in(trainer)
         if progress is not None:
             progress["data"] = resume.data
-        self.attachment.found(layout.describe(), constants, progress)
+        self.attachment.publish(layout.describe(), constants, progress)
 
-    def common_batch(self, mine: int) -> int:
-        """That of the run's first worker."""
-        return self.attachment.common_batch(mine) if mine else 0
+    def reference_batch(self, mine: int) -> int:
+        """The batch size of the run's first worker."""
+        return self.attachment.reference_batch(mine) if mine else 0
 
-    def of_the_first(self, mine: int) -> int:
-        """This worker's own: nobody is met."""
+    def of_first_worker(self, mine: int) -> int:
+        """This worker's own value: there is no collective in an elastic run."""
         return mine
 
-    def wrote_checkpoint(self, trainer: Any) -> None:
-        """Note what the chief's callbacks know of their files, for the next one."""
-        self.attachment.wrote(checkpoint_states(trainer))
+    def checkpoint_written(self, trainer: Any) -> None:
+        """Publish the state of the chief's checkpoint callbacks, for the next chief."""
+        self.attachment.publish_checkpoints(checkpoint_states(trainer))
 
-    def know_checkpoints(self, trainer: Any) -> None:
-        """Let checkpoint callbacks know what chiefs have written, in place of what this worker would have."""
+    def adopt_checkpoints(self, trainer: Any) -> None:
+        """Give this worker's checkpoint callbacks the published state of the chief's."""
         files = self.attachment.files
         if files is not None and len(files) == len(trainer.checkpoint_callbacks):
             adopt_checkpoint_states(trainer, files)
 
-    def gather_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
-        """The chief's state stands where Lightning looks for it, and that of others is not asked for."""
+    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
+        """None: the chief's own state is where Lightning expects it, and the others' are not collected."""
         return {}
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
-        """The run ends where the chief does; any other worker may leave it."""
+        """Whether training ends: the run ends with the chief's; any other worker may leave it."""
         return self.attachment.end_epoch(progress, should_stop)
 
     # ------------------------------------------------------------------ what is not possible in a run
 
     def refuse_another_layout(self) -> NoReturn:
-        """Raise: nobody waits for the others here."""
+        """Raise: workers of an elastic run do not synchronise, so they cannot agree on a layout."""
         raise ConfigurationError(
             "Weights were replaced, or parameters unfrozen, during fit in a run that workers attach themselves to. "
             "Expected the same trainable parameters from the first batch to the last: there is nobody to agree "
@@ -175,7 +175,7 @@ class ElasticFleet(Fleet):
         )
 
     def refuse_a_split(self, reason: str) -> NoReturn:
-        """Raise: nobody knows how many workers there will be."""
+        """Raise: a split needs a number of workers that does not change."""
         raise ConfigurationError(
             f"{reason}. Expected training data that workers can share in a run that they attach themselves to: one "
             "dataloader over a dataset with a length, whose batches Lightning may deal out."
@@ -190,4 +190,4 @@ class ElasticFleet(Fleet):
 
 
 AnyFleet = FixedFleet | ElasticFleet
-"""A worker's place in a job or in a run."""
+"""A worker's membership in a job or in a run."""

@@ -1,4 +1,4 @@
-"""A fit, as one worker takes part in it: what it does before and after batches, and where all meet."""
+"""One worker's part in a fit: what it does before and after batches, and at sync points."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gra
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
-from lightning_asgd.adapter.joint_decisions import Places, when_epochs_end
+from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
-from lightning_asgd.numerics import zero_what_is_not_finite
+from lightning_asgd.numerics import zero_nonfinite
 from lightning_asgd.optim import PosteriorSampler
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.sync_point import all_together, meet
+from lightning_asgd.worker.sync_point import all_together, synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training
-from lightning_asgd.worker.worker_setup import Start, agree, enter, named_state, newly_trainable
+from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
 __all__ = ["FitSession"]
 
@@ -45,18 +45,18 @@ log = logging.getLogger(__name__)
 
 
 class FitSession:
-    """One fit of one worker, from the strategy's set-up to its teardown. All workers make theirs together.
+    """One fit of one worker, from the strategy's set-up to its teardown. All workers create theirs together.
 
     Args:
         trainer: the Trainer; its module is on its device.
-        membership: the worker's place among the others; it has joined.
+        membership: the worker's membership; it has joined.
         config: when and how to exchange.
-        resume: what to go on from.
+        resume: what to resume from.
         split: every worker is to have its own part of the data.
 
     Attributes:
-        synchronizer: what the worker shares through.
-        data: its loop over the training data, which may be another one in each epoch.
+        synchronizer: shares the worker's weights.
+        data: the loop over the training data; another object may take its place at the start of an epoch.
         samples: what the servers have collected of the weights, on worker 0 at the end.
 
     Raises:
@@ -72,24 +72,24 @@ class FitSession:
         self._run = membership if isinstance(membership, ElasticFleet) else None
         self._config = config
         self._resume = resume
-        self._meter: Meter | None = None  # None until somebody takes figures
+        self._meter: Meter | None = None  # None until metrics are collected
         self.samples: list[dict[str, Tensor]] = []
         waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
         self._splits = split or waits or membership.alone
         self._split = FixedSplit(trainer, membership)
         self.data: FixedSplit | LeasedLoop = self._split
         collective_s = config.timeouts.collective_s
-        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, come_back=self._come_back)
-        self._reference_batch = 0  # samples of the batches that all workers count progress in
-        if self._run is not None and not self._run.attachment.bootstraps:  # the run has gone on since a checkpoint
+        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
+        self._reference_batch = 0  # samples of the batches in which all workers count progress
+        if self._run is not None and not self._run.attachment.bootstraps:  # the run has continued since the checkpoint
             resume.versions, resume.servers = None, ()
             resume.data = (self._run.attachment.progress or {}).get("data", {})
-        self.synchronizer = self._enter()
+        self.synchronizer = self._set_up()
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
             self.synchronizer.restore(servers)
         self._undo = [
-            Places(trainer, self).close,
+            JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
             when_data_are_set_up(trainer, self._agree_on_batches),
         ]
@@ -103,11 +103,11 @@ class FitSession:
         return self._membership.collectives
 
     def begin(self) -> None:
-        """Go on from where the others are. The optimizers have been made."""
+        """Start from the progress of the others. The optimizers exist by now."""
         trainer = self._trainer
         if self._run is not None and not self._run.attachment.bootstraps:
             follow_progress(trainer, self._run.attachment.progress)
-            self._run.know_checkpoints(trainer)
+            self._run.adopt_checkpoints(trainer)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(trainer.global_rank)
@@ -116,45 +116,45 @@ class FitSession:
         self._config.algorithm.check(run)
 
     def close(self) -> None:
-        """Give the Trainer and the buffers back."""
+        """Restore the Trainer and free the buffers."""
         for undo in self._undo:
             undo()
         self.synchronizer.close()
 
     # ------------------------------------------------------------------ one layout, one set of weights
 
-    def _enter(self) -> Synchronizer:
+    def _set_up(self) -> Synchronizer:
         module, membership, run = self._module, self._membership, self._run
         start = Start(self._resume.take_versions())
         if run is not None:
             start = replace(start, fill=run.attachment.bootstraps, layout=run.attachment.layout)
-        synchronizer = enter(
+        synchronizer = set_up(
             membership.client,
             membership.collectives,
             module,
             self._config,
-            Training(self._heal_optimizers, self._lr, self._leases, is_monitored(self._trainer)),
+            Training(self._reset_nonfinite_state, self._lr, self._leases, is_monitored(self._trainer)),
             start,
             late=not looks_at_gradients(module),
         )
         if run is not None:
             exchanged = {spec.name for spec in synchronizer.layout.tensors}
             constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
-            run.agree_with_others(self._trainer, synchronizer.layout, constants, self._resume)
+            run.share_first_values(self._trainer, synchronizer.layout, constants, self._resume)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
 
-    def enter_again(self) -> None:
-        """Lay the module out again and fill the servers from worker 0's. All workers call it together."""
+    def set_up_again(self) -> None:
+        """Allocate the module's shards again, with worker 0's weights. All workers call it together."""
         before = self.synchronizer
         if isinstance(self._membership, ElasticFleet):
             self._membership.refuse_another_layout()
-        agree(self._collectives, newly_trainable(self._module, before.layout), mean=True)
+        make_identical(self._collectives, newly_trainable(self._module, before.layout), mean=True)
         self._resume.versions = list(before.versions)
         self._collectives.barrier("new layout")
         before.close()
         self._membership.begin_generation()
-        self.synchronizer = self._enter()
+        self.synchronizer = self._set_up()
         self.synchronizer.stats = before.stats
 
     def _has_grown(self) -> bool:
@@ -191,15 +191,15 @@ class FitSession:
         leased.install(self._reference_batch)
 
     def before_batch(self, batch: Any) -> None:
-        """Between two batches: merge what has come, exchange if it is time."""
-        self._membership.check_goes_on()
+        """Between two batches: merge a reply that has arrived, and exchange if that is due."""
+        self._membership.check_session()
         if self._run is not None:
             self._run.attachment.update()
         if self._collectives.phase is Phase.SYNC:
-            if self._run is not None and self.apart:
+            if self._run is not None and self.in_search:
                 self._run.refuse_a_search()
             if self._has_grown():
-                self.enter_again()
+                self.set_up_again()
             self.synchronizer.begin()
             self._collectives.phase = Phase.ASYNC
         self.synchronizer.advance()
@@ -217,13 +217,13 @@ class FitSession:
         self.data.before_next()
 
     def _discard(self) -> None:
-        """Forget what was made of a batch that others have trained."""
-        if self.synchronizer.moved:  # else a callback's weights may be in the module, which the servers do not have
+        """Discard the update of a batch that other workers have trained."""
+        if self.synchronizer.moved:  # else the module may hold a callback's weights, which the servers do not have
             self.synchronizer.fetch()
         self._module.zero_grad()
 
-    def _come_back(self) -> None:
-        """The others have gone on without this worker, which was silent."""
+    def _rejoin(self) -> None:
+        """Rejoin: this worker missed its heartbeats and was excluded."""
         rank = self._trainer.global_rank
         log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
         self.synchronizer.come_back()
@@ -233,8 +233,8 @@ class FitSession:
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         return float(groups[0]["lr"]) if groups and "lr" in groups[0] else 0.0
 
-    def _heal_optimizers(self) -> None:
-        """After a refused update: drop optimizer state that is not finite, or the next update would be refused too."""
+    def _reset_nonfinite_state(self) -> None:
+        """After a rejected update: zero non-finite optimizer state, or the next update would be rejected too."""
         log.warning(
             "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
@@ -243,13 +243,13 @@ class FitSession:
             self.synchronizer.stats.refused,
         )
         for optimizer in self._trainer.optimizers:
-            zero_what_is_not_finite(optimizer.state)
+            zero_nonfinite(optimizer.state)
 
-    # ------------------------------------------------------------------ where all meet
+    # ------------------------------------------------------------------ sync points
 
     @property
-    def apart(self) -> bool:
-        """Whether nobody is met: in a callback's search, which every worker makes for itself."""
+    def in_search(self) -> bool:
+        """Whether a callback searches a learning rate or batch size, which every worker does for itself."""
         return not any(isinstance(callback, SyncPoints) for callback in self._trainer.callbacks)
 
     @property
@@ -257,14 +257,14 @@ class FitSession:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
         return self.data.halted
 
-    def meet_within(self, mine: Place, *, stops: bool) -> Place:
-        """Meet where a worker validates, or where its epoch ends, and return where all are: see :class:`Places`."""
+    def synchronize_within_epoch(self, mine: Place, *, stops: bool) -> Place:
+        """Synchronise where a worker validates, or where its epoch ends; see :class:`JointDecisions`."""
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = all_together(m.place or mine for m in met.values())
         return replace(together, batches=self.data.count(together.step, together.batches))
 
-    def begin_within(self) -> None:
+    def on_epoch_begin(self) -> None:
         """An epoch begins."""
         self.data.begin_epoch()
 
@@ -272,22 +272,22 @@ class FitSession:
         """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
 
-    def end_within(self, batches: int) -> None:
-        """Count what all have counted. The epoch has ended for all."""
+    def on_epoch_end(self, batches: int) -> None:
+        """The epoch has ended for all: set the counts that all agreed on."""
         self.data.end_epoch(batches)
 
-    def validate(self) -> None:
-        """Meet before a validation, unless all have just done so."""
+    def sync_before_validation(self) -> None:
+        """Synchronise before a validation, unless all have just done so."""
         if self._collectives.phase is not Phase.SYNC:
             self.sync_point("validation")
 
-    def end_epoch(self) -> None:
-        """Meet, unless all have done so, and nothing was trained since."""
+    def sync_at_epoch_end(self) -> None:
+        """Synchronise, unless all have done so and nothing was trained since."""
         if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
             self.sync_point("epoch end")
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
-        """Wait for all living workers, give them the same bits of the servers' weights, and return their reports."""
+        """Wait for all living workers, give all the same bits of the servers' weights, and return their reports."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.attachment.update()
@@ -296,13 +296,13 @@ class FitSession:
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
         grown = self._has_grown()
-        self.take_figures()
+        self.report_metrics()
         board, waits = membership.board, self._config.algorithm.waits
         checkpoints = checkpoint_states(trainer)
         mine = SyncReport(
             synchronizer.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt
         )
-        met = meet(
+        met = synchronize(
             membership.client,
             self._collectives,
             synchronizer,
@@ -312,51 +312,51 @@ class FitSession:
             always=waits or membership.comes_and_goes,
         )
         self.data.compare()
-        board.hear({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
+        board.update({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
         if any(m.grown for m in met.values()):
-            self.enter_again()
+            self.set_up_again()
         if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
-            # A pass that takes no steps is for the statistics of batch norm, which reach the servers with steps only.
-            agree(self._collectives, named_state(self._module), mean=True)
+            # A pass without steps is for batch-norm statistics, which reach the servers only with steps.
+            make_identical(self._collectives, named_state(self._module), mean=True)
         for averaged in _callback_modules(trainer):
-            agree(self._collectives, named_state(averaged), mean=True)
+            make_identical(self._collectives, named_state(averaged), mean=True)
         return met
 
     def _agree_to_stop(self) -> None:
-        """Let all stop where one does: hooks that run after the sync point may have said so on some workers only."""
+        """Stop all workers where one stops: hooks after the sync point may have set it on some workers only."""
         should_stop = self._trainer.should_stop
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
     def _agree_on_batches(self) -> None:
-        """Let progress count in batches of the same size on all workers."""
+        """Have all workers count progress in batches of the same size."""
         batch = self._leases.batch = batch_size_of(self._trainer)
         if not self._splits:
-            self._reference_batch = self._membership.common_batch(batch)
+            self._reference_batch = self._membership.reference_batch(batch)
             if batch and self._reference_batch not in (0, batch):
                 count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
-        """What a worker that attaches itself now has to know."""
+        """The progress that a worker needs that attaches itself now."""
         progress = progress_of(self._trainer)
         self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress
 
     def end(self) -> None:
-        """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
+        """Synchronise the final weights, including what callbacks changed."""
         if self._collectives.phase is Phase.ASYNC:
             self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
         elif self._trainer.is_global_zero:
             self._collect_samples()
-        agree(self._collectives, named_state(self._module), mean=True)
+        make_identical(self._collectives, named_state(self._module), mean=True)
         if self._run is not None and not self._trainer.is_global_zero:
-            self._run.know_checkpoints(self._trainer)
+            self._run.adopt_checkpoints(self._trainer)
         self.data.restore()
         self.data = self._split
 
     def _collect_samples(self) -> None:
-        """Fetch what the servers have kept of the weights. Nobody pushes any more."""
+        """Fetch the samples that the servers have kept. No worker pushes any more."""
         algorithm = self._config.algorithm
         if not algorithm.keep_at_most:
             return
@@ -369,15 +369,15 @@ class FitSession:
                 max(self.synchronizer.versions),
             )
 
-    # ------------------------------------------------------------------ figures
+    # ------------------------------------------------------------------ metrics
 
     def measure(self, epoch: Callable[[], float]) -> Meter:
-        """Begin to count what this worker trains, and where its time goes."""
+        """Start measuring what this worker trains and where its time goes."""
         self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch)
         return self._meter
 
-    def take_figures(self) -> None:
-        """Put this worker's figures on the board, if it is measured: the next heartbeat carries them."""
+    def report_metrics(self) -> None:
+        """Post this worker's metrics to the board, if it is measured: the next heartbeat sends them."""
         if self._meter is not None:
             self._membership.board.post(self._collectives.rank, self._meter.read())
 
@@ -403,12 +403,13 @@ class FitSession:
         return {key: instead[name] for key, name in keys.items() if name in instead}
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Put into a checkpoint what a fit that resumes has to know, with every worker's optimizers and schedulers.
+        """Add to a checkpoint what a fit needs to resume, with every worker's optimizers and schedulers.
 
         In the asynchronous phase the others are not asked: they resume with worker 0's.
         """
         mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
-        workers = self._membership.gather_states(apply_to_collection(mine, Tensor, lambda t: t.detach().cpu()))
+        mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
+        workers = self._membership.gather_optimizer_states(mine)
         is_writer = self._trainer.is_global_zero
         servers = self.synchronizer.state() if is_writer else []
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)

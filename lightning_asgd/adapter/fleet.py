@@ -1,7 +1,7 @@
-"""A worker's place in a session: how it joins, how it shows that it lives, how it leaves.
+"""A worker's membership in a session: joining, heartbeats, leaving.
 
-:class:`FixedFleet` is that of a job, whose workers start and end together; ``adapter/elastic_run.py`` has that of a
-run, whose workers come and go. What both have in common is in :class:`Fleet`.
+:class:`FixedFleet` is for a job, whose workers start and end together; ``adapter/elastic_run.py`` is for a run that
+workers join and leave. :class:`Fleet` is what both share.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["FixedFleet", "Fleet", "give_way", "leave_resting", "resting"]
+__all__ = ["FixedFleet", "Fleet", "end_idle_membership", "idle_membership", "release_process_group"]
 
 log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """One worker's place in one session, from the strategy's set-up to its teardown.
+    """One worker's membership in one session, from the strategy's set-up to its teardown.
 
     Args:
         job: where the servers are.
         config: how the worker exchanges.
-        policy: what becomes of the session when workers fail.
-        board: has this worker's figures, and is told the others'.
-        alone: whether there is no other worker, and none will come.
+        policy: what happens to the session when workers fail.
+        board: the metrics of this worker and of the others.
+        alone: whether there is no other worker, and none will join.
 
     Attributes:
-        client: connection to the servers; replaced when the worker joins once more, or weights are laid out again.
-        collectives: what the worker does together with the others; the same.
+        client: the session's client; replaced when the worker rejoins, or with a new layout.
+        collectives: collectives of all workers; replaced likewise.
     """
 
     comes_and_goes = False
@@ -70,7 +70,7 @@ class Fleet:
             f"{self.session}.{generation}" if generation else self.session,
             worker,
             world_size,
-            # Where answers are held back for other workers, those may take as long as to a sync point.
+            # A reply blocked for other workers may take as long as these need to reach a sync point.
             timeout_s=timeouts.collective_s if self._config.algorithm.waits else timeouts.exchange_s,
             patience_s=timeouts.collective_s,
             with_last_output=supervisor.with_last_output,
@@ -80,29 +80,29 @@ class Fleet:
 
     @property
     def rank(self) -> int:
-        """The worker's, as Lightning is to know it."""
+        """The worker's rank, as Lightning sees it."""
         return self.client.connection.worker
 
     @property
     def session(self) -> str:
-        """Its name, whatever the layout."""
+        """The session's name, whatever the layout."""
         return self._job.session
 
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
-        """Take part in restoring servers that are lost from now on, where workers can."""
+        """Take part in the recovery of servers that are lost from now on, if the session is restorable."""
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
-    def check_goes_on(self) -> None:
-        """Do not train on until the next exchange if the session was ended."""
+    def check_session(self) -> None:
+        """Raise at once if the session was ended, instead of training until the next exchange."""
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error
 
     def leave(self) -> None:
         """Wait for the others and end the session, unless this worker has failed. Servers and connection stay.
 
-        Where there are other workers this one stays a member, at rest, until the next session or the process's end: its
-        collectives are still real.
+        If there are other workers this one stays an idle member until the next session or the process's end: its
+        collectives still reach the others.
         """
         stays = not self._failed and not self.alone and not self.comes_and_goes
         try:
@@ -121,15 +121,15 @@ class Fleet:
         if overseer is not None:
             overseer.rest()
         if stays:
-            _rest(self)
+            _keep_idle(self)
         else:
-            self.quit()
+            self.end_membership()
 
-    def quit(self) -> None:
-        """Be a member no more."""
+    def end_membership(self) -> None:
+        """Leave the session for good."""
         self._stop()
         if not self._failed:
-            self._failed = True  # nothing is said to the others any more
+            self._failed = True  # send the others nothing any more
             self.client.leave()
         self.collectives.phase = Phase.OFFLINE
         overseer = supervisor.current()
@@ -137,7 +137,7 @@ class Fleet:
             overseer.on_worker_exit(None)
 
     def fail(self, why: str) -> None:
-        """Tell the others at once, so that nobody waits for this worker."""
+        """Report the failure at once, so that no worker waits for this one."""
         self._failed = True
         self._stop()
         self.client.leave(why)
@@ -150,7 +150,7 @@ class Fleet:
             self._recovery = None
 
     def _stop(self) -> None:
-        """Stop restoring servers and sending heartbeats."""
+        """Stop taking part in recoveries, and sending heartbeats."""
         self._stop_restoring()
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -158,30 +158,30 @@ class Fleet:
 
 
 class FixedFleet(Fleet):
-    """One worker's place in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
+    """One worker's membership in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
     ) -> None:
         super().__init__(job, config, policy, board, alone=world_size == 1)
-        # What these algorithms share as they go cannot be taken back, and who is alone is missed by nobody.
+        # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
-        self._layouts = 0  # made in this session
+        self._layouts = 0  # layouts made in this session
         self._connect(rank, world_size, self._watching)
 
     @property
     def _watching(self) -> Policy:
-        """The policy, but for heartbeats where the others do not go on without a worker that sends none."""
+        """The policy, without heartbeats where the others cannot continue without a worker that sends none."""
         return self._policy if self._watched else replace(self._policy, silence_s=0.0)
 
     @property
-    def standing(self) -> tuple[int, int]:
-        """The worker's rank among those that take part, and their number."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """The worker's rank among the members, and their number."""
         return self.rank, self.client.connection.world_size
 
     def join(self) -> None:
-        """Become a member, and wait until all are."""
-        self._enter()
+        """Join, and wait until all have joined."""
+        self._join()
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(self._report_exit)
@@ -191,20 +191,20 @@ class FixedFleet(Fleet):
         self.collectives.barrier("join")
 
     def begin_generation(self) -> None:
-        """Leave for a session with another layout, together with all others."""
+        """Move to the session's next generation, with another layout, together with all others."""
         self._layouts += 1
         waited_s = self.collectives.waited_s
-        rank, world_size, before = *self.standing, self.client.connection.session
+        rank, world_size, before = *self.rank_and_size, self.client.connection.session
         self._connect(rank, world_size, self._watching, self._layouts, after=before)
         self._stop()
         self.collectives.waited_s = waited_s
         self.join()
 
-    def _enter(self) -> None:
+    def _join(self) -> None:
         client = self.client
         try:
             client.join()
-        except ServerLostError as error:  # it has ended since the latest session, when nobody needed it
+        except ServerLostError as error:  # the server ended between the sessions, while no worker used it
             if error.server is None:
                 raise
             client.connection.transport.prepare(error.server, self._job.successor(error.server))
@@ -214,7 +214,7 @@ class FixedFleet(Fleet):
     def _report_exit(self, rank: int, pid: int, code: int) -> None:
         """Called by the supervisor's thread when a worker's process has ended."""
         overseer = supervisor.current()
-        rests = resting() is self  # nobody trains on without it then
+        rests = idle_membership() is self  # then no fit continues without it
         if overseer is not None and not self._policy.abort and not rests:
             overseer.excuse(rank)
         if code != 0 and rests:
@@ -223,60 +223,60 @@ class FixedFleet(Fleet):
             log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
         self.client.leave(f"its process ended with exit code {code}", worker=rank, pid=pid)
 
-    def common_batch(self, mine: int) -> int:
+    def reference_batch(self, mine: int) -> int:
         """The reference batch size: the first worker's; ``mine`` is 0 if this worker's is not known."""
         sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
         return sizes.get(0, mine)
 
-    def of_the_first(self, mine: int) -> int:
-        """The first worker's number. All workers call it together."""
+    def of_first_worker(self, mine: int) -> int:
+        """The first worker's value. All workers call it together."""
         numbers: dict[int, int] = self.collectives.gather("all_gather", "batches per step", mine)
         return numbers.get(0, mine)
 
-    def gather_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
+    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
         """All workers' optimizer and scheduler states, for the checkpoint that worker 0 writes."""
         return self.collectives.gather("gather", "checkpoint", mine, target=0)
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
-        """Whether training is to end with this epoch. Called by all when they end it."""
+        """Whether training ends with this epoch. All workers call it at the end of the epoch."""
         return self.collectives.decide(should_stop, all=False)
 
 
-_resting: Fleet | None = None  # of this process's latest session, if that is over and no other has begun
+_idle: Fleet | None = None  # of this process's latest session, if it is over and no other has begun
 
 
-def resting() -> Fleet | None:
-    """This process's membership between two sessions."""
-    return _resting
+def idle_membership() -> Fleet | None:
+    """This process's idle membership, between two sessions."""
+    return _idle
 
 
 @atexit.register
-def leave_resting() -> None:
+def end_idle_membership() -> None:
     """Leave the latest session for good: another one begins, or the process ends."""
-    global _resting
-    membership, _resting = _resting, None
+    global _idle
+    membership, _idle = _idle, None
     if membership is not None:
-        membership.quit()
+        membership.end_membership()
 
 
-def give_way() -> None:
-    """Leave torch.distributed to another strategy of this process, which is about to make its own process group."""
-    leave_resting()
+def release_process_group() -> None:
+    """Release the default process group to another strategy of this process, which is about to make its own."""
+    end_idle_membership()
     if world.is_ours():
         world.withdraw()
 
 
-def _rest(membership: Fleet) -> None:
-    global _resting
-    _resting = membership
-    # Before the transport's own: what is registered last is called first.
-    atexit.unregister(leave_resting)
-    atexit.register(leave_resting)
+def _keep_idle(membership: Fleet) -> None:
+    global _idle
+    _idle = membership
+    # To run before the transport's own handler: what is registered last is called first.
+    atexit.unregister(end_idle_membership)
+    atexit.register(end_idle_membership)
 
 
 def _after_fork() -> None:
-    global _resting
-    _resting = None
+    global _idle
+    _idle = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

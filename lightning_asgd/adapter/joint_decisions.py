@@ -1,15 +1,15 @@
-"""Where all workers meet within an epoch: Lightning's loop waits there, and does the same on every worker.
+"""Decisions that all workers take together within an epoch, in Lightning's loop: validate, end the epoch, stop.
 
-Under DDP all ranks count the same batches. Each of them decides by itself when to validate, when the epoch ends and
-whether training stops, and all decide alike. Here the workers are at different batches, and a clock or a module may
-have stopped one of them only. So a worker that would validate, or end its epoch, says so and waits for the others, and
-then does what follows from what all have said:
+Under DDP all ranks count the same batches, so each decides by itself when to validate, when the epoch ends and whether
+training stops, and all decide alike. Here the workers are at different batches, and a clock or a module may have
+stopped only one of them. So a worker that would validate, or end its epoch, reports that, waits for the reports of the
+others, and does what follows from all of them:
 
-- training stops for all where it stops for one,
-- all validate where one does,
-- the epoch ends where it ends for all. A worker that has nothing left to train validates with the others until then.
+- training stops for all if it stops for one,
+- all validate if one does,
+- the epoch ends if it ends for all. A worker that has nothing left to train validates with the others until then.
 
-The Trainer's methods that are replaced here: ``run_epoch``, ``end_batch``, ``validates_now``, ``end_epoch``,
+Methods of the Trainer's loops that are replaced here: ``run_epoch``, ``end_batch``, ``validates_now``, ``end_epoch``,
 ``note_sigterm`` and ``broadcast_sigterm``, as :mod:`~lightning_asgd.adapter.private_names` calls them.
 """
 
@@ -22,78 +22,78 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.protocol import Place
 
-__all__ = ["Others", "Places", "keep_sigterm_local", "when_epochs_end"]
+__all__ = ["JointDecisions", "Peers", "keep_sigterm_local", "when_epochs_end"]
 
 
-class Others(Protocol):
-    """What a worker does together with the others."""
+class Peers(Protocol):
+    """What a worker decides together with its peers."""
 
     @property
-    def apart(self) -> bool:
-        """Whether nobody is met: in a callback's search, which every worker makes for itself."""
+    def in_search(self) -> bool:
+        """Whether a callback searches a learning rate or batch size, which every worker does for itself."""
 
     @property
     def halted(self) -> bool:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
 
-    def meet_within(self, mine: Place, *, stops: bool) -> Place:
-        """Wait for the others, take over ``should_stop`` and the count of steps, and return where all are together."""
+    def synchronize_within_epoch(self, mine: Place, *, stops: bool) -> Place:
+        """Wait for the others, adopt their ``should_stop`` and count of steps, and return the joint place."""
 
-    def begin_within(self) -> None:
+    def on_epoch_begin(self) -> None:
         """An epoch begins."""
 
     def any_stops(self, should_stop: bool) -> bool:
-        """Whether any worker says yes."""
+        """Whether any worker is to stop."""
 
-    def end_within(self, batches: int) -> None:
-        """Count what all have counted. The epoch has ended for all."""
+    def on_epoch_end(self, batches: int) -> None:
+        """The epoch has ended for all: set the counts that all agreed on."""
 
 
-class Places:
-    """The places of one fit.
+class JointDecisions:
+    """The joint decisions of one fit.
 
     Args:
         trainer: its strategy has been set up.
-        others: those that are met.
+        peers: the other workers.
     """
 
-    def __init__(self, trainer: Any, others: Others) -> None:
+    def __init__(self, trainer: Any, peers: Peers) -> None:
         self._trainer = trainer
-        self._others = others
+        self._peers = peers
         self._ended = False  # whether the epoch has ended for all
-        self._batches = 0  # of it, that all have counted
+        self._batches = 0  # of the epoch, as all have agreed
         self._undo = run_epoch.replace(trainer, self._run), end_batch.replace(trainer, self._end_batch)
 
     def close(self) -> None:
-        """Give the loop back."""
+        """Restore the loop."""
         for undo in self._undo:
             undo()
 
-    # ------------------------------------------------------------------ in place of Lightning's methods
+    # ------------------------------------------------------------------ replacements of Lightning's methods
 
     def _run(self, fetcher: Any) -> None:
-        """Train an epoch, and wait until all have."""
+        """Train an epoch, and wait until all workers have."""
         self._ended = False
-        self._others.begin_within()
+        self._peers.on_epoch_begin()
         train = run_epoch.original(self._trainer)
-        if self._others.apart:
+        if self._peers.in_search:
             train(fetcher)
             return
-        # Hooks of the epoch's beginning may have stopped some workers only. These would not open the epoch's data.
-        self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
+        # Hooks of the epoch's beginning may have stopped some workers only. Those would not open the epoch's data.
+        self._trainer.should_stop = self._peers.any_stops(self._trainer.should_stop)
         train(fetcher)
         while not self._ended:
             if self._all_validate(ends=True, validates=False):
                 self._validate()
                 self._agree_to_stop()
-        self._others.end_within(self._batches)
+        self._peers.on_epoch_end(self._batches)
 
     def _end_batch(self, fetcher: Any) -> None:
-        """Decide with the others what follows a batch, if anything does."""
+        """Decide with the others what follows a batch, if it may end the epoch or validate."""
         trainer, end = self._trainer, end_batch.original(self._trainer)
-        ends = self._stops or private_names.is_trained(trainer) or self._others.halted
+        ends = self._stops or private_names.is_trained(trainer) or self._peers.halted
         validates = not private_names.skips_validation(trainer) and validates_now(trainer)(fetcher)
-        if self._others.apart or not (ends or validates):
+        if self._peers.in_search or not (ends or validates):
             end(fetcher)
             return
         validates = self._all_validate(ends=ends, validates=validates)
@@ -114,10 +114,10 @@ class Places:
         return bool(self._trainer.should_stop and private_names.may_stop_early(self._trainer))
 
     def _all_validate(self, *, ends: bool, validates: bool) -> bool:
-        """Meet the others. Whether all validate."""
+        """Synchronise with the others. Whether all validate."""
         trainer = self._trainer
         mine = Place(ends, validates, trainer.global_step, private_names.batch_in_epoch(trainer))
-        together = self._others.meet_within(mine, stops=self._stops)
+        together = self._peers.synchronize_within_epoch(mine, stops=self._stops)
         self._batches = together.batches
         stepped = -1 < trainer.max_steps <= trainer.global_step
         self._ended = together.ends or self._stops or stepped
@@ -125,7 +125,7 @@ class Places:
         return together.validates or (self._stops and self._batches > 0 and due())
 
     def _validate(self) -> None:
-        """What Lightning does after a batch."""
+        """Validate as Lightning does after a batch."""
         trainer = self._trainer
         trainer.validating = True
         first = private_names.first_batch_flag(trainer)
@@ -134,17 +134,17 @@ class Places:
         private_names.first_batch_flag.set(trainer, first)
 
     def _agree_to_stop(self) -> None:
-        """After a validation in mid-epoch: its hooks may have stopped training on some workers only."""
+        """Agree after a validation within an epoch: its hooks may have stopped training on some workers only."""
         if not self._ended:  # else all do so once the epoch has ended
-            self._trainer.should_stop = self._others.any_stops(self._trainer.should_stop)
+            self._trainer.should_stop = self._peers.any_stops(self._trainer.should_stop)
             self._ended = self._stops
 
 
 def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
-    """Keep Lightning from asking worker 0 for a SIGTERM before every batch, by torch.distributed (since 2.5.2).
+    """Keep Lightning from broadcasting worker 0's SIGTERM flag before every batch (since 2.5.2).
 
-    That would put all workers in lock-step with worker 0. A worker that gets the signal ends after its batch, as it
-    does without a process group.
+    That would put all workers in lock-step with worker 0. A worker that receives the signal ends after its batch, as
+    without a process group.
     """
 
     def note(signum: int, _: Any) -> None:
@@ -164,7 +164,7 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
 
 
 def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Have something called after an epoch's last hook, before the loop decides to go on. Returns the undo."""
+    """Call a function after an epoch's last hook, before the loop decides whether to continue. Returns the undo."""
 
     def end_and_call() -> None:
         private_names.end_epoch.original(trainer)()

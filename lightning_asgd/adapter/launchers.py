@@ -347,7 +347,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             # In place: it is the list of torch's context, which ends all workers when one of these has failed.
             needed = {0} if not self.policy.abort else set(range(len(processes)))
             processes[:] = [_Worker(self.job.session, r, p, needed=r in needed) for r, p in enumerate(processes)]
-            processes[0].on_end = self._hurry
+            processes[0].on_end = self._start_grace_period
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
@@ -374,7 +374,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             if overseer is not None:
                 overseer.rest()
 
-    def _hurry(self) -> None:
+    def _start_grace_period(self) -> None:
         """Worker 0 has finished: kill workers that hang, after a grace period."""
         self._last = threading.Timer(self.policy.silence_s + _STOP_S, self.kill, (signal.SIGKILL,))
         self._last.daemon = True
@@ -408,7 +408,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         if trainer is None or not self.strategy.is_global_zero:
             return
         try:
-            self.strategy.meet_nobody()
+            self.strategy.go_offline()
             save_on_exception(trainer, error)
         except Exception:  # the program's own error is the one to tell
             log.warning("Worker 0 could not write a checkpoint after an exception.", exc_info=True)

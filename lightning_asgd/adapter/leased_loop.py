@@ -23,7 +23,7 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
 from lightning_asgd.adapter.elastic_run import AnyFleet
-from lightning_asgd.adapter.loop_counters import NEVER, BatchSchedules, set_global_step, up_to_mark
+from lightning_asgd.adapter.loop_counters import NEVER, BatchSchedules, set_global_step, steps_to_next_mark
 from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
     batches_begun,
@@ -163,7 +163,7 @@ class LeasedLoop:
         self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
-        self._accumulate, self._alike = self._membership.of_the_first(own), True
+        self._accumulate, self._alike = self._membership.of_first_worker(own), True
         accumulate = self._per_step(self._accumulate, len(items))
         # A checkpoint that was written within an epoch says how far that was.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
@@ -231,7 +231,7 @@ class LeasedLoop:
         validates_after.set(trainer, NEVER)
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
-        self._schedules.hold()
+        self._schedules.suspend()
         if self._comes and self._membership.comes_and_goes:
             self._catch_up()
         self._comes = False
@@ -296,7 +296,7 @@ class LeasedLoop:
             validates_after.set(trainer, 1 + latest(trainer))
         if self._over:
             self._expect(batch_in_epoch(trainer))
-        leases.meet()
+        leases.next_interval()
         if not self._over:
             load_on(trainer)  # while others wait, or validation runs
 
@@ -405,7 +405,7 @@ class LeasedLoop:
     def _step_schedules(self) -> None:
         """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
         position = self._position if self._met else min(self._position, self._batches - 1)
-        self._schedules.follow(position, self._accumulate, self._batches)
+        self._schedules.advance_to(position, self._accumulate, self._batches)
 
     def _next_step(self) -> int:
         """What ``global_step`` is to be after a batch."""
@@ -422,7 +422,7 @@ class LeasedLoop:
         # Estimates fluctuate; a worker as fast as the others should see every step.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
         ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
-        return self._global_step + up_to_mark(self.trainer, self._global_step, ahead)
+        return self._global_step + steps_to_next_mark(self.trainer, self._global_step, ahead)
 
     def _catch_up(self) -> None:
         """Count the steps that others have made of an epoch within which this worker comes."""

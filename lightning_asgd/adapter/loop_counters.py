@@ -8,7 +8,7 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import count_steps, logged_step
 
-__all__ = ["NEVER", "BatchSchedules", "set_global_step", "up_to_mark"]
+__all__ = ["NEVER", "BatchSchedules", "set_global_step", "steps_to_next_mark"]
 
 NEVER = sys.maxsize
 """A number of batches or steps that is not reached."""
@@ -26,14 +26,14 @@ class BatchSchedules:
         self._frequencies: dict[int, int] = {}
         self.stepped = 0
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Keep Lightning from stepping them."""
         for config in private_names.schedules(self._trainer):
             if config.interval == "step" and not config.reduce_on_plateau and config.frequency != NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = NEVER
 
-    def follow(self, position: int, accumulate: int, batches: int) -> None:
+    def advance_to(self, position: int, accumulate: int, batches: int) -> None:
         """Let them follow to a position in an epoch of a number of batches, of which optimizer steps take some each."""
         module = self._trainer.lightning_module
         for batch in range(self.stepped + 1, position + 1):
@@ -51,7 +51,7 @@ class BatchSchedules:
             config.frequency = self._frequencies.get(id(config), config.frequency)
 
 
-def up_to_mark(trainer: Any, step: int, ahead: int) -> int:
+def steps_to_next_mark(trainer: Any, step: int, ahead: int) -> int:
     """How many steps to count at once, of those that are ahead; at least none.
 
     A slow worker's counts come in leaps, which must not go over the steps after which loggers and checkpoints have

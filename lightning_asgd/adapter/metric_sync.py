@@ -1,4 +1,4 @@
-"""How torchmetrics' metrics measure over all workers: only where these meet."""
+"""How torchmetrics' metrics measure over all workers: only at sync points."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
 
 
 def synchronise_metrics(available: Callable[[], bool], gather: Callable[..., Any], *owners: Any) -> None:
-    """Have every metric of modules and callbacks measure over all workers while ``available()`` says they meet."""
+    """Have every metric of modules and callbacks measure over all workers while ``available()`` is true."""
     for metric in metrics_of(*owners):
         for name, function in (("distributed_available_fn", available), ("dist_sync_fn", gather)):
             before = getattr(metric, name)

@@ -136,7 +136,7 @@ def shift(counts: dict[str, int], by: int) -> None:
 # ---------------------------------------------------------------------- imported names
 
 script_launcher = Name("strategies.launchers:_SubprocessScriptLauncher", MODULE, STARTING)
-multi_process_launcher = Name("strategies.launchers:_MultiProcessingLauncher", MODULE, STARTING, changed="2.5.1")
+multi_process_launcher = Name("strategies.launchers:_MultiProcessingLauncher", MODULE, STARTING)
 set_num_threads = Name("fabric.utilities.distributed:_set_num_threads_if_needed(num_processes)", SIGNATURE, STARTING)
 restart_random_numbers = Name("fabric.utilities.seed:reset_seed()", SIGNATURE, STARTING)
 optimizers_to_device = Name("fabric.utilities.optimizer:_optimizers_to_device(optimizers, device)", SIGNATURE, STARTING)
@@ -211,7 +211,7 @@ validation_interval_s = Name("_val_check_time_interval", INSTANCE, LEASES, since
 schedules = Name("lr_scheduler_configs", INSTANCE, LEASES)
 first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
 sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
-note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS)
+note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS, changed="2.5.2")
 loaded_checkpoint = Name("_checkpoint_connector._loaded_checkpoint", INSTANCE, SAVING, changed="2.5.1, 2.6.0")
 load_callback_states = Name("_checkpoint_connector.restore_callbacks()", SIGNATURE, SAVING)
 loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, SAVING)
@@ -229,7 +229,7 @@ combined_loader = Name("fit_loop._combined_loader", INSTANCE, DATA)
 loaders = Name("utilities.combined_loader:CombinedLoader.flattened", CLASS, DATA)
 loader_iterator = Name("utilities.combined_loader:CombinedLoader([])._iterator", INSTANCE, LEASES)
 iterators = Name("utilities.combined_loader:_ModeIterator([]).iterators", INSTANCE, LEASES)
-set_up_data = Name("fit_loop.setup_data()", SIGNATURE, DATA)
+set_up_data = Name("fit_loop.setup_data()", SIGNATURE, DATA, changed="2.6.0, 2.6.4")
 expected_batches = Name("fit_loop.max_batches", INSTANCE, DATA)
 fetcher = Name("fit_loop._data_fetcher", INSTANCE, LEASES)
 fetcher_length = Name(f"{prefetching.path}().length", INSTANCE, LEASES)
@@ -287,7 +287,7 @@ def load_on(trainer: Any) -> None:
 # ---------------------------------------------------------------------- the epoch loop: batches and steps
 
 run_epoch = Name("fit_loop.epoch_loop.run(data_fetcher)", SIGNATURE, MEETING)
-end_batch = Name("fit_loop.epoch_loop.on_advance_end(data_fetcher)", SIGNATURE, MEETING, changed="2.5.2, 2.5.3, 2.6.0")
+end_batch = Name("fit_loop.epoch_loop.on_advance_end(data_fetcher)", SIGNATURE, MEETING)
 is_trained = Name("fit_loop.epoch_loop._is_training_done", INSTANCE, MEETING)
 validates_now = Name("fit_loop.epoch_loop._should_check_val_fx(data_fetcher)", SIGNATURE, MEETING, changed="2.6.0")
 validates_this_epoch = Name("fit_loop.epoch_loop._should_check_val_epoch()", SIGNATURE, MEETING)

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
 
-__all__ = ["BACKEND", "GuardedStore", "Standing", "WorkersGroup", "served_through"]
+__all__ = ["BACKEND", "GuardedStore", "RankInfo", "WorkersGroup", "served_through"]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _dist: Any = dist  # a build without it lacks the names below; asked for only wh
 
 
 @dataclass
-class Standing:
+class RankInfo:
     """Where a worker stands among the others.
 
     Args:
@@ -85,7 +85,7 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         place: gives the worker's.
     """
 
-    def __init__(self, place: Callable[[], Standing | None]) -> None:
+    def __init__(self, place: Callable[[], RankInfo | None]) -> None:
         super().__init__()
         self._place = place
         self._store: Any = None
@@ -160,7 +160,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
         place: gives the worker's; None for a group of this process alone.
     """
 
-    def __init__(self, rank: int, size: int, place: Callable[[], Standing | None] = lambda: None) -> None:
+    def __init__(self, rank: int, size: int, place: Callable[[], RankInfo | None] = lambda: None) -> None:
         super().__init__(rank, size)
         self._place = place
 
@@ -315,7 +315,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     recv_anysource = recv
 
 
-def served_through(call: str, place: Standing | None) -> Collectives:
+def served_through(call: str, place: RankInfo | None) -> Collectives:
     """The collectives of a worker, where the others take part in them now."""
     if place is None:
         why, what = "after this process has left its job", "the call before the Trainer's end"

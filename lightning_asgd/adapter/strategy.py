@@ -14,11 +14,11 @@ from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.fleet import FixedFleet, leave_resting, resting
+from lightning_asgd.adapter.fleet import FixedFleet, end_idle_membership, idle_membership
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import MultiProcessLauncher, ScriptLauncher, TrainingJob
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
-from lightning_asgd.adapter.process_group import Standing
+from lightning_asgd.adapter.process_group import RankInfo
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.unattached import StrategyExtension
@@ -30,7 +30,7 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
-from lightning_asgd.worker.worker_setup import agree, named_state
+from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["ASGDStrategy"]
 
@@ -172,7 +172,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def collectives(self) -> Collectives:
         """What this worker does together with the others, also between two sessions."""
-        membership = self._membership or resting()
+        membership = self._membership or idle_membership()
         return self._offline if membership is None else membership.collectives
 
     @property
@@ -224,7 +224,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
         self.set_world_ranks()
-        leave_resting()
+        end_idle_membership()
         if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
             self.tree.restart_random_numbers()
         trainer = self.lightning_module.trainer
@@ -244,9 +244,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     def announce(self) -> None:
         """Tell programs that ask torch.distributed or the environment who this worker is."""
         environment, membership = self.cluster_environment, self._membership
-        rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.standing
+        rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.rank_and_size
         world.announce(
-            Standing(
+            RankInfo(
                 rank=rank,
                 world_size=size,
                 local_rank=self.local_rank,
@@ -277,14 +277,14 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.model_to_device()
         synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
         if fitting:
-            self._set_out(trainer)
+            self._begin_fit(trainer)
         else:
-            agree(self.collectives, named_state(self.lightning_module))
+            make_identical(self.collectives, named_state(self.lightning_module))
         self.setup_precision_plugin()
         if fitting:
             self.tree.optimizers_to_device(self.optimizers, self.root_device)
 
-    def _set_out(self, trainer: Any) -> None:
+    def _begin_fit(self, trainer: Any) -> None:
         """Begin a fit: with common weights, this worker's optimizers, and where the others are."""
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
@@ -307,16 +307,16 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.fit_session.close()
             self.fit_session = None
         super().teardown()
-        if resting() is None:  # this worker is alone again
+        if idle_membership() is None:  # this worker is alone again
             world.withdraw()
         else:
             self.announce()  # Lightning's environment has taken a variable away
 
     def leave_job(self) -> None:
         """Leave the session in which this worker rests since its latest one, before its process ends."""
-        leave_resting()
+        end_idle_membership()
 
-    def meet_nobody(self) -> None:
+    def go_offline(self) -> None:
         """This worker has failed: what callbacks do about it does not wait for the others."""
         if self.collectives.phase is Phase.SYNC:
             self.collectives.phase = Phase.OFFLINE
@@ -336,7 +336,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     def on_train_start(self) -> None:
         """Let all stop where one does before the first epoch."""
-        if self.fit_session is not None and not self.fit_session.apart:
+        if self.fit_session is not None and not self.fit_session.in_search:
             trainer = self.lightning_module.trainer
             trainer.should_stop = self.fit_session.any_stops(trainer.should_stop)
 
@@ -410,7 +410,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
         super().load_model_state_dict(*args, **kwargs)
         if self.fit_session is not None and self.collectives.phase is Phase.SYNC:
-            self.fit_session.enter_again()
+            self.fit_session.set_up_again()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
@@ -428,7 +428,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.fit_session.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if isinstance(self._membership, ElasticFleet) and self.is_global_zero:
-            self._membership.wrote_checkpoint(self.lightning_module.trainer)
+            self._membership.checkpoint_written(self.lightning_module.trainer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""

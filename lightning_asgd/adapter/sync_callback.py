@@ -19,33 +19,33 @@ class SyncPoints(Extension):  # type: ignore[misc]
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Share the training data out as the workers' speeds are."""
+        """Lease the training data by the workers' speeds."""
         trainer.strategy.fit_session.share_data()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Do so again if the data have been reloaded."""
+        """Lease them again if they were reloaded."""
         trainer.strategy.fit_session.share_data()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Find out whether this was the last batch before all workers meet."""
+        """Find out whether this was the last batch before a sync point."""
         trainer.strategy.fit_session.after_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let everybody validate the same weights."""
+        """Have all workers validate the same weights."""
         if trainer.strategy.fit_session is not None:
-            trainer.strategy.fit_session.validate()
+            trainer.strategy.fit_session.sync_before_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let everybody end the epoch with the same weights."""
-        trainer.strategy.fit_session.end_epoch()
+        """Have all workers end the epoch with the same weights."""
+        trainer.strategy.fit_session.sync_at_epoch_end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the asynchronous phase also where training was no whole epoch."""
+        """End the asynchronous phase also if training stopped within an epoch."""
         trainer.strategy.fit_session.sync_point("train end")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let other callbacks save what they have without the other workers, who know nothing of it."""
-        trainer.strategy.meet_nobody()
+        """Let other callbacks save without collectives: the other workers know nothing of the exception."""
+        trainer.strategy.go_offline()
 
 
 def put_first(trainer: Any, *, monitor: bool) -> Callable[[], None]:
@@ -64,5 +64,5 @@ def put_first(trainer: Any, *, monitor: bool) -> Callable[[], None]:
 
 
 def is_monitored(trainer: Any) -> bool:
-    """Whether an :class:`ASGDMonitor` wants figures."""
+    """Whether an :class:`ASGDMonitor` collects metrics."""
     return any(isinstance(callback, ASGDMonitor) for callback in trainer.callbacks)

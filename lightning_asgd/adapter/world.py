@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, Standing, WorkersGroup
+from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, RankInfo, WorkersGroup
 from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
 from lightning_asgd.processes import rank_variables
 
@@ -24,18 +24,18 @@ __all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "withd
 log = logging.getLogger(__name__)
 
 _dist: Any = dist  # a build without it lacks the names below; asked for only when used
-_place: Standing | None = None
+_place: RankInfo | None = None
 _replaced: dict[str, str | None] = {}  # environment variables as they were before the first announcement
 
 
-def _here() -> Standing | None:
+def _here() -> RankInfo | None:
     return _place
 
 
 _store: Any = None  # torch keeps the part in C++ only
 
 
-def announce(place: Standing) -> None:
+def announce(place: RankInfo) -> None:
     """Tell this process's libraries their place, until :func:`withdraw` or the process's end.
 
     A default process group that another library has made stays, with a warning if it tells something else.

@@ -30,7 +30,7 @@ class MetricsBoard:
         self.mine = mine
         self._latest[worker] = mine
 
-    def hear(self, figures: Mapping[int, WorkerMetrics | None], living: Iterable[int]) -> None:
+    def update(self, figures: Mapping[int, WorkerMetrics | None], living: Iterable[int]) -> None:
         """Take notice of workers' figures; of two of the same worker, the later ones stay."""
         self.living = tuple(sorted(living))
         for worker, new in figures.items():

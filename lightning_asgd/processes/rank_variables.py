@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["OWNER_ENV", "RANK_VARIABLES", "RENDEZVOUS_ENV", "address", "keep_address", "launching", "owning", "settle"]
+__all__ = ["OWNER_ENV", "RANK_VARIABLES", "RENDEZVOUS_ENV", "address", "detect", "keep_address", "launching", "owning"]
 
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
 """Variables that say which worker a process is."""
@@ -68,8 +68,8 @@ def launching() -> Iterator[None]:
         del os.environ[RENDEZVOUS_ENV]
 
 
-def settle() -> bool:
-    """Find out, when the package is imported, which worker this process is; True if it was taken for another one."""
+def detect() -> bool:
+    """Find out which worker this process is, when the package is imported. True if it was taken for another one."""
     global _address
     launched = os.environ.pop(RENDEZVOUS_ENV, None)
     if launched is not None:

@@ -80,7 +80,7 @@ class LeaseRequest(Request):
         segment: number of times that all have met in it.
         trained: units that the worker has trained in it since it began or rejoined.
         applied: those of them whose updates the servers have.
-        pace: seconds that a unit takes it; 0 if it does not know yet.
+        unit_s: seconds that a unit takes it; 0 if it does not know yet.
         rtt_s: seconds in which it is answered.
         flush: seconds in which it pushes what is left when it has trained all that it was granted.
         wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
@@ -96,7 +96,7 @@ class LeaseRequest(Request):
     segment: int
     trained: int
     applied: int
-    pace: float
+    unit_s: float
     rtt_s: float = 0.0
     flush: float = 0.0
     wait: bool = False

@@ -98,12 +98,12 @@ class CollectiveTable:
             contribution = operation.contributions.pop(worker, None)
             if contribution is not None:
                 due.append(Completion(contribution, self._gone(worker, operation.first)))
-        return due + self._settle_all()
+        return due + self._complete_all_ready()
 
     def abort(self, why: str) -> list[Completion]:
         """End the session for all workers."""
         self.members.end(why)
-        return self._settle_all()
+        return self._complete_all_ready()
 
     def contribute(self, message: Contribution, now: float) -> list[Completion]:
         """Take a worker's part in a collective."""
@@ -146,7 +146,7 @@ class CollectiveTable:
         if message.answer is None:
             operation.waiting.add(worker)
         operation.deadline = max(operation.deadline, now + message.timeout_s)
-        return self._settle(seq)
+        return self._complete_if_ready(seq)
 
     def at_odds(self, claiming: Collection[int]) -> set[int]:
         """The workers that wait in a collective while all the others wait for data, if that is so."""
@@ -177,7 +177,7 @@ class CollectiveTable:
 
     def expire(self, now: float) -> list[Completion]:
         """Suspect silent workers; fail the collectives whose time is up, and name the missing workers."""
-        due = self._settle_all() if self.members.suspect_silent(now) else []
+        due = self._complete_all_ready() if self.members.suspect_silent(now) else []
         for seq, operation in list(self._operations.items()):
             if now >= operation.deadline:
                 missing = self.members.awaited - set(operation.contributions)
@@ -261,10 +261,10 @@ class CollectiveTable:
             f"{first.kind} {first.name!r} cannot be completed: worker {source}, whose value is needed, {fate}."
         )
 
-    def _settle_all(self) -> list[Completion]:
-        return [completion for seq in list(self._operations) for completion in self._settle(seq)]
+    def _complete_all_ready(self) -> list[Completion]:
+        return [completion for seq in list(self._operations) for completion in self._complete_if_ready(seq)]
 
-    def _settle(self, seq: int) -> list[Completion]:
+    def _complete_if_ready(self, seq: int) -> list[Completion]:
         """Complete a collective if all awaited workers have called it; fail it if it can never be completed."""
         operation = self._operations[seq]
         error = self._why_impossible(operation)

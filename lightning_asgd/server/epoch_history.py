@@ -70,7 +70,7 @@ class Epochs:
         number = theirs.number
         if number not in self._known:
             self._keep(theirs, self.latest, now)
-            self._known[number].meet(members.trusted, now, members.catching_up)  # nobody has asked for units yet
+            self._known[number].update_members(members.trusted, now, members.catching_up)  # no request yet
         self._known[number].check(theirs, worker)
         return self._known[number]
 
@@ -90,9 +90,9 @@ class Epochs:
             if leases.epoch.key == key:
                 leases.applied(worker, units)
 
-    def meet(self, living: Collection[int], now: float, behind: Collection[int]) -> list[Completion]:
+    def update_members(self, living: Collection[int], now: float, behind: Collection[int]) -> list[Completion]:
         """Take note of who takes part; see :class:`Leases`, here and below."""
-        return [due for leases in self for due in leases.meet(living, now, behind)]
+        return [due for leases in self for due in leases.update_members(living, now, behind)]
 
     def retry(self, now: float) -> list[Completion]:
         """Look again at the requests that wait."""
@@ -102,9 +102,9 @@ class Epochs:
         """Take back what a worker holds that rejoins."""
         return [due for leases in self for due in leases.forget(worker, now)]
 
-    def go_without(self, workers: Collection[int], now: float) -> list[Completion]:
+    def stop_waiting_for(self, workers: Collection[int], now: float) -> list[Completion]:
         """Wait no longer for workers that know the end of an epoch already."""
-        return [due for leases in self for due in leases.go_without(workers, now)]
+        return [due for leases in self for due in leases.stop_waiting_for(workers, now)]
 
     def remember(self, epochs: tuple[Epoch, ...]) -> None:
         """Go on from a snapshot: see :attr:`progress`."""
@@ -130,7 +130,7 @@ class Epochs:
             if part.epoch.fit == self._fit:
                 if part.epoch.number not in self._known:
                     self._keep(part.epoch, None, 0.0)
-                self._known[part.epoch.number].rejoin(worker, part)
+                self._known[part.epoch.number].reinstate(worker, part)
 
     def _keep(self, epoch: Epoch, before: Leases | None, now: float) -> None:
         over = ((0, epoch.units),) if epoch.number < self._latest else epoch.done

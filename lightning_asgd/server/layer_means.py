@@ -27,7 +27,7 @@ class Means:
     _resting: dict[int, int] = field(default_factory=dict)  # worker -> the phase it has ended
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
-    def meet(self, living: Collection[int]) -> list[Completion]:
+    def update_members(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now."""
         self.living = set(living)
         return self._due(list(self._waiting))

@@ -30,7 +30,7 @@ class _Worker:
     granted: int = 0
     trained: int = 0  # both count units, since the epoch began
     applied: int = 0
-    pace: float = 0.0  # seconds per unit; 0 if unknown
+    unit_s: float = 0.0  # seconds per unit; 0 if unknown
     size: int = 0  # units per step; 0 if unknown
     rtt_s: float = 0.0  # seconds until a request of it is answered
     flush: float = 0.0  # seconds that its last push takes
@@ -40,16 +40,16 @@ class _Worker:
     stopped: bool = False
     waiting: LeaseRequest | None = None
 
-    def backlog(self, now: float, pace: float) -> float:
+    def backlog(self, now: float, unit_s: float) -> float:
         """Seconds until it has probably trained what it holds. One that is overdue may need as long again."""
-        due = self.at + (self.granted - self.trained) * pace
+        due = self.at + (self.granted - self.trained) * unit_s
         return due - now if now <= due else now - due
 
     def done(self, now: float) -> float:
         """Units that it has probably trained by now."""
-        if not self.pace:
+        if not self.unit_s:
             return self.trained
-        return min(self.granted, self.trained + max(0.0, now - self.at) / self.pace)
+        return min(self.granted, self.trained + max(0.0, now - self.at) / self.unit_s)
 
 
 class Leases:
@@ -66,7 +66,7 @@ class Leases:
         if before is not None:
             for number, w in (before._expected | before._workers).items():
                 if number in before._living:
-                    self._expected[number] = _Worker(pace=w.pace, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now)
+                    self._expected[number] = _Worker(unit_s=w.unit_s, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now)
         self._free: list[tuple[int, int]] = []
         self._workers: dict[int, _Worker] = {}
         self._living: set[int] = set()
@@ -90,7 +90,7 @@ class Leases:
         """Seconds per step of a worker, and how many it has trained; both 0 if nothing is known."""
         worker = self._workers.get(number, _Worker())
         size = worker.size or 1
-        return worker.pace * size, -(-worker.trained // size)
+        return worker.unit_s * size, -(-worker.trained // size)
 
     def check(self, other: Epoch, worker: int) -> None:
         """Raise if a worker opens another epoch under the same key."""
@@ -112,7 +112,7 @@ class Leases:
                 "and Trainer arguments on every worker, or data='split'."
             )
 
-    def meet(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
+    def update_members(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
         """Update who takes part: the workers that others wait for, and those catching up, which may train too."""
         self._living = set(living)
         answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
@@ -122,13 +122,13 @@ class Leases:
         """Release all that a worker holds: it starts over."""
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
-    def go_without(self, numbers: Collection[int], now: float) -> list[Completion]:
+    def stop_waiting_for(self, numbers: Collection[int], now: float) -> list[Completion]:
         """Reserve nothing for workers that have finished the segment, as a lost server told them."""
         for number in numbers:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
 
-    def rejoin(self, number: int, part: LeaseHoldings) -> None:
+    def reinstate(self, number: int, part: LeaseHoldings) -> None:
         """Restore what a worker reports that a lost coordinator granted it."""
         worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
@@ -146,31 +146,31 @@ class Leases:
         if worker is not None:
             self._apply(worker, units)
 
-    def claim(self, claim: LeaseRequest, now: float) -> list[Completion]:
+    def serve(self, request: LeaseRequest, now: float) -> list[Completion]:
         """Grant units to a worker; the reply to a request that waits comes later."""
-        if claim.worker not in self._workers and claim.trained:
+        if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
-            raise WorkerAwayError(f"Worker {claim.worker} claims units of epoch {self.epoch.key}, but was away.")
-        worker = self._workers.setdefault(claim.worker, _Worker())
-        worker.trained, worker.pace, worker.at, worker.segment = claim.trained, claim.pace, now, claim.segment
-        worker.rtt_s, worker.flush, worker.size = claim.rtt_s, claim.flush, claim.size
+            raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
+        worker = self._workers.setdefault(request.worker, _Worker())
+        worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
+        worker.rtt_s, worker.flush, worker.size = request.rtt_s, request.flush, request.size
         answers: list[Completion] = []
         if worker.waiting is not None:
             answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
-        worker.waiting = None if claim.stop else claim
-        worker.stopped = claim.stop
-        self._apply(worker, claim.applied)
-        self._halted |= claim.halt
-        if claim.stop:
+        worker.waiting = None if request.stop else request
+        worker.stopped = request.stop
+        self._apply(worker, request.applied)
+        self._halted |= request.halt
+        if request.stop:
             self._give_back(worker, trained_too=False)
-            answers.append(Completion(claim, LeaseGrant(over=True, progress=self._progress(now))))
+            answers.append(Completion(request, LeaseGrant(over=True, progress=self._progress(now))))
         answers += self.retry(now)
-        if worker.waiting is claim and not claim.wait:
+        if worker.waiting is request and not request.wait:
             worker.waiting = None
             # If others hold all that is left, a worker without a unit would not notice the end of the segment.
-            late = worker.served < claim.segment
-            grant = self._dummy(worker, claim, now) if late else self._grant(worker, 0, 0, now, final=True)
-            answers.append(Completion(claim, grant))
+            late = worker.served < request.segment
+            grant = self._dummy(worker, request, now) if late else self._grant(worker, 0, 0, now, final=True)
+            answers.append(Completion(request, grant))
         return answers
 
     def retry(self, now: float) -> list[Completion]:
@@ -180,38 +180,38 @@ class Leases:
         while again:
             again = False
             for number, worker in self._workers.items():
-                claim = worker.waiting
-                grant = None if claim is None else self._answer(number, worker, claim, now)
-                if claim is not None and grant is not None:
+                request = worker.waiting
+                grant = None if request is None else self._answer(number, worker, request, now)
+                if request is not None and grant is not None:
                     worker.waiting = None
-                    answers.append(Completion(claim, grant))
+                    answers.append(Completion(request, grant))
                     again = True
         return answers
 
-    def _answer(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant | None:
+    def _answer(self, number: int, worker: _Worker, request: LeaseRequest, now: float) -> LeaseGrant | None:
         """What a waiting worker is granted; None if it must wait on."""
-        first, last = self._choose(number, worker, claim, now)
+        first, last = self._choose(number, worker, request, now)
         if first < last:
             self._take(worker, first, last)
             worker.waiting = None  # or it would count as waiting
-            final = not self._units_for(number, worker, claim.segment, now)
+            final = not self._units_for(number, worker, request.segment, now)
             return self._grant(worker, first, last, now, final=final)
-        if not self._over(claim.segment):
+        if not self._over(request.segment):
             return None
-        if worker.served < claim.segment:
-            return self._dummy(worker, claim, now)
+        if worker.served < request.segment:
+            return self._dummy(worker, request, now)
         return replace(self._grant(worker, 0, 0, now, over=True), halted=self._halted)
 
     # ------------------------------------------------------------------ choosing
 
-    def _choose(self, number: int, worker: _Worker, claim: LeaseRequest, now: float) -> tuple[int, int]:
+    def _choose(self, number: int, worker: _Worker, request: LeaseRequest, now: float) -> tuple[int, int]:
         """Units for a worker; an empty range if there are none, or if others will finish them sooner."""
-        units = self._units_for(number, worker, claim.segment, now)
+        units = self._units_for(number, worker, request.segment, now)
         if units == 0:
             return 0, 0
-        worker.served = claim.segment
-        first, last = self._free_in(claim.segment)[0]
-        if not self._unserved(number, claim.segment) and 2 * (last - first - units) < worker.size:
+        worker.served = request.segment
+        first, last = self._free_in(request.segment)[0]
+        if not self._unserved(number, request.segment) and 2 * (last - first - units) < worker.size:
             return first, last  # too little would be left for a step
         return first, min(last, first + units)
 
@@ -228,24 +228,24 @@ class Leases:
         if worker.served >= segment:
             return units
         least = min(worker.size, max(1, left // (1 + len(unserved))))
-        return max(least, units) if all(w.pace for w in others) else least
+        return max(least, units) if all(w.unit_s for w in others) else least
 
     def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
         """How many steps to grant, by everybody's speed."""
-        known = [w.pace for w in (worker, *others) if w.pace]
-        if not worker.pace:
+        known = [w.unit_s for w in (worker, *others) if w.unit_s]
+        if not worker.unit_s:
             return 1
         mean = sum(known) / len(known)
         loads = [
             Load(
-                w.flush + (w.backlog(now, w.pace or mean) if w.waiting is None else 0.0),
-                w.pace or mean,
+                w.flush + (w.backlog(now, w.unit_s or mean) if w.waiting is None else 0.0),
+                w.unit_s or mean,
                 w.size or worker.size,
             )
             for w in others
         ]
-        free_s = worker.flush + max(0, worker.granted - worker.trained) * worker.pace
-        mine = Load(free_s, worker.pace, worker.size)
+        free_s = worker.flush + max(0, worker.granted - worker.trained) * worker.unit_s
+        mine = Load(free_s, worker.unit_s, worker.size)
         # If all wait, each would leave the rest to another: the worker that finishes first must take it.
         return steps_to_grant(mine, loads, left, worker.rtt_s, must=self._all_wait)
 
@@ -279,15 +279,15 @@ class Leases:
     def _grant(
         self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False, final: bool = False
     ) -> LeaseGrant:
-        rates = [1 / w.pace for n, w in self._workers.items() if w.pace and n in self._living and not w.stopped]
-        ratio = sum(rates) * worker.pace if worker.pace and rates else float(max(1, len(self._living)))
+        rates = [1 / w.unit_s for n, w in self._workers.items() if w.unit_s and n in self._living and not w.stopped]
+        ratio = sum(rates) * worker.unit_s if worker.unit_s and rates else float(max(1, len(self._living)))
         return LeaseGrant(first, last, over, self._progress(now), ratio, final=final)
 
-    def _dummy(self, worker: _Worker, claim: LeaseRequest, now: float) -> LeaseGrant:
+    def _dummy(self, worker: _Worker, request: LeaseRequest, now: float) -> LeaseGrant:
         """A dummy batch, whose update is discarded."""
-        worker.served, end = claim.segment, self.epoch.ends[claim.segment]
-        begin = self.epoch.ends[claim.segment - 1] if claim.segment else 0
-        return replace(self._grant(worker, max(begin, end - claim.size), end, now, final=True), void=True)
+        worker.served, end = request.segment, self.epoch.ends[request.segment]
+        begin = self.epoch.ends[request.segment - 1] if request.segment else 0
+        return replace(self._grant(worker, max(begin, end - request.size), end, now, final=True), void=True)
 
     def _progress(self, now: float) -> float:
         """Units that have probably been trained by now."""

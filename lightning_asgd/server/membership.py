@@ -86,7 +86,7 @@ class Membership:
         return not self.world_size
 
     @property
-    def told_left(self) -> dict[int, str]:
+    def reported_left(self) -> dict[int, str]:
         """The workers that left, for replies: none of an elastic run, where there may be very many."""
         return {} if self.elastic else dict(self.left)
 
@@ -158,7 +158,7 @@ class Membership:
         """Seconds since a worker was last heard."""
         return now - self._heard.get(worker, now)
 
-    def hear(self, worker: int, now: float) -> None:
+    def note_heartbeat(self, worker: int, now: float) -> None:
         """Count any message as a heartbeat."""
         self._heard[worker] = now
         self.unheard.discard(worker)

@@ -52,15 +52,15 @@ def finish_s(loads: Sequence[Load], units: int) -> float:
     """Seconds until the workers have trained a number of units in whole steps, if none idles."""
     rate = busy = time = 0.0
     ordered = sorted(loads)
-    for index, (free, pace, _) in enumerate(ordered):
-        rate += 1 / pace
-        busy += free / pace
+    for index, (free, unit_s, _) in enumerate(ordered):
+        rate += 1 / unit_s
+        busy += free / unit_s
         time = (units + busy) / rate  # if units could be cut in pieces
         if index + 1 == len(ordered) or time <= ordered[index + 1].free_s:
             break
-    trained = [max(0, int((time - free) / pace / size)) * size for free, pace, size in ordered]
+    trained = [max(0, int((time - free) / unit_s / size)) * size for free, unit_s, size in ordered]
     while sum(trained) < units:
-        ends = [free + (n + size) * pace for n, (free, pace, size) in zip(trained, ordered, strict=True)]
+        ends = [free + (n + size) * unit_s for n, (free, unit_s, size) in zip(trained, ordered, strict=True)]
         time = min(ends)
         soonest = ends.index(time)
         trained[soonest] += ordered[soonest].size

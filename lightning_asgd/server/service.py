@@ -128,7 +128,7 @@ class Service:
             members, before = session.members, session.members.composition
             for worker in self.state.recovery.waiting:
                 # Another server may have applied already what they are about to replay: none may be suspected.
-                members.hear(worker, now)
+                members.note_heartbeat(worker, now)
             self._complete(session.collectives.expire(now))
             if members.composition != before or members.aborted:
                 self._members_changed(session)
@@ -212,7 +212,7 @@ class Service:
         return Joined(os.getpid(), session.members.incarnations.get(message.worker, 0))
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        self.state.recovery.hear(message.worker, waited=self.state.unknown, now=self._clock())
+        self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self._clock())
         return self._heard(message.session, message.worker).heartbeat(message)
 
     def _initialise(self, message: InitShard) -> bool:
@@ -262,7 +262,7 @@ class Service:
         if message.opens is not None:
             self.state.epochs.open(message.opens, message.worker, members, self._clock())
         leases = self.state.epochs.find(message.key, message.worker)
-        return self._complete(leases.claim(message, self._clock()), message)
+        return self._complete(leases.serve(message, self._clock()), message)
 
     def _watch(self, message: DisconnectWatch) -> Future[Any]:
         self._current(message.session)
@@ -326,7 +326,7 @@ class Service:
     def _heard(self, name: str, worker: int) -> SessionState:
         """The session of a message, which counts as its worker's heartbeat."""
         session = self._current(name)
-        session.members.hear(worker, self._clock())
+        session.members.note_heartbeat(worker, self._clock())
         return session
 
     def _member(self, message: Request) -> SessionState:
@@ -366,7 +366,7 @@ class Service:
         self._admit_waiting()
         members = session.members
         self._complete(session.members_changed())
-        self._complete(self.state.epochs.meet(members.trusted, self._clock(), members.catching_up))
+        self._complete(self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up))
         if members.aborted:
             for request in self._pending.of(Exchange, LayerGradient, LeaseRequest, StateReport, ReplayDone):
                 self._pending.complete(request, WorkerLostError(members.aborted))
@@ -406,7 +406,7 @@ class Service:
         collectives, claims = session.collectives, self._pending.of(LeaseRequest)
         past = collectives.at_odds({claim.worker for claim in claims}) if self.state.recovery.phase.begun else set()
         if past:
-            self._complete(self.state.epochs.go_without(past, self._clock()))
+            self._complete(self.state.epochs.stop_waiting_for(past, self._clock()))
             claims = self._pending.of(LeaseRequest)
         due = collectives.separate({claim.worker: claim.key for claim in claims})
         if due:
@@ -425,11 +425,11 @@ class Service:
                 if request.fetch:
                     epoch, done = self.state.epochs.done
                     reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
-                    reply = replace(reply, incarnations=dict(members.incarnations), left=members.told_left)
+                    reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
                 if begun is not None:
                     reply = replace(reply, busy_s=self._clock() - begun)
             elif isinstance(reply, LeaseGrant):
-                reply = replace(reply, incarnations=dict(members.incarnations), left=members.told_left)
+                reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:

@@ -107,9 +107,9 @@ class SessionState:
 
     def members_changed(self) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now."""
-        due = self.means.meet(self.members.living)
+        due = self.means.update_members(self.members.living)
         for shard in self.shards.values():
-            due += shard.meet(self.members.living)
+            due += shard.update_members(self.members.living)
         return due
 
     def forget(self, worker: int) -> None:

@@ -185,7 +185,7 @@ class Shard:
             kept.pop(worker, None)
         self.table.resting.discard(worker)
 
-    def meet(self, living: Collection[int]) -> list[Completion]:
+    def update_members(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now: nobody waits for a worker that is gone."""
         self.table.living = set(living)
         return self._due() if self.weights is not None else []

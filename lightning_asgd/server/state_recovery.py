@@ -67,7 +67,7 @@ class StateRecovery:
         """Forget all reports to the session before. Only an elastic run has a state from before its session."""
         self.reset(RecoveryPhase.LOST if self.phase.lost and elastic else RecoveryPhase.INTACT)
 
-    def hear(self, worker: int, *, waited: bool, now: float) -> None:
+    def note_heartbeat(self, worker: int, *, waited: bool, now: float) -> None:
         """Note a heartbeat; ``waited``: the worker knows an elastic run of which this server knows no workers."""
         if waited and not self.phase.begun:
             self.phase = RecoveryPhase.LOST

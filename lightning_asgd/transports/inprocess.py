@@ -14,7 +14,7 @@ __all__ = ["InProcessTransport"]
 
 
 class InProcessTransport(Transport):
-    """Calls one handler per server, such as ``Service().handle``, with copies of the messages as a wire makes them."""
+    """Calls one handler per server, such as ``Service().handle``, with copies of the messages."""
 
     def __init__(self, handlers: Sequence[Callable[[Any], Any]]) -> None:
         self._handlers = list(handlers)
@@ -25,7 +25,7 @@ class InProcessTransport(Transport):
         return len(self._handlers)
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
-        """Answer at once; a future that the handler returns is handed on."""
+        """Answer at once; a future that the handler returns is returned as it is."""
         answer = self._handlers[server](copy.deepcopy(message))
         if isinstance(answer, Future):
             return answer.then(lambda done: copy.deepcopy(done.wait()))

@@ -21,25 +21,25 @@ _LEAST = 16  # characters of a secret
 
 
 class Server(Protocol):
-    """What answers messages in this process."""
+    """The server side of a transport in this process."""
 
     address: str
 
     def accepts(self) -> bool:
-        """Whether others can connect to it."""
+        """Whether workers can connect to it."""
 
     def close(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering."""
 
 
 class TransportKind(ABC):
-    """What the processes of a job need to know of a transport."""
+    """What the processes of a job do by the name of a transport."""
 
     encrypted: ClassVar[bool]
 
     @abstractmethod
     def check_available(self) -> None:
-        """Raise a ``ConfigurationError`` if what it needs is missing here."""
+        """Raise a ``ConfigurationError`` if a library that it needs is missing here."""
 
     @abstractmethod
     def provide_secret(self, *, one_machine: bool) -> None:
@@ -54,7 +54,7 @@ class TransportKind(ABC):
 
     @abstractmethod
     def serve(self, handler: Callable[[Any], Any], name: str, interface: str) -> Server:
-        """Answer messages with what a handler returns, or with its future; several threads call it.
+        """Answer messages with a handler's result or future; several threads call the handler.
 
         Raises a ``NetworkDownError`` where only a new process can serve; ``name`` is this one's in error texts.
         """
@@ -129,5 +129,5 @@ def kind_of(name: str) -> TransportKind:
 
 
 def release() -> None:
-    """End what this process cannot share with the children that it is about to fork, whichever job it belongs to."""
+    """Stop the agent, which cannot be shared with children that are forked next, whichever job it belongs to."""
     tensorpipe.stop()

@@ -1,8 +1,8 @@
-"""Calls over connections that break: each is handled once, and is answered unless its time is up or nobody listens.
+"""Calls over connections that break: each is handled once, and answered unless it times out or the server has ended.
 
-A worker's end numbers its calls, repeats over a new connection those that were not answered, and acknowledges the
-answers. So a server recognises a call that it has seen before, and keeps an answer until it has arrived. There is no
-network here: a transport brings the connections, and reports what becomes of them.
+The worker's side numbers its calls, repeats unanswered calls over a new connection, and acknowledges replies. So a
+server recognises a call that it has seen before, and keeps a reply until it is acknowledged. There is no network here:
+a transport makes the connections and reports their events.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.futures import Future
 
 from lightning_asgd.transports.transport import TIMED_OUT, Transport
 
-__all__ = ["Arrivals", "Call", "LinkedTransport", "ReplyCache", "Route", "ServerLink", "Wire"]
+__all__ = ["Acknowledgements", "Call", "LinkConnection", "LinkedTransport", "ReplyCache", "Route", "ServerLink"]
 
 log = logging.getLogger(__name__)
 
 _FORGET_S = 600.0  # heartbeats come every few seconds
-_MOST = 1024  # unacknowledged answers per caller: a worker has as many calls in flight as a module has layers
+_MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
 _LATE = 4096  # finished calls that are remembered per caller: a copy of one may still arrive
 
 
-# ---------------------------------------------------------------------- a worker's end
+# ---------------------------------------------------------------------- the worker's side
 
 
-class Arrivals:
-    """Numbers of calls whose answers have arrived, and are yet to be acknowledged. From any thread.
+class Acknowledgements:
+    """Numbers of calls whose replies have arrived and are not yet acknowledged. Any thread may use it.
 
-    It takes no lock: a lock holder may be waiting for the thread that brings an answer.
+    It takes no lock: a lock holder may be waiting for the reply thread.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Arrivals:
         self._numbers.extend(numbers)
 
     def take(self) -> list[int]:
-        """What to acknowledge now; to be noted again if the message is lost."""
+        """Take the numbers to acknowledge now; they must be noted again if the message is lost."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -60,32 +60,32 @@ class Arrivals:
 
 @dataclass(eq=False)
 class Call:
-    """A message that waits for its answer."""
+    """A message that waits for its reply."""
 
     number: int
-    arrived: list[int]  # the answers that it acknowledges
+    arrived: list[int]  # calls whose replies it acknowledges
     urgent: bool
     timeout_s: float  # 0 for no limit
     deadline: float
-    packet: Any = None  # what its transport sends
+    packet: Any = None  # the message, packed by the transport
     future: Future[Any] = field(default_factory=Future)
 
     def fail(self, error: Exception) -> None:
-        """Fail, unless the call is over."""
+        """Fail, unless the call has completed."""
         with contextlib.suppress(RuntimeError):
             self.future.set_exception(error)
 
 
-class Wire(Protocol):
+class LinkConnection(Protocol):
     """One of a link's two connections, which its transport makes again when it breaks."""
 
     urgent: bool
 
     def send(self, call: Call) -> None:
-        """Send a call, or leave that to :meth:`ServerLink.renewed` while there is no connection."""
+        """Send a call; while there is no connection, :meth:`ServerLink.reconnected` sends it later."""
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """Tell the server which answers have arrived, or note them again in :attr:`ServerLink.arrivals`."""
+        """Acknowledge replies to the server, or note them again in :attr:`ServerLink.acknowledgements`."""
 
 
 class ServerLink:
@@ -98,97 +98,97 @@ class ServerLink:
     def __init__(
         self,
         server: int,
-        connection: Callable[[bool], Wire],
+        connection: Callable[[bool], LinkConnection],
         pack: Callable[[list[Any], Any], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
         self.caller = uuid.uuid4().hex
-        self.arrivals = Arrivals()
+        self.acknowledgements = Acknowledgements()
         self.lost: str | None = None
         self._connection = connection
         self._pack = pack
         self._clock = clock
         self._numbers = itertools.count(1)
         # Changed by single operations that are atomic, so without a lock; by number.
-        self._waiting: dict[int, Call] = {}
-        self._renewed: dict[bool, str] = {}  # connections that were made again, and why; until an answer arrives
+        self._pending: dict[int, Call] = {}
+        self._reconnected: dict[bool, str] = {}  # why a connection was made again; until a reply arrives on it
 
     def prepare(self, message: Any, timeout_s: float) -> Call:
-        """A call that is numbered and packed, for :meth:`post`. Raises what packing raises."""
+        """Number and pack a call for :meth:`post`. Raises what packing raises."""
         deadline = self._clock() + timeout_s if timeout_s else math.inf
         urgent = bool(getattr(message, "urgent", False))
-        call = Call(next(self._numbers), self.arrivals.take(), urgent, timeout_s, deadline)
+        call = Call(next(self._numbers), self.acknowledgements.take(), urgent, timeout_s, deadline)
         try:
             call.packet = self._pack([self.caller, call.number, call.arrived], message)
         except Exception:
-            self.arrivals.note(*call.arrived)
+            self.acknowledgements.note(*call.arrived)
             raise
         return call
 
     def post(self, call: Call) -> None:
         """Send a call."""
-        self._waiting[call.number] = call
+        self._pending[call.number] = call
         if self.lost is None:
             self._connection(call.urgent).send(call)
         else:
             self.failed(call.number, RuntimeError(self.lost))
 
-    def waits(self, number: int) -> bool:
-        """Whether a call is not over."""
-        return number in self._waiting
+    def is_pending(self, number: int) -> bool:
+        """Whether a call has not completed."""
+        return number in self._pending
 
-    def left_s(self, call: Call) -> float:
-        """Seconds until a call's time is up."""
+    def remaining_s(self, call: Call) -> float:
+        """Seconds until a call times out."""
         return call.deadline - self._clock()
 
-    def answered(self, connection: Wire, number: int, answer: Any) -> None:
-        """Complete a call. Large answers are acknowledged at once: a server need not keep them until the next call."""
-        why = self._renewed.pop(connection.urgent, None) if self._renewed else None
+    def answered(self, connection: LinkConnection, number: int, answer: Any) -> None:
+        """Complete a call. Large replies are acknowledged at once: a server need not keep them until the next call."""
+        why = self._reconnected.pop(connection.urgent, None) if self._reconnected else None
         if why is not None:
             log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
-        call = self._waiting.pop(number, None)
+        call = self._pending.pop(number, None)
         if call is None:
             return
-        self.arrivals.note(number)
+        self.acknowledgements.note(number)
         if getattr(answer, "bulky", False):
-            connection.acknowledge(self.arrivals.take())
-        with contextlib.suppress(RuntimeError):  # it failed as the transport was closed
+            connection.acknowledge(self.acknowledgements.take())
+        with contextlib.suppress(RuntimeError):  # it failed when the transport was closed
             call.future.set_result(answer)
 
     def failed(self, number: int, error: Exception) -> None:
         """Fail a call."""
-        call = self._waiting.pop(number, None)
+        call = self._pending.pop(number, None)
         if call is not None:
-            self.arrivals.note(*call.arrived)
+            self.acknowledgements.note(*call.arrived)
             call.fail(error)
 
-    def renewed(self, connection: Wire, why: str) -> None:
-        """Repeat over a connection that was made again what may have been lost with the one before."""
-        self._renewed[connection.urgent] = why
+    def reconnected(self, connection: LinkConnection, why: str) -> None:
+        """Repeat over a new connection the calls that may have been lost with the previous one."""
+        self._reconnected[connection.urgent] = why
         for call in self._calls(connection.urgent):
             connection.send(call)
 
-    def refused(self, connection: Wire, why: str) -> None:
-        """Fail what waits for a connection that cannot be made."""
+    def connection_refused(self, connection: LinkConnection, why: str) -> None:
+        """Fail the calls that wait for a connection that cannot be made."""
         for call in self._calls(connection.urgent):
             self.failed(call.number, RuntimeError(why))
 
-    def lose(self, why: str) -> None:
-        """Fail all calls, now and from now on: no server is there."""
+    def fail_all(self, why: str) -> None:
+        """Fail all pending and future calls: the server is gone."""
         self.lost = self.lost or why
-        for number in self._waiting.copy():
+        for number in self._pending.copy():
             self.failed(number, RuntimeError(self.lost))
 
     def expire(self, why: str = "") -> None:
-        """Fail the calls whose time is up."""
+        """Fail the calls that have timed out."""
         now = self._clock()
-        for call in self._waiting.copy().values():
+        for call in self._pending.copy().values():
             if call.deadline < now:
                 self.failed(call.number, RuntimeError(f"{TIMED_OUT} of {call.timeout_s:g} s{why}"))
 
     def _calls(self, urgent: bool) -> list[Call]:
-        return [call for call in self._waiting.copy().values() if call.urgent == urgent]
+        return [call for call in self._pending.copy().values() if call.urgent == urgent]
 
 
 class Route(Protocol):
@@ -212,7 +212,7 @@ class LinkedTransport(Transport, Generic[_Route]):
 
     @abstractmethod
     def _route_to(self, server: int, address: str) -> _Route:
-        """A route to a process that serves, or soon will."""
+        """A route to a process that serves or is about to."""
 
     @property
     def num_servers(self) -> int:
@@ -246,7 +246,7 @@ class LinkedTransport(Transport, Generic[_Route]):
         self._routes[server] = self._prepared.pop(server)
 
 
-# ---------------------------------------------------------------------- a server's end
+# ---------------------------------------------------------------------- the server's side
 
 
 @dataclass
@@ -257,7 +257,7 @@ class _Caller:
 
 
 class ReplyCache:
-    """The calls that were answered, or are to be, until their callers have the answers. From any thread."""
+    """Calls in progress, and replies until they are acknowledged. Any thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -265,11 +265,11 @@ class ReplyCache:
         self._callers: dict[str, _Caller] = {}
 
     def answer(self, caller: str, number: int, arrived: Collection[int], handle: Callable[[], Any]) -> Future[Any]:
-        """The answer to a call, which is handled if it is new. ``handle`` returns a value or a future."""
+        """The reply to a call; only a new call is handled. ``handle`` returns a value or a future."""
         with self._lock:
             known = self._forget(caller, arrived)
             calls = known.calls
-            if number in known.over:  # its caller has the answer
+            if number in known.over:  # its caller has the reply
                 nothing: Future[Any] = Future()
                 nothing.set_result(None)
                 return nothing
@@ -292,7 +292,7 @@ class ReplyCache:
         return future
 
     def forget(self, caller: str, arrived: Collection[int]) -> None:
-        """Drop answers that have arrived."""
+        """Drop replies that were acknowledged."""
         with self._lock:
             self._forget(caller, arrived)
 

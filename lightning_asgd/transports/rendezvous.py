@@ -31,7 +31,7 @@ _GRACE_S = 1.0
 
 
 class Rendezvous:
-    """A connection to the store, at an address for others to connect to. Use :meth:`host` or :meth:`connect`."""
+    """A connection to the store, and the store's address. Use :meth:`host` or :meth:`connect`."""
 
     def __init__(self, store: Any, address: tuple[str, int]) -> None:
         self._store = _dist.PrefixStore(_PREFIX, store)
@@ -156,7 +156,7 @@ class Rendezvous:
         return str(found)
 
     def peek_server(self, key: str) -> dict[str, Any]:
-        """What a server or its replacement has published so far. Raises a ``LaunchError`` if it cannot serve."""
+        """What a server or its replacement has published, if anything. Raises a ``LaunchError`` if it cannot serve."""
         while (successor := self.peek(successor_of(key))) is not None:
             key = successor
         answer: dict[str, Any] = self.peek(key) or {}
@@ -208,7 +208,7 @@ def local_address_towards(host: str) -> str:
     """This machine's address on the network through which it reaches ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((socket.gethostbyname(host), 9))  # sends nothing: it only chooses a route
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing; it only selects a route
         except OSError as error:
             raise LaunchError(
                 f"Cannot reach {host}: {error}. Expected the name or address of the first machine. Set MASTER_ADDR to "

@@ -1,8 +1,8 @@
 """The transport over ``torch.distributed.rpc``.
 
-A connection that breaks is made again, and the calls that it took with it are repeated there (see
-:mod:`lightning_asgd.transports.reliable_calls`): until their time is up, or nobody listens there any more, which is how
-the end of a server's process shows.
+A connection that breaks is made again, and the calls that were lost with it are repeated over the new one (see
+:mod:`lightning_asgd.transports.reliable_calls`) until they time out or connections are refused, which shows that the
+server's process has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_asgd.transports.reliable_calls import Call, LinkedTransport, Repl
 
 __all__ = ["RpcServer", "RpcTransport"]
 
-_FORGET_S = 10.0  # for an acknowledgement, which may as well be lost
+_FORGET_S = 10.0  # for an acknowledgement, which may be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
-_REFUSALS = 2  # in a row: one more means that nobody listens there any more
+_REFUSALS = 2  # in a row: one more means that the server has ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
 
 
@@ -62,7 +62,7 @@ class _Route:
 
 
 class _Connection:
-    """One connection: a name that TensorPipe connects to with the first message, and another one when that broke.
+    """One connection: a name that TensorPipe connects to with the first message, and a new name after it breaks.
 
     The agent's threads call back here. They take no lock that is held while the agent is stopped, which waits for them.
     """
@@ -72,37 +72,37 @@ class _Connection:
         self._agent, self._link, self._address = agent, link, address
         self._lock = threading.Lock()
         self._outages = self._refusals = 0  # in a row
-        self._served: str | None = None  # that an answer has come through
-        self._name = self._connect()  # None while it is broken
+        self._served: str | None = None  # the name over which a reply has arrived
+        self._name = self._connect()  # None while the connection is broken
 
     def send(self, call: Call) -> None:
-        """See :class:`Wire`."""
+        """See :class:`LinkConnection`."""
         name = self._name
         if not self._agent.alive:
             self._link.failed(call.number, RuntimeError("the connection is closed"))
         elif name is None:
-            return  # it is sent once there is a connection
+            return  # sent once there is a connection
         elif name == self._served or tensorpipe.reachable(self._address):
             self._send(name, call)
         else:
             self._broke(name, "the network is unreachable")
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """See :class:`Wire`.
+        """See :class:`LinkConnection`.
 
-        To make a connection for that would be dangerous: if this process ended meanwhile, TensorPipe would let nobody
-        connect to the server any more.
+        Making a connection for it would be dangerous: if this process ended meanwhile, TensorPipe would accept no
+        further connection to the server.
         """
         name = self._name
 
         def failed(error: Exception) -> None:
-            self._link.arrivals.note(*arrived)
+            self._link.acknowledgements.note(*arrived)
             why = tensorpipe.why_broken(error)
             if why is not None and name is not None:
                 self._broke(name, why)
 
         if name is None or name != self._served:
-            self._link.arrivals.note(*arrived)
+            self._link.acknowledgements.note(*arrived)
             return
         try:
             sent = self._agent.send(name, _forget, (self._link.caller, arrived), _FORGET_S)
@@ -112,9 +112,9 @@ class _Connection:
             sent.add_done_callback(lambda done: _unless_done(done, failed))
 
     def _send(self, name: str, call: Call) -> None:
-        left_s = max(_LEAST_S, self._link.left_s(call)) if call.timeout_s else tensorpipe.INFINITE_S
+        remaining_s = max(_LEAST_S, self._link.remaining_s(call)) if call.timeout_s else tensorpipe.INFINITE_S
         try:
-            attempt = self._agent.send(name, _answer, call.packet, left_s)
+            attempt = self._agent.send(name, _answer, call.packet, remaining_s)
         except RuntimeError as error:
             self._failed(name, call.number, error)
         except Exception as error:  # it cannot be pickled
@@ -141,31 +141,31 @@ class _Connection:
             self._broke(name, why)
 
     def _broke(self, name: str, why: str) -> None:
-        """Make another connection soon, unless nobody listens; calls that were sent over this one wait for that."""
+        """Schedule a new connection, unless the server has ended; calls sent over this one wait for it."""
         with self._lock:
-            if self._name != name:  # another call has noticed
+            if self._name != name:  # another call has noticed already
                 return
             self._name = None
         self._refusals = self._refusals + 1 if tensorpipe.REFUSED in why else 0
         if self._refusals > _REFUSALS:
             self._outages = self._refusals = 0
             self._name = name  # the next call tries again
-            self._link.refused(self, why)
+            self._link.connection_refused(self, why)
             return
         pause_s = _PAUSES_S[min(self._outages, len(_PAUSES_S) - 1)]
         self._outages += 1
-        timer = threading.Timer(pause_s, self._renew, (why,))  # not in the thread that brings answers
+        timer = threading.Timer(pause_s, self._reconnect, (why,))  # not in the reply thread
         timer.name, timer.daemon = "lightning_asgd.repeat", True
         timer.start()
 
-    def _renew(self, why: str) -> None:
+    def _reconnect(self, why: str) -> None:
         self._link.expire(f", without a connection: {why}")
         name = self._connect()
         if name is None:
-            self._link.refused(self, "the connection is closed")
+            self._link.connection_refused(self, "the connection is closed")
         else:
             self._name = name
-            self._link.renewed(self, why)
+            self._link.reconnected(self, why)
 
     def _connect(self) -> str | None:
         return self._agent.add_peer(f"server{self._link.server}{'-urgent' * self.urgent}", self._address)
@@ -178,7 +178,7 @@ def _unless_done(future: Future[Any], failed: Callable[[Exception], None]) -> No
         failed(error)
 
 
-# ---------------------------------------------------------------------- a server's end
+# ---------------------------------------------------------------------- the server's side
 
 
 class RpcServer:
@@ -188,23 +188,23 @@ class RpcServer:
         global _server
         self.handler = handler
         self.replies = ReplyCache()
-        _server = self  # before anybody can connect
+        _server = self  # before a worker can connect
         self._agent = tensorpipe.Agent(name, interface, listens=True)
         self._sockets = tensorpipe.listening_sockets()
         self.address = self._agent.address
 
     def accepts(self) -> bool:
-        """Whether others can connect."""
+        """Whether workers can connect."""
         return tensorpipe.listening_sockets() >= self._sockets
 
     def close(self) -> None:
-        """Answer nothing any more. May be called more than once."""
+        """Stop answering. May be called more than once."""
         global _server
         _server = None
         self._agent.stop()
 
 
-_server: RpcServer | None = None  # that of this process: what others call are functions
+_server: RpcServer | None = None  # this process's: TensorPipe calls functions, not methods
 
 
 def _serving() -> RpcServer:
@@ -221,5 +221,5 @@ def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Futur
 
 
 def _forget(caller: str, arrived: list[int]) -> None:
-    """Run on the server when a large answer has arrived."""
+    """Run on the server when a worker acknowledges a large reply."""
     _serving().replies.forget(caller, arrived)

@@ -1,4 +1,4 @@
-"""Memory that a worker and a server of the same machine both see, so that weights need not be sent at all.
+"""Memory that a worker and a server on the same machine both map, so that weights need not be sent.
 
 A block is an anonymous file (``memfd_create``): it has no name, so nothing is left behind whatever ends a process. The
 server opens it through the worker's ``/proc`` entry, which the kernel allows to the same user only. A header with
@@ -30,7 +30,7 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", lambda *_: -1)
 
 
 class SharedBlock:
-    """A mapped block and one tensor per group in it. Made by :func:`create` and :func:`attach`.
+    """A mapped block with one tensor per group. Made by :func:`create` and :func:`attach`.
 
     The process that made the block gives its descriptor ``fd``, which is closed with it.
     """
@@ -61,7 +61,7 @@ class SharedBlock:
     def unmap(self) -> None:
         """Take the block's pages out of this process; they stay in the file, and the next access maps them again.
 
-        A server keeps one worker's block mapped at a time: else those of all workers would count as its own memory.
+        A server keeps one worker's block mapped at a time: the blocks of all workers would count as its memory.
         """
         if self.tensors and hasattr(mmap, "MADV_DONTNEED"):
             _madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(self.ref.nbytes), mmap.MADV_DONTNEED)
@@ -79,7 +79,7 @@ def host_identity() -> str:
     """Equal for two processes exactly if they share kernel, process namespace and network namespace.
 
     Processes in different network namespaces count as different machines, as containers do: what passes between them
-    belongs on the network.
+    should go over the network.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -91,7 +91,7 @@ def host_identity() -> str:
 
 
 def create(groups: Groups) -> SharedBlock | None:
-    """Make a block for one shard; None where the system cannot."""
+    """Make a block for one shard; None where the system does not support it."""
     host = host_identity()
     if not host or not hasattr(os, "memfd_create"):
         return None
@@ -111,10 +111,10 @@ def create(groups: Groups) -> SharedBlock | None:
 
 
 def attach(ref: SharedRef, groups: Groups) -> SharedBlock | None:
-    """Map a block that another process made; None if it cannot be reached from here, or is not the one meant."""
+    """Map a block that another process made; None if this process cannot reach it, or the reference is stale."""
     if ref.host != host_identity() or ref.nbytes != _size(groups):
         return None
-    if type(ref.pid) is not int or type(ref.fd) is not int:  # else they could spell the path of any file
+    if type(ref.pid) is not int or type(ref.fd) is not int:  # else they could name the path of any file
         return None
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
     try:

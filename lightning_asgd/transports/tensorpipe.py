@@ -1,15 +1,15 @@
 """The TensorPipe agent of ``torch.distributed.rpc``: the only file that imports it, and that uses its private names.
 
 Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
-addresses it was told, and those that replace lost ones. So joining is a matter between a worker and the servers it
-connects to: there is no common roster that a dead process could spoil, no barrier, and a worker that reconnects needs
-nobody's consent. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
+addresses it was told, and those that replace lost ones. So joining involves only a worker and the servers that it
+connects to: there is no common roster that a dead process could invalidate and no barrier, and reconnecting involves no
+other worker. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
 
 TensorPipe's default transport between processes of one machine polls in a loop and keeps a core busy even when idle
 (measured: 2.9 s of CPU time in 3 s), so it is switched off here: sockets carry the messages, and large tensors go
 through the kernel's cross-memory attach or through :mod:`lightning_asgd.transports.shared_memory`.
 
-TensorPipe unpickles what anybody who can connect sends. Processes listen on one interface only, loopback unless the
+TensorPipe unpickles what any connected process sends. Processes listen on one interface only, loopback unless the
 run spans machines; keep other users off that network.
 """
 
@@ -57,7 +57,7 @@ _current: Agent | None = None  # torch has one agent per process
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
 _LOOPBACKS = ("lo", "lo0")
-_DOWN_S, _LOOK_S = 600.0, 0.5  # how long to wait for a network interface that is down; how often to look at it
+_DOWN_S, _LOOK_S = 600.0, 0.5  # how long to wait for a network interface that is down; how often to check it
 
 
 def _rpc() -> Any:
@@ -85,7 +85,7 @@ def check_available() -> None:
 
 
 def asynchronous(function: Any) -> Any:
-    """Mark a function that others call and that returns a future of its result."""
+    """Mark a function that peers call and that returns a future of its result."""
     return _rpc().functions.async_execution(function) if is_available() else function
 
 
@@ -93,8 +93,8 @@ class Agent:
     """This process's agent, in a group of this process alone. A new one takes over from the old.
 
     Raises:
-        LaunchError: the network interface of one that listens is down, and stays so.
-        NetworkDownError: it went down just now.
+        LaunchError: the network interface of a listening agent is down and stays down.
+        NetworkDownError: it went down while the agent was starting.
     """
 
     def __init__(self, name: str, interface: str, *, listens: bool = False) -> None:
@@ -116,10 +116,10 @@ class Agent:
                 _transports=["uv"],
                 _channels=["cma", "basic"] if interface == "lo" else ["basic"],
             )
-            # Every process is number 0 of its own group, also when it comes back.
+            # Every process is number 0 of its own group, also after it reconnects.
             importlib.import_module("torch.distributed.autograd")._init(0)
             with _environment("TP_SOCKET_IFNAME", interface):
-                agent = rpc.TensorPipeAgent(store, name, 0, None, options, {}, [])  # None: peers may come later
+                agent = rpc.TensorPipeAgent(store, name, 0, None, options, {}, [])  # None: peers may be added later
                 rpc.api._init_rpc_states(agent)
             _current = self
             self.address = str(self._addresses.get(name).decode())
@@ -132,7 +132,7 @@ class Agent:
         return _current is self
 
     def add_peer(self, name: str, address: str) -> str | None:
-        """Another name for another process, which gets a connection of its own; None if this agent was stopped."""
+        """Add a name for a process, which gets its own connection; None if this agent was stopped."""
         rpc = _rpc()
         with _lock:
             if not self.alive:
@@ -151,7 +151,7 @@ class Agent:
         return future
 
     def stop(self) -> None:
-        """Stop it, unless that has happened."""
+        """Stop it, unless it has stopped already."""
         with _lock:
             if self.alive:
                 stop()
@@ -168,7 +168,7 @@ def stop() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's agent. Its threads are not here: to stop or to destroy it would wait for them."""
+    """Forget the parent's agent. Its threads are not in this process: stopping or destroying it would wait for them."""
     global _current, _lock
     inherited, _current, _lock = _current, None, threading.RLock()
     if inherited is not None and _rpc()._is_current_rpc_agent_set():
@@ -186,12 +186,12 @@ def why_broken(error: Exception) -> str | None:
 
 
 def reachable(address: str) -> bool:
-    """Whether there is a way to an address. TensorPipe ends the process that connects where there is none."""
+    """Whether there is a way to an address. TensorPipe terminates a process that connects where there is none."""
     host, port = _host_and_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, port))  # sends nothing: it only chooses a route
+            probe.connect((host, port))  # sends nothing; it only selects a route
         except OSError:
             return False
     return True
@@ -201,13 +201,13 @@ def listening_sockets() -> int:
     """Number of sockets that this process listens on.
 
     TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
-    scanner, or of a worker that was killed as it came.
+    scanner, or of a worker that was killed while it joined.
     """
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
 
 
 def _await_network(interface: str) -> None:
-    """Wait while a network interface is down: TensorPipe would listen on loopback for the rest of this process."""
+    """Wait while a network interface is down: TensorPipe would listen on loopback until this process ends."""
     deadline = time.monotonic() + _DOWN_S
     while interface in (about := psutil.net_if_stats()) and not about[interface].isup:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What a transport does: carry a message to a server and its answer back."""
+"""What a transport does: carry a message to a server and the reply back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TIMED_OUT = "RPC ran for more than set timeout"
 
 
 class NetworkDownError(RuntimeError):
-    """The network interface went down as this process began to serve there. Only a new process can serve."""
+    """The network interface went down while this process started to serve on it. Only a new process can serve."""
 
 
 class Transport(ABC):
-    """A worker's connection to all servers of a run."""
+    """A worker's connection to all servers of a job or an elastic run."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Transport(ABC):
         """
 
     def prepare(self, server: int, address: str) -> None:
-        """Learn of the process that is to replace a lost server; from any thread."""
+        """Set the address of a lost server's replacement; from any thread."""
         raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     def call_prepared(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
@@ -57,7 +57,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     def replace(self, server: int) -> None:
-        """Call the process that :meth:`prepare` named from now on."""
+        """From now on send calls to the process that :meth:`prepare` named."""
         raise NotImplementedError(f"{type(self).__name__} cannot reach a replacement")
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The servers' end of ZeroMQ connections."""
+"""The servers' side of ZeroMQ connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ZmqServer(Loop):
         keys = keys_of(secret)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_Only(keys.worker_public))
+        self._authenticator.configure_curve_callback(credentials_provider=_OnlyKey(keys.worker_public))
         self._socket = self.context.socket(zmq.ROUTER)
         secure(self._socket)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -62,7 +62,7 @@ class ZmqServer(Loop):
             self._pool.submit(self._take, frames)
 
     def accepts(self) -> bool:
-        """Whether others can connect: ZeroMQ goes on listening, whatever becomes of a connection."""
+        """Whether workers can connect: ZeroMQ keeps listening whatever happens to a connection."""
         return True
 
     def end(self) -> None:
@@ -104,12 +104,12 @@ class ZmqServer(Loop):
         self.submit(lambda: self._send([who, *frames]))
 
     def _send(self, frames: list[Any]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone; it will ask again
+        with contextlib.suppress(zmq.ZMQError):  # the worker is gone; it repeats the call
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
 
-class _Only:
-    """Lets in who has one key."""
+class _OnlyKey:
+    """Accepts clients that have one key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

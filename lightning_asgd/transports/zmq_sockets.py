@@ -7,8 +7,8 @@ memory is allocated for one: a server sends it no answer, not even an error, and
 of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few megabytes, so that no peer can have more than a frame
 allocated before its handshake is complete.
 
-ZeroMQ makes a connection that breaks again. Calls that were not answered are repeated there, and answered once (see
-:mod:`lightning_asgd.transports.reliable_calls`). Where nobody listens at a server's address any more its process has
+ZeroMQ reconnects by itself. Unanswered calls are repeated over the new connection and answered once (see
+:mod:`lightning_asgd.transports.reliable_calls`). If no process listens at a server's address any more, the server has
 ended, and calls fail.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _FRAME = 4 << 20  # bytes
 _LARGEST = _FRAME + (1 << 16)  # a frame with what CURVE adds
 _HEADER = 4 << 20
-_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own heartbeats, which notice machines that are gone
+_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own heartbeats, which detect lost machines
 _TICK_MS = 100
 
 
@@ -89,13 +89,13 @@ class Loop:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have the thread do something soon."""
+        """Have the thread call a function soon."""
         self._work.append(work)
-        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody is
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
             self._bell.send(b".")
 
     def tick(self, ready: dict[Any, int]) -> None:
-        """Look at sockets, and at the time; from the thread."""
+        """Serve the sockets that are ready, and check time-outs; from the thread."""
         raise NotImplementedError
 
     def end(self) -> None:

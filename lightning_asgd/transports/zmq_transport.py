@@ -1,4 +1,4 @@
-"""The workers' end of ZeroMQ connections."""
+"""The workers' side of ZeroMQ connections."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["ZmqTransport"]
 log = logging.getLogger(__name__)
 
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 1000
-_PROBE_S = 0.2  # for an answer
-_LOOK_S = 0.3  # between two probes
-_HANDSHAKES = 3  # that fail, one after the other, before the secret is to blame
+_PROBE_TIMEOUT_S = 0.2
+_PROBE_EVERY_S = 0.3  # between two probes
+_HANDSHAKES = 3  # consecutive failures before the secret is blamed
 _CLOSED = "the connection is closed"
 
 
@@ -53,11 +53,11 @@ class ZmqTransport(LinkedTransport["_Route"], Loop):
         """See :meth:`Transport.replace`."""
         lost = self._routes[server]
         super().replace(server)
-        self.submit(lambda: lost.link.lose("another server has taken its place"))
+        self.submit(lambda: lost.link.fail_all("another server has taken its place"))
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if self._pid == os.getpid():  # else it is the parent's, whose thread is not here
+        if self._pid == os.getpid():  # else it is the parent's, whose thread is not in this process
             Loop.close(self)
 
     def tick(self, ready: dict[Any, int]) -> None:
@@ -72,7 +72,7 @@ class ZmqTransport(LinkedTransport["_Route"], Loop):
     def end(self) -> None:
         """See :class:`Loop`."""
         for route in self._open:
-            route.link.lose(_CLOSED)
+            route.link.fail_all(_CLOSED)
             route.close()
 
     def _route_to(self, server: int, address: str) -> _Route:
@@ -90,7 +90,7 @@ class _Route:
         self.address = address
         self.link = ServerLink(server, self._connection, frames_of)
         self._connections: dict[bool, _Connection] = {}
-        self._looked = -math.inf
+        self._probed_at = -math.inf
         self.served = False
         """Whether the server has proved that it knows the secret."""
 
@@ -114,19 +114,19 @@ class _Route:
             connection.close()
         self._connections.clear()
 
-    def look(self) -> None:
-        """Fail if nobody listens there. Rarely and briefly: this thread serves other connections too."""
+    def probe(self) -> None:
+        """Fail all calls if no process listens there. Rarely and briefly: this thread serves other connections too."""
         now = time.monotonic()
-        if now < self._looked + _LOOK_S:
+        if now < self._probed_at + _PROBE_EVERY_S:
             return
-        self._looked = now
+        self._probed_at = now
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
-            with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+            with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
                 return
         except ConnectionRefusedError:
-            self.link.lose(f"ECONNREFUSED: nobody listens at {self.address} any more")
-        except OSError:  # that proves nothing
+            self.link.fail_all(f"ECONNREFUSED: nobody listens at {self.address} any more")
+        except OSError:  # proves nothing
             return
 
     def _connection(self, urgent: bool) -> _Connection:
@@ -136,19 +136,19 @@ class _Route:
 
 
 class _Connection:
-    """One connection, which ZeroMQ makes again when it breaks."""
+    """One connection, which ZeroMQ reconnects by itself."""
 
     def __init__(self, route: _Route, urgent: bool) -> None:
         self.urgent = urgent
         self._route, self._link = route, route.link
         loop, keys = route.transport, route.transport.keys
         self._poller = loop.poller
-        self._backlog: dict[int, Call] = {}  # that ZeroMQ has not taken yet
-        self._failed = 0  # handshakes in a row
+        self._backlog: dict[int, Call] = {}  # calls that ZeroMQ has not accepted yet
+        self._failed = 0  # consecutive handshakes
         self._connected = False
         self._socket = loop.context.socket(zmq.DEALER)
         secure(self._socket)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what is not sent stays here
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # unsent messages stay here
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
@@ -172,13 +172,13 @@ class _Connection:
         self._flush()
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """See :class:`Wire`."""
+        """See :class:`LinkConnection`."""
         if not self._sent([json.dumps([self._link.caller, 0, arrived, [], None]).encode()]):
-            self._link.arrivals.note(*arrived)
+            self._link.acknowledgements.note(*arrived)
 
     def tick(self, ready: dict[Any, int]) -> None:
         if self._events in ready:
-            self._look()
+            self._read_events()
         if self._socket in ready and ready[self._socket] & zmq.POLLIN:
             self._receive()
         if self._backlog:
@@ -192,7 +192,7 @@ class _Connection:
         self._socket.close(0)
 
     def _sent(self, frames: list[Any]) -> bool:
-        """Send a message; whether there was a connection for it."""
+        """Send a message. Whether there was a connection for it."""
         whole = True
         for index, frame in enumerate(frames):
             more = zmq.SNDMORE if index + 1 < len(frames) else 0
@@ -201,12 +201,12 @@ class _Connection:
             except zmq.Again:
                 if index == 0:
                     return False
-                whole = False  # it broke: ZeroMQ drops the rest, up to the last frame, which must come
+                whole = False  # it broke: ZeroMQ drops the rest up to the last frame, which must be sent
         return whole
 
     def _flush(self) -> None:
         for number, call in list(self._backlog.items()):
-            if self._link.waits(number) and not self._sent(call.packet):
+            if self._link.is_pending(number) and not self._sent(call.packet):
                 break
             del self._backlog[number]
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._backlog else 0))
@@ -227,20 +227,20 @@ class _Connection:
                 answer = Failure("ProtocolError", f"The answer of server {server} could not be read: {error!r}.")
             self._link.answered(self, number, answer)
 
-    def _look(self) -> None:
+    def _read_events(self) -> None:
         while self._events.poll(0) and self._link.lost is None:
             event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed, self._route.served = 0, True
                 if self._connected:
-                    self._link.renewed(self, "it was disconnected")
+                    self._link.reconnected(self, "it was disconnected")
                 self._connected = True
             elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                self._route.look()
+                self._route.probe()
             else:
                 self._failed += 1
                 if self._failed >= _HANDSHAKES:
-                    self._link.lose(self._refusal())
+                    self._link.fail_all(self._refusal())
 
     def _refusal(self) -> str:
         """Why handshakes fail."""
@@ -253,7 +253,7 @@ class _Connection:
 
 
 def _number_in(frames: Sequence[Any]) -> int:
-    """The number of the call that a message answers; 0 if it cannot be told."""
+    """The number of the call that a message answers; 0 if it is unreadable."""
     try:
         return int(json.loads(bytes(frames[0].buffer))[0])
     except Exception:

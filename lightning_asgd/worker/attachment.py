@@ -47,11 +47,11 @@ class Attachment:
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
         self._notes, self.bootstraps = attached.notes, attached.bootstraps
-        self.follow(attached.chief)
+        self.note_chief(attached.chief)
         self.update()
         return attached.heard
 
-    def follow(self, chief: int) -> None:
+    def note_chief(self, chief: int) -> None:
         """Note which worker is chief. Any thread may call this."""
         self._heard = chief
 
@@ -77,7 +77,7 @@ class Attachment:
         """Whether that was the end of an epoch."""
         return bool((self.progress or {}).get("between_epochs"))
 
-    def found(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
+    def publish(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
         """Publish the layout and what is not exchanged, once the servers have weights: others may join."""
         if progress is not None:
             self.client.note(_PROGRESS, progress)
@@ -92,11 +92,11 @@ class Attachment:
             if name in theirs:
                 tensor.detach().copy_(theirs[name])
 
-    def common_batch(self, mine: int) -> int:
+    def reference_batch(self, mine: int) -> int:
         """The reference batch size: that of the run's first worker."""
         return int(self.client.note(_BATCH, mine, first=True))
 
-    def wrote(self, files: Any) -> None:
+    def publish_checkpoints(self, files: Any) -> None:
         """Publish the state of the chief's checkpoint callbacks, after it has written a file."""
         self.client.note(_FILES, files)
 

@@ -85,7 +85,7 @@ class ExchangeLog:
                 done_within(future, self._connection.timeout_s)
         owed = self._owed(lost)
         self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
-        self._data.lose()
+        self._data.revoke()
         self._client.join(again=True)
         for messages, futures in owed:
             for server in self._connection.may_lack:
@@ -122,7 +122,7 @@ class ExchangeLog:
             pending.answers = self._shards.answers(replies, self._replica.wire, common=pending.common)
         return True
 
-    def look(self) -> tuple[list[Reply], list[tuple[Tensor, ...]]]:
+    def peek(self) -> tuple[list[Reply], list[tuple[Tensor, ...]]]:
         """Fetch the servers' present weights; no exchange may be in flight, since it would use the same buffers."""
         self._replica.await_arrival()
         updates = self._replica.updates()

@@ -248,14 +248,14 @@ class Channel:
             replies, answers = pending.replies, pending.answers
         else:
             run(self.finish(sync=True))
-            replies, answers = self.log.look()
+            replies, answers = self.log.peek()
         self.caught_up = replies[0].epoch, replies[0].done
         return self.replica.ahead(answers, alone=self._alone)
 
     def peek(self) -> dict[str, Tensor]:
         """See :meth:`Synchronizer.peek`."""
         run(self.finish())
-        return self.replica.read(self.log.look()[1])
+        return self.replica.read(self.log.peek()[1])
 
     def close(self) -> None:
         """Forget the exchange in flight and release the buffers."""

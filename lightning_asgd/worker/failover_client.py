@@ -196,7 +196,7 @@ class FailoverClient:
             beaten = self._beat(server)
             holding.update(beaten.holding)
             if server == COORDINATOR:
-                self._client.hear(beaten)
+                self._client.note_heartbeat(beaten)
         heard = self._client.heard
         holding.update(heard.holding, [self._connection.worker])
         pushers = set().union(*(each.pushers for each in self._client.members))

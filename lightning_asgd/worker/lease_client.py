@@ -27,7 +27,7 @@ from lightning_asgd.worker.synchronizer import WorkFeed
 
 __all__ = ["DataLeases", "Plan"]
 
-_SMOOTH = 0.3  # weight of the latest step in the pace
+_SMOOTH = 0.3  # weight of the latest step in the unit_s
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
 
 
@@ -85,7 +85,7 @@ class _Asked:
 class DataLeases(WorkFeed):
     """A worker's part of the shared epochs.
 
-    ``come_back`` rejoins when this worker was fenced, and calls :meth:`lose`.
+    ``rejoin`` rejoins the session when this worker was fenced, and calls :meth:`revoke`.
 
     Attributes:
         granted_wait_s: seconds in which training waited for a lease.
@@ -98,12 +98,12 @@ class DataLeases(WorkFeed):
         client: Callable[[], SessionClient],
         *,
         timeout_s: float = 1800.0,
-        come_back: Callable[[], None] = lambda: None,
+        rejoin: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
-        self._come_back = come_back
+        self._rejoin = rejoin
         self._clock = clock
         self.granted_wait_s = self.others_wait_s = 0.0
         self._exchange_s = 0.0  # round trip of a request
@@ -127,7 +127,7 @@ class DataLeases(WorkFeed):
         self._begun: float | None = None
         self._asked: _Asked | None = None
         self._opens: Epoch | None = None  # the epoch that the next request opens
-        self.pace = self._trip = 0.0
+        self.unit_s = self._trip = 0.0
         self._flushes: deque[float] = deque(maxlen=3)  # durations of the latest flushes
 
     # ------------------------------------------------------------------ the loader's side
@@ -139,9 +139,9 @@ class DataLeases(WorkFeed):
             self._waiting.extendleft(reversed(self._loading))
             self._loading.clear()
             return
-        known = self.pace, self._trip, self._flushes
+        known = self.unit_s, self._trip, self._flushes
         self.reset(plan)
-        self.pace, self._trip, self._flushes = known
+        self.unit_s, self._trip, self._flushes = known
         done = plan.epoch.done
         if self._client().connection.world_size:
             self._opens = plan.epoch
@@ -166,7 +166,7 @@ class DataLeases(WorkFeed):
 
     def _lasts_s(self, batches: int) -> float:
         """Expected seconds to train a number of batches."""
-        return batches * (self.plan.batch or 1) * self.pace
+        return batches * (self.plan.batch or 1) * self.unit_s
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -221,10 +221,10 @@ class DataLeases(WorkFeed):
     @property
     def left_s(self) -> float:
         """Expected seconds until this worker pushes the rest of its part of the segment; infinite if unknown."""
-        if self._plan is None or not self.pace:
+        if self._plan is None or not self.unit_s:
             return math.inf
         units = self.plan.epoch.ends[self.segment] - self.progress
-        return units * self.share * self.pace - self._flush
+        return units * self.share * self.unit_s - self._flush
 
     def begin_batch(self) -> None:
         """A batch is about to be trained."""
@@ -248,7 +248,7 @@ class DataLeases(WorkFeed):
         now = self._clock()
         if self._begun is not None:
             took = (now - self._begun) / batch.units
-            self.pace = took if not self.pace else (1 - _SMOOTH) * self.pace + _SMOOTH * took
+            self.unit_s = took if not self.unit_s else (1 - _SMOOTH) * self.unit_s + _SMOOTH * took
         self._begun = now
         self._trained += batch.units
         self._unapplied.append((steps, batch.units))
@@ -275,7 +275,7 @@ class DataLeases(WorkFeed):
             return None
         return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served)
 
-    def lose(self) -> None:
+    def revoke(self) -> None:
         """Drop all leases after this worker was fenced: the others have them, and its counts start over.
 
         Called before it rejoins. Batches already fetched are trained and their updates discarded.
@@ -332,7 +332,7 @@ class DataLeases(WorkFeed):
             self._reached = float(self.plan.epoch.ends[self.segment])
         return more
 
-    def meet(self) -> None:
+    def next_interval(self) -> None:
         """Move on to the next segment, if there is one, after all have trained the present one."""
         if not self.last:
             self.segment += 1
@@ -342,7 +342,7 @@ class DataLeases(WorkFeed):
         """Stop training in this epoch and release what is left to the others, unless ``halt`` ends it for them too."""
         self.halted |= halt
         self._note(acknowledged)
-        self._settle()  # else it could arrive after what follows
+        self._take_prefetched()  # else it could arrive after what follows
         self._waiting.clear()
         self._loading.clear()
         self._take(self._ask(stop=True, halt=halt))
@@ -361,7 +361,7 @@ class DataLeases(WorkFeed):
                 done: tuple[tuple[int, int], ...] = connection.ask(COORDINATOR, OpenEpoch(*connection.sender, epoch))
                 return done
             except WorkerAwayError:
-                self._come_back()
+                self._rejoin()
 
     def _note(self, acknowledged: int) -> None:
         while self._unapplied and self._unapplied[0][0] <= acknowledged:
@@ -370,10 +370,10 @@ class DataLeases(WorkFeed):
     def _get(self) -> bool:
         """Whether there are more units for this worker, as far as is known without waiting for others."""
         if self._asked is not None:
-            return self._settle()
+            return self._take_prefetched()
         return not self._final and self._take(self._ask())
 
-    def _settle(self) -> bool:
+    def _take_prefetched(self) -> bool:
         """Take the answer of an early request, if there was one."""
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
@@ -387,7 +387,7 @@ class DataLeases(WorkFeed):
             self.segment,
             self._trained,
             self._applied,
-            self.pace,
+            self.unit_s,
             max(rtt_s, self._trip),
             flush=self._flush,
             wait=wait,
@@ -407,7 +407,7 @@ class DataLeases(WorkFeed):
         try:
             grant = self._grant(asked)
         except WorkerAwayError:
-            self._come_back()
+            self._rejoin()
         except ServerLostError as error:
             client.connection.recover(COORDINATOR, asked.restored, error)
         if asked.timeout_s is None:

@@ -77,7 +77,7 @@ class SessionClient:
         future = connection.post(COORDINATOR, message, connection.patience_s + GRACE_S)
         attached: Attached = connection.result(COORDINATOR, future, connection.patience_s)
         connection.worker, self.metadata = attached.worker, dict(attached.notes)
-        self.hear(connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
+        self.note_heartbeat(connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
         for server in connection.servers:
             if server != COORDINATOR:
                 self.join(server=server)
@@ -133,10 +133,10 @@ class SessionClient:
                 raise WorkerLostError(answer.message)
             if isinstance(answer, HeartbeatReply):
                 beaten = answer
-                self.hear(answer)
+                self.note_heartbeat(answer)
         return beaten
 
-    def hear(self, beaten: HeartbeatReply) -> None:
+    def note_heartbeat(self, beaten: HeartbeatReply) -> None:
         """Remember who takes part in an elastic run: a lost server's replacement is told."""
         self.heard = beaten
 
@@ -191,7 +191,7 @@ class HeartbeatThread:
             if beaten is None:
                 continue
             self._on_chief(beaten.chief)
-            self._board.hear(beaten.figures, beaten.living)
+            self._board.update(beaten.figures, beaten.living)
             self._told += len(beaten.news)
             for line in beaten.news:
                 if self._on_news is not None:

@@ -10,7 +10,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["all_together", "meet"]
+__all__ = ["all_together", "synchronize"]
 
 
 def all_together(places: Iterable[Place]) -> Place:
@@ -24,7 +24,7 @@ def all_together(places: Iterable[Place]) -> Place:
     )
 
 
-def meet(
+def synchronize(
     client: SessionClient,
     collectives: Collectives,
     synchronizer: Synchronizer,

@@ -44,7 +44,7 @@ class WorkFeed(Protocol):
     def ask_ahead(self, seconds: float) -> None:
         """Prepare for an exchange that will keep a slow network busy for ``seconds`` (0: unknown)."""
 
-    def lose(self) -> None:
+    def revoke(self) -> None:
         """Drop all leases: this worker was fenced, and others have its batches. Called before it rejoins."""
 
 

@@ -29,7 +29,7 @@ from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
 from lightning_asgd.worker.synchronizer import Synchronizer, Training
 
-__all__ = ["Start", "agree", "enter", "named_state", "newly_trainable"]
+__all__ = ["Start", "make_identical", "named_state", "newly_trainable", "set_up"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Start:
     layout: Any = None  # description of the layout on the servers; None if they have none
 
 
-def enter(
+def set_up(
     client: SessionClient,
     collectives: Collectives,
     module: Module,
@@ -68,18 +68,18 @@ def enter(
         _check_same(collectives, layout, client.connection.worker)
     else:
         layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
-    agree(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
+    make_identical(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
     if isinstance(algorithm, Hogwild):
         tensors = tensors_of(module, layout, data=False)
         return SharedWeights(collectives, layout, tensors, algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
-        agree(collectives, state)
+        make_identical(collectives, state)
         return LayerGradients(
             client.connection,
             layout,
             layers_of(module, set(trainable)),
             algorithm.delay,
-            lambda: agree(collectives, named_state(module), mean=True),
+            lambda: make_identical(collectives, named_state(module), mean=True),
             late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
@@ -159,7 +159,7 @@ def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
 
 
-def agree(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
+def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
     """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
 
     These are worker 0's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must give

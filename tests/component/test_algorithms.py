@@ -65,7 +65,7 @@ def values(seed: int) -> tuple[Tensor, Tensor]:
 def shard(algorithm: Algorithm, workers: int = 2, version: int = 0) -> Shard:
     result = Shard(GROUPS, algorithm)
     result.initialise(values(0), version)
-    result.meet(range(workers))
+    result.update_members(range(workers))
     return result
 
 
@@ -156,7 +156,7 @@ def test_a_shard_goes_on_from_what_it_saved(algorithm: Algorithm) -> None:
     buffer.seek(0)
     other = Shard(GROUPS, algorithm)
     other.initialise(tuple(w.clone() for w in one.weights), one.version)
-    other.meet(range(1))
+    other.update_members(range(1))
     other.restore(torch.load(buffer, weights_only=True))
     for seq in range(10, 15):
         for each in (one, other):
@@ -179,7 +179,7 @@ def test_nobody_is_held_at_a_sync_point_or_after_the_others_are_gone(algorithm: 
     for worker in (0, 1):
         waiting -= {d.request.worker for d in send(one, push(worker, 1), values(worker))}
     assert {d.request.worker for d in send(one, push(2, 1, may_wait=False, rest=True), values(3))} >= {2}
-    waiting -= {d.request.worker for d in one.meet([0, 2])}
+    waiting -= {d.request.worker for d in one.update_members([0, 2])}
     due = send(one, replace(push(0, 2), push=False, may_wait=False, rest=True))
     assert {d.request.worker for d in due} >= {0}
     assert one.table.count == 0  # what was gathered is applied once all rest
@@ -394,7 +394,7 @@ def test_a_round_goes_on_without_a_worker_that_leaves() -> None:
     one = shard(LocalSGD(), 3)
     for worker in (0, 1):
         assert send(one, push(worker, 1), values(worker)) == []
-    due = one.meet([0, 1])
+    due = one.update_members([0, 1])
     assert sorted(d.request.worker for d in due) == [0, 1]
     assert one.version == 1
 
@@ -417,7 +417,7 @@ def test_stale_synchronous_lets_nobody_lead_by_more_than_the_bound_and_one(bound
 def test_a_worker_that_is_gone_holds_nobody_back() -> None:
     one = shard(ASGD(transforms=[StaleSynchronous(0)]), 2)
     assert send(one, push(0, 1), values(1)) == []
-    assert [d.request.worker for d in one.meet([0])] == [0]
+    assert [d.request.worker for d in one.update_members([0])] == [0]
 
 
 @given(seed=st.integers(0, 100))
@@ -518,7 +518,7 @@ def test_a_warm_start_ends_when_worker_0_stands_at_a_sync_point_or_is_gone() -> 
     for end in ("rest", "gone"):
         one = shard(ASGD(transforms=[WarmStart(1000)]), 2)
         assert send(one, replace(push(1, 0), push=False)) == []
-        due = send(one, push(0, 1, rest=True, may_wait=False), values(1)) if end == "rest" else one.meet([1])
+        due = send(one, push(0, 1, rest=True, may_wait=False), values(1)) if end == "rest" else one.update_members([1])
         assert 1 in {d.request.worker for d in due}
 
 

@@ -229,7 +229,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
     c.connection.restorer = Restores()
     collectives = Collectives(c, 1.0)
     for _ in range(5):
-        c.hear(HeartbeatReply(needed=needed))
+        c.note_heartbeat(HeartbeatReply(needed=needed))
         collectives.contribute("barrier", "x")
     transport.sent.clear()
     collectives.repeat(c.connection)

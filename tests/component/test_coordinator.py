@@ -424,7 +424,7 @@ def pass_time(c: CollectiveTable, until: float, *heard: int) -> list[Completion]
     start = int(c.members._looked or 0)
     for now in range(start, int(until) + 1):
         for worker in heard:
-            c.members.hear(worker, float(now))
+            c.members.note_heartbeat(worker, float(now))
         due += c.expire(float(now))
     return due
 
@@ -504,7 +504,7 @@ def test_worker_0_is_waited_for_at_sync_points_and_not_for_its_data() -> None:
 def test_one_that_takes_part_in_a_collective_may_still_not_train_before_it_joins_again() -> None:
     c = watched(2)
     pass_time(c, 11, 0)
-    c.members.hear(1, 11.0)
+    c.members.note_heartbeat(1, 11.0)
     c.contribute(say(1), 11.0)
     assert c.members.living == {0, 1}
     assert c.members.trusted == {0}
@@ -548,8 +548,8 @@ def test_a_collective_that_a_lost_server_had_answered_waits_for_nobody() -> None
     c.members.resume({}, set())
     c.resume(4)
     for now in range(1, 12):
-        c.members.hear(1, now)
-        c.members.hear(2, now)
+        c.members.note_heartbeat(1, now)
+        c.members.note_heartbeat(2, now)
         c.expire(now)
     assert c.members.living == {1, 2}
     everything = {0: "a", 1: "b", 2: "c"}
@@ -593,7 +593,7 @@ def test_whom_a_coordinator_declares_away_before_it_knows_of_earlier_times_the_n
     for rank in range(2):
         c.join(rank, 0.0)
     for now in range(1, 12):
-        c.members.hear(0, now)
+        c.members.note_heartbeat(0, now)
         c.expire(now)
     assert c.members.suspected
     c.members.resume({1: 3}, set())  # three times before, as the workers tell, and once now
@@ -609,8 +609,8 @@ def test_what_a_worker_that_sleeps_has_missed_outlives_the_server_that_kept_it()
     for seq in (1, 2, 3):
         if seq == 2:
             for now in range(1, 12):
-                sleeps.members.hear(0, now)
-                sleeps.members.hear(1, now)
+                sleeps.members.note_heartbeat(0, now)
+                sleeps.members.note_heartbeat(1, now)
                 sleeps.expire(now)
         for rank in (0, 1) if seq > 1 else (2, 0, 1):
             for due in sleeps.contribute(say(rank, seq), 12.0):
@@ -639,7 +639,7 @@ def test_whom_a_coordinator_has_let_in_again_was_not_away() -> None:
     for rank in range(2):
         c.join(rank, 0.0)
     for now in range(1, 12):
-        c.members.hear(0, now)
+        c.members.note_heartbeat(0, now)
         c.expire(now)
     c.join(1, 12.0)  # with its offer: it tells all that it knows
     c.members.resume({1: 3}, set())
@@ -737,13 +737,13 @@ def test_whatever_sleeps_all_living_get_the_same_answers_and_nobody_waits_for_ev
             for _ in range(11):
                 now += 1
                 for worker in set(range(workers)) - asleep:
-                    c.members.hear(worker, now)
+                    c.members.note_heartbeat(worker, now)
                 take(c.expire(now))
         elif what == "sleep" and who != 0:
             asleep.add(who)
         elif what == "wake" and who in asleep:
             asleep.discard(who)
-            c.members.hear(who, now)
+            c.members.note_heartbeat(who, now)
             c.join(who, now)
         elif what == "call" and who not in asleep and called[who] == len(answered[who]) < rounds:
             called[who] += 1

@@ -14,7 +14,7 @@ from lightning_asgd.protocol import Exchange
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.synchronizer import Training, WorkFeed
-from lightning_asgd.worker.worker_setup import enter
+from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 
 
@@ -53,7 +53,7 @@ def test_a_push_counts_units_only_where_it_is_of_the_whole_module(parts: int, to
     config = ExchangeConfig.create(nsync=1, algorithm=StreamingDiLoCo(parts=parts))
     client = cluster.client()
     client.join()
-    synchronizer = enter(client, Collectives(), torch.nn.Linear(2, 2), config, Training(data=Trained()))
+    synchronizer = set_up(client, Collectives(), torch.nn.Linear(2, 2), config, Training(data=Trained()))
     synchronizer.begin()
     for _ in range(2):
         synchronizer.count_step()

@@ -25,9 +25,9 @@ def opened(*keys: str) -> Epochs:
 
 def train(epochs: Epochs, key: str, units: int, worker: int = 0) -> None:
     leases = epochs.find(key, worker)
-    leases.meet([worker], 0.0)
+    leases.update_members([worker], 0.0)
     for trained in range(units):
-        leases.claim(LeaseRequest("s", worker, key, 0, trained, trained, 0.0), 0.0)
+        leases.serve(LeaseRequest("s", worker, key, 0, trained, trained, 0.0), 0.0)
     leases.applied(worker, units)
 
 

@@ -48,7 +48,7 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
+from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchange_recovery as recovery_module
@@ -61,7 +61,7 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Training, WorkFeed
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
@@ -116,7 +116,7 @@ class Call:
     number: int
     message: Any
     arrived: list[int]
-    arrivals: Arrivals
+    arrivals: Acknowledgements
     future: Future[Any] = field(default_factory=Future)
     attempt: int = 0
 
@@ -132,7 +132,7 @@ class End(Transport):
         self._world, self._worker = world, worker
         self._connected = list(world.servers)
         self._calls = 0
-        self.arrivals = [Arrivals() for _ in world.servers]
+        self.arrivals = [Acknowledgements() for _ in world.servers]
 
     @property
     def num_servers(self) -> int:
@@ -147,7 +147,7 @@ class End(Transport):
         return ""
 
     def replace(self, server: int) -> None:
-        self._connected[server], self.arrivals[server] = self._world.servers[server], Arrivals()
+        self._connected[server], self.arrivals[server] = self._world.servers[server], Acknowledgements()
 
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         self._calls += 1
@@ -169,7 +169,7 @@ class Back(WorkFeed):
     def __init__(self, world: World, worker: int) -> None:
         self._world, self._worker = world, worker
 
-    def lose(self) -> None:
+    def revoke(self) -> None:
         self._world.back[self._worker] += 1
 
 
@@ -263,13 +263,13 @@ class World:
         weights = replica.weights() if rank == 0 else None
         shards.initialise(self.layout, self.config.algorithm, [None] * self.plan.servers, weights)
         if attachment.bootstraps:
-            attachment.found("layout", {}, None)
+            attachment.publish("layout", {}, None)
 
     def meet(self, rank: int, collectives: Collectives, exchanger: Exchanger) -> None:
         """What the strategy does at a sync point."""
         exchanger.flush()
         mine = SyncReport(exchanger.moved, False, False, [])
-        meet(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
+        synchronize(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()
 
     # ------------------------------------------------------------------ what can happen

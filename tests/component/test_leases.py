@@ -69,7 +69,7 @@ class Run:
         self.units, self.ends = units, ends
         self.now = 0.0
         self.events: list[tuple[float, int]] = []
-        self.leases.meet(self.workers, 0.0)
+        self.leases.update_members(self.workers, 0.0)
 
     def claim(self, number: int, *, wait: bool = False, stop: bool = False) -> None:
         worker = self.workers[number]
@@ -79,7 +79,7 @@ class Run:
         claim = LeaseRequest(*about, flush=worker.flush, wait=wait, stop=stop, size=worker.size)
         worker.waits = wait
         worker.claims += not wait
-        for answered, grant in self.leases.claim(claim, self.now):
+        for answered, grant in self.leases.serve(claim, self.now):
             self.answered(answered.worker, grant)
 
     def answered(self, number: int, grant: LeaseGrant) -> None:
@@ -186,7 +186,7 @@ def test_what_a_dead_worker_had_not_pushed_is_trained_by_others(
         if len(run.workers) == len(paces) and len(run.counts()) >= after:
             worker = run.workers.pop(number)
             applied.extend(worker.trained[: len(worker.trained) - worker.unapplied])
-            for answered, grant in run.leases.meet(run.workers, run.now):
+            for answered, grant in run.leases.update_members(run.workers, run.now):
                 run.answered(answered.worker, grant)
 
     run.between = between  # type: ignore[method-assign]
@@ -224,7 +224,7 @@ def test_every_unit_is_applied_once_whoever_comes_stops_and_dies(
     come: list[int] = []
 
     def meet() -> None:
-        for answered, grant in run.leases.meet(run.workers, run.now):
+        for answered, grant in run.leases.update_members(run.workers, run.now):
             run.answered(answered.worker, grant)
 
     def between(number: int) -> None:
@@ -275,19 +275,19 @@ def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_ne
 
 def test_a_worker_that_halts_an_epoch_halts_it_for_those_who_train_and_those_who_come() -> None:
     leases = Leases(Epoch("0", 100, (50, 100)))
-    leases.meet([0, 1, 2], 0.0)
+    leases.update_members([0, 1, 2], 0.0)
     for worker in (0, 1):
-        ((_, grant),) = leases.claim(LeaseRequest("s", worker, "0", 0, 0, 0, 0.0), 0.0)
+        ((_, grant),) = leases.serve(LeaseRequest("s", worker, "0", 0, 0, 0, 0.0), 0.0)
         assert grant.last - grant.first == 1
-    ((_, last),) = leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
+    ((_, last),) = leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
     assert last.over
-    assert leases.claim(LeaseRequest("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
+    assert leases.serve(LeaseRequest("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
     leases.applied(1, 1)
     ((_, last),) = leases.retry(0.2)
     assert (last.first, last.last, last.over, last.halted) == (0, 0, True, True)
-    ((_, void),) = leases.claim(LeaseRequest("s", 2, "0", 0, 0, 0, 0.0), 0.3)
+    ((_, void),) = leases.serve(LeaseRequest("s", 2, "0", 0, 0, 0, 0.0), 0.3)
     assert void.void  # or it would not notice
-    ((_, last),) = leases.claim(LeaseRequest("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
+    ((_, last),) = leases.serve(LeaseRequest("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
     assert last.halted
     assert leases.finished == ((1, 2),)
 
@@ -295,20 +295,20 @@ def test_a_worker_that_halts_an_epoch_halts_it_for_those_who_train_and_those_who
 def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() -> None:
     """Else its epoch would have no batch: it would count no steps, and go on before the others are through."""
     leases = Leases(Epoch("0", 2, (2,)), all_train=False)
-    leases.meet({0}, 0.0)
+    leases.update_members({0}, 0.0)
     for _ in range(2):
-        ((_, grant),) = leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
+        ((_, grant),) = leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
         assert grant is not None
         assert (grant.last - grant.first, grant.void) == (1, False)
-    leases.meet({0, 1}, 0.0)
-    ((_, late),) = leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    leases.update_members({0, 1}, 0.0)
+    ((_, late),) = leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert late is not None
     assert (late.first, late.last, late.void) == (1, 2, True)
-    ((_, after),) = leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
+    ((_, after),) = leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert after is not None
     assert (after.first, after.last, after.over) == (0, 0, False)
-    assert leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
-    answers = leases.claim(LeaseRequest("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
+    assert leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
+    answers = leases.serve(LeaseRequest("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
     assert sorted((claim.worker, grant is not None and grant.over) for claim, grant in answers) == [
         (0, True),
         (1, True),
@@ -337,7 +337,7 @@ def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
     assert run.workers[0].waits
     assert run.workers[1].waits
     del run.workers[2]
-    for answered, grant in run.leases.meet(run.workers, run.now):
+    for answered, grant in run.leases.update_members(run.workers, run.now):
         run.answered(answered.worker, grant)
     run.train()
     assert run.leases.finished == ((0, 40),)
@@ -400,20 +400,20 @@ def test_a_worker_asks_no_more_when_there_is_nothing_to_expect(paces: list[float
 
 def test_the_pace_of_the_epoch_before_counts_until_a_worker_has_claimed() -> None:
     before = Leases(Epoch("0", 8, (8,)))
-    before.meet([0, 1], 0.0)
-    before.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.01), 0.0)
-    before.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    before.update_members([0, 1], 0.0)
+    before.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.01), 0.0)
+    before.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     leases = Leases(Epoch("1", 110, (110,)), before=before, now=1.0)
-    leases.meet([0, 1], 1.0)
-    ((_, grant),) = leases.claim(LeaseRequest("s", 0, "1", 0, 0, 0, 0.01), 1.0)
+    leases.update_members([0, 1], 1.0)
+    ((_, grant),) = leases.serve(LeaseRequest("s", 0, "1", 0, 0, 0, 0.01), 1.0)
     assert grant.last - grant.first > 5
     # Who was there in that epoch, and no longer is, has no part.
     leases = Leases(Epoch("2", 110, (110,)), before=leases, now=2.0)
-    leases.meet([0], 2.0)
-    ((_, grant),) = leases.claim(LeaseRequest("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
+    leases.update_members([0], 2.0)
+    ((_, grant),) = leases.serve(LeaseRequest("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
     assert (grant.first, grant.last, grant.ratio) == (0, 110, 1.0)
     with pytest.raises(WorkerAwayError):
-        leases.claim(
+        leases.serve(
             LeaseRequest("s", 1, "2", 0, 5, 0, 0.1), 2.0
         )  # it has claimed nothing in this epoch, as far as is known
 
@@ -429,10 +429,10 @@ def test_a_unit_is_not_given_to_a_worker_that_all_others_would_have_to_wait_for(
 def test_a_worker_that_saves_next_to_nothing_has_to_be_through_sooner(needs_s: float, gets_it: bool) -> None:
     """The other one needs 0.2 s for the rest, as far as is known; it may well be faster."""
     leases = Leases(Epoch("0", 101, (101,)))
-    leases.meet({0, 1}, 0.0)
-    leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, needs_s), 0.0)
-    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.002), 0.0)
-    ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, 1, 1, needs_s), 0.0)
+    leases.update_members({0, 1}, 0.0)
+    leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, needs_s), 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.002), 0.0)
+    ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 1, 1, needs_s), 0.0)
     assert grant is not None
     assert (grant.last > grant.first) is gets_it
 
@@ -452,25 +452,25 @@ def test_no_epoch_of_a_far_worker_and_a_slow_one_ends_in_waiting() -> None:
 def test_one_that_asks_ahead_does_not_wait() -> None:
     """The slow one is not to take what the other, who still trains, has not asked for yet."""
     leases = Leases(Epoch("0", 21, (21,)))
-    leases.meet({0, 1}, 0.0)
-    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1), 0.0)
+    leases.update_members({0, 1}, 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1), 0.0)
     trained, now = 0, 0.0
     while now < 0.1:  # until the slow one is through with its step
-        ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, trained, trained, 0.01), now)
+        ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, trained, trained, 0.01), now)
         assert grant is not None
         trained, now = grant.last - 1, now + 0.01 * (grant.last - grant.first)
     now -= 0.01
-    assert leases.claim(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
-    answers = leases.claim(LeaseRequest("s", 1, "0", 0, trained - 1, 0, 0.01), now)
+    assert leases.serve(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
+    answers = leases.serve(LeaseRequest("s", 1, "0", 0, trained - 1, 0, 0.01), now)
     assert [claim.worker for claim, _ in answers] == [1]
 
 
 def test_nobody_waits_for_one_that_has_come_and_has_not_begun() -> None:
     """It may load its data for long. Another one, who pushes for 0.1 s, would leave it the rest of the epoch."""
     leases = Leases(Epoch("0", 2, (2,)), all_train=False)
-    leases.meet({1, 2}, 0.0)
+    leases.update_members({1, 2}, 0.0)
     for trained in (0, 1):
-        ((_, grant),) = leases.claim(
+        ((_, grant),) = leases.serve(
             LeaseRequest("s", 1, "0", 0, trained, trained, 0.01, flush=0.1, wait=trained > 0), 0.0
         )
         assert grant is not None
@@ -486,11 +486,11 @@ def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
 
 def test_progress_counts_what_has_probably_been_trained() -> None:
     leases = Leases(Epoch("0", 100, (100,)))
-    leases.meet([0, 1], 0.0)
-    leases.claim(LeaseRequest("s", 0, "0", 0, 0, 0, 0.0), 0.0)
-    leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0), 0.0)
-    leases.claim(LeaseRequest("s", 0, "0", 0, 1, 0, 0.1), 0.1)  # granted two: 0.25 s of work
-    ((_, grant),) = leases.claim(LeaseRequest("s", 1, "0", 0, 1, 0, 0.3), 0.3)
+    leases.update_members([0, 1], 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.0), 0.0)
+    leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0), 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 1, 0, 0.1), 0.1)  # granted two: 0.25 s of work
+    ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 1, 0, 0.3), 0.3)
     assert grant.progress == pytest.approx(1 + 2 + 1)
     assert grant.ratio == pytest.approx(1 + 3)  # while this one trains a unit the other trains three
 
@@ -523,7 +523,7 @@ class Far:
 
     def post(self, server: int, message: LeaseRequest, timeout_s: float | None) -> Future[Any]:
         self.claims += 1
-        ((_, grant),) = self.leases.claim(replace(message, opens=None), self.now)
+        ((_, grant),) = self.leases.serve(replace(message, opens=None), self.now)
         self._under_way.append((self.now + self.away_s, Future(), grant))
         return self._under_way[-1][1]
 
@@ -550,7 +550,7 @@ class Far:
 def far_worker(epoch: Epoch, living: Sequence[int], away_s: float) -> tuple[DataLeases, Far]:
     """Worker 0, and its connection to a coordinator."""
     server = Leases(epoch)
-    server.meet(living, 0.0)
+    server.update_members(living, 0.0)
     far = Far(server, away_s)
     client = SimpleNamespace(connection=far, members=[Members()])
     return DataLeases(lambda: client, clock=lambda: far.now), far  # type: ignore[arg-type, return-value]
@@ -582,14 +582,14 @@ def test_a_worker_that_was_granted_its_last_asks_for_nothing_until_it_has_pushed
     epoch = Epoch("0", 2, (2,))
     leases, far = far_worker(epoch, [0, 1], 0.1)
     leases.open(Plan(epoch, range(2), 1))
-    far.leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     assert leases.take() == [1]
     assert leases.take() is None
     leases.begin_batch()
     leases.end_batch(1)
     assert not leases.more(0)
     assert far.claims == 1
-    far.leases.meet([0], far.now)
+    far.leases.update_members([0], far.now)
     assert leases.wait(1)  # what the other one held
     assert leases.take() == [0]
     assert far.claims == 2
@@ -634,7 +634,7 @@ def test_a_worker_knows_when_it_will_have_to_push_the_rest() -> None:
     epoch = Epoch("0", 100, (100,))
     leases, far = far_worker(epoch, [0, 1], 0.0)
     assert leases.left_s == math.inf  # nothing is known yet
-    far.leases.claim(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
+    far.leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1), 0.0)
     leases.open(Plan(epoch, range(100), 1))
     for trained in (1, 2, 3):
         assert leases.more(trained - 1)
@@ -656,7 +656,7 @@ def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_a
     """Else Lightning's steps, which come every so many batches, would no longer end with units."""
     epoch = Epoch("0", 12, (12,))
     server = Leases(epoch)
-    server.meet([0], 0.0)
+    server.update_members([0], 0.0)
     far = Far(server, 0.0)
     client = SimpleNamespace(connection=far, members=[Members()])
     leases = DataLeases(lambda: client)  # type: ignore[arg-type, return-value]
@@ -665,7 +665,7 @@ def test_a_step_that_has_begun_stays_whole_when_its_worker_is_told_that_it_was_a
     assert leases.end_batch(0)
     far.pass_time(0.0)  # what was asked ahead is answered
     server.forget(0, 0.0)
-    leases.lose()
+    leases.revoke()
     assert not leases.end_batch(0)  # in vain: others train these
     assert not leases.end_batch(0)
     assert not leases.end_batch(0)

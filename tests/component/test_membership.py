@@ -39,7 +39,7 @@ from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.sync_point import meet
+from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Training
 from tests.helpers.turns import Turns
 
@@ -189,7 +189,7 @@ class World:
         if client is not None:
             answer = service.handle(Heartbeat("s", client.connection.worker))
             if service is self.services[0] and isinstance(answer, HeartbeatReply):
-                client.hear(answer)
+                client.note_heartbeat(answer)
 
     @property
     def over(self) -> bool:
@@ -277,7 +277,7 @@ class World:
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
-        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
+        leases = DataLeases(lambda: client, rejoin=lambda: self.come_back(exchanger), clock=self.clock)
         shard_client = ShardClient(client)
         training = Training(data=leases)
         exchanger = Exchanger(self.layout, [(shard_client, replica)], self.config, training, clock=self.clock)
@@ -298,10 +298,10 @@ class World:
             for segment in ENDS:
                 self.train_segment(rank, leases, exchanger)
                 mine = SyncReport(exchanger.moved, False, False, [])
-                meet(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
+                synchronize(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
                 self.fetched.setdefault((epoch, segment), []).append(weight.clone())
                 exchanger.begin()
-                leases.meet()
+                leases.next_interval()
         self.ended[rank] = True
         while True:  # others may not have been answered, and what they miss was lost with a server
             self.turns.wait_until(lambda: True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_asgd.adapter import world
-from lightning_asgd.adapter.process_group import GuardedStore, Standing, WorkersGroup
+from lightning_asgd.adapter.process_group import GuardedStore, RankInfo, WorkersGroup
 from lightning_asgd.errors import CollectiveUnavailableError
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.worker.collectives import Collectives, Phase
@@ -25,7 +25,7 @@ def groups(work: Callable[[Any, int], Any], **place: Any) -> list[Any]:
     """What ``work(group, rank)`` returns on every worker."""
 
     def run(collectives: Collectives, rank: int) -> Any:
-        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, **place)
+        here = RankInfo(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, **place)
         return work(WorkersGroup(rank, SIZE, lambda: here), rank)
 
     return together(SIZE, run)
@@ -45,7 +45,7 @@ def options(kind: str, root: int = 0, op: Any = dist.ReduceOp.SUM) -> Any:
 
 
 def test_rank_and_size_follow_the_place() -> None:
-    place = Standing(2, 5, 0, 1, 0, 1, Collectives)
+    place = RankInfo(2, 5, 0, 1, 0, 1, Collectives)
     group = WorkersGroup(0, 1, lambda: place)
     assert (group.rank(), group.size()) == (2, 5)
     place.rank, place.world_size = 0, 4
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
 
     def run(collectives: Collectives, rank: int) -> Any:
         collectives.phase = Phase.ASYNC if where == "asynchronous phase" else Phase.SYNC
-        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
+        here = RankInfo(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
         here.forked = where == "DataLoader"
         return work(WorkersGroup(rank, SIZE, lambda: here), rank)
 
@@ -187,7 +187,7 @@ def test_a_group_of_one_rank_needs_nobody() -> None:
 
 def test_a_rank_that_is_gone_is_named_where_it_is_needed_and_not_waited_for_elsewhere() -> None:
     def work(collectives: Collectives, rank: int) -> Any:
-        here = Standing(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives)
+        here = RankInfo(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives)
         group = WorkersGroup(rank, SIZE, lambda: here)
         if rank == 1:
             assert collectives.client is not None
@@ -205,7 +205,7 @@ def test_a_rank_that_is_gone_is_named_where_it_is_needed_and_not_waited_for_else
 def test_a_group_of_another_backend_is_refused_where_workers_do_not_meet() -> None:
     collectives = Collectives()
     collectives.phase = Phase.ASYNC
-    place = Standing(0, 2, 0, 2, 0, 1, lambda: collectives, store=dist.HashStore)
+    place = RankInfo(0, 2, 0, 2, 0, 1, lambda: collectives, store=dist.HashStore)
     store = GuardedStore(lambda: place)
     with pytest.raises(CollectiveUnavailableError, match="where A-SGD workers do not meet"):
         store.set("key", "value")
@@ -216,16 +216,16 @@ def test_a_group_of_another_backend_is_refused_where_workers_do_not_meet() -> No
 
 
 @pytest.fixture
-def first_of_three() -> Iterator[Standing]:
+def first_of_three() -> Iterator[RankInfo]:
     """This process is the first of three workers, whose messages are encrypted."""
-    place = Standing(0, SIZE, 0, SIZE, 0, 1, Collectives, store=dist.HashStore, encrypted=True)
+    place = RankInfo(0, SIZE, 0, SIZE, 0, 1, Collectives, store=dist.HashStore, encrypted=True)
     world.announce(place)
     yield place
     world.withdraw()
     os.environ.pop(rank_variables.OWNER_ENV, None)  # a worker's process ends with it
 
 
-def test_what_nothing_would_encrypt_is_refused(first_of_three: Standing) -> None:
+def test_what_nothing_would_encrypt_is_refused(first_of_three: RankInfo) -> None:
     with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there is no other"):
         dist.new_group([0, 1], backend="gloo")
     with pytest.raises(CollectiveUnavailableError, match="with transport='zmq', and nothing would encrypt"):

@@ -126,16 +126,16 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), "cpu")
     membership.join()
     try:
-        assert membership.standing == (1, 2)
+        assert membership.rank_and_size == (1, 2)
         third = come(service).worker
         membership.begin_epoch()
-        assert membership.standing == (1, 3)
+        assert membership.rank_and_size == (1, 3)
         service.handle(Leave("s", 1))
-        assert membership.standing == (1, 3)  # the same until the epoch's end
+        assert membership.rank_and_size == (1, 3)  # the same until the epoch's end
         membership.begin_epoch()
-        assert membership.standing == (0, 2)
-        membership.board.hear({}, (1, 2, third))  # an older answer, which arrives late
-        assert membership.standing == (0, 2)
+        assert membership.rank_and_size == (0, 2)
+        membership.board.update({}, (1, 2, third))  # an older answer, which arrives late
+        assert membership.rank_and_size == (0, 2)
     finally:
         membership.leave()
 
@@ -235,9 +235,9 @@ def test_who_does_not_belong_to_the_run_is_refused(run: str, message: Any, error
     assert error in answer.message
 
 
-def claim(service: Service, worker: int, key: str, trained: int, *, pace: float = 0.0, wait: bool = False) -> Any:
+def claim(service: Service, worker: int, key: str, trained: int, *, unit_s: float = 0.0, wait: bool = False) -> Any:
     service.handle(OpenEpoch("s", worker, Epoch(key, 4, (4,))))
-    answer = service.handle(LeaseRequest("s", worker, key, 0, trained, trained, pace, wait=wait))
+    answer = service.handle(LeaseRequest("s", worker, key, 0, trained, trained, unit_s, wait=wait))
     return answer.value() if isinstance(answer, Future) and answer.done() else answer
 
 
@@ -254,8 +254,8 @@ def test_who_is_behind_by_an_epoch_has_nothing_to_train_in_it() -> None:
     come(service)
     for epoch in range(6):
         for trained in range(4):
-            assert not claim(service, 1, f"s/{epoch}", trained, pace=1.0).void
-        assert claim(service, 1, f"s/{epoch}", 4, pace=1.0, wait=True).over
+            assert not claim(service, 1, f"s/{epoch}", trained, unit_s=1.0).void
+        assert claim(service, 1, f"s/{epoch}", 4, unit_s=1.0, wait=True).over
     for key in ("s/0", "s/4"):  # one that the server has forgotten, and one that it knows
         grant = claim(service, 2, key, 0, wait=True)
         assert grant.void
@@ -313,7 +313,7 @@ def test_anybody_may_look() -> None:
     assert service.handle(StatusRequest()).workers[0].trained == 0
     come(service)
     claim(service, 1, "s/0", 0)
-    claim(service, 1, "s/0", 1, pace=0.5)
+    claim(service, 1, "s/0", 1, unit_s=0.5)
     assert [(w.pace_s, w.trained) for w in service.handle(StatusRequest()).workers] == [(0.5, 1), (0.0, 0)]
     clock.now = 11.0
     service.handle(Heartbeat("s", 2, figures=WorkerMetrics(samples=8)))
@@ -453,7 +453,7 @@ class RunWorld(World):
         shards = [self.layout.shard(s) for s in range(len(self.services))]
         blocks = [shared_memory.create(shard) if self.shares else None for shard in shards]
         replica = self.replica(weight, blocks)
-        leases = DataLeases(lambda: client, come_back=lambda: self.come_back(exchanger), clock=self.clock)
+        leases = DataLeases(lambda: client, rejoin=lambda: self.come_back(exchanger), clock=self.clock)
         shard_client = ShardClient(client)
         collectives = Collectives(client)
         training = Training(data=leases)
@@ -463,7 +463,7 @@ class RunWorld(World):
             self.layout, self.config.algorithm, refs, replica.weights() if attachment.bootstraps else None
         )
         if attachment.bootstraps:
-            attachment.found("layout", {}, None)
+            attachment.publish("layout", {}, None)
         exchanger.fetch()
         FailoverClient(client, collectives, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
@@ -479,7 +479,7 @@ class RunWorld(World):
                     return
                 exchanger.fetch(park=True)
                 exchanger.begin()
-                leases.meet()
+                leases.next_interval()
             attachment.end_epoch(lambda done=epoch + 1: {"epochs": done}, should_stop=False)
         self.ended[rank] = True
         while True:

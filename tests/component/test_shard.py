@@ -45,7 +45,7 @@ def message(worker: int = 0, seq: int = 1, base_version: int = 0, push: bool = T
 
 def exchange(shard: Shard, asked: Exchange, buffer: Tensors | None, live: int) -> Reply:
     """An exchange whose answer is due at once."""
-    assert shard.meet(range(live)) == []
+    assert shard.update_members(range(live)) == []
     (due,) = shard.exchange(asked, buffer)
     assert due.request is asked
     return due.reply

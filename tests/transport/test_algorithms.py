@@ -45,7 +45,7 @@ def test_a_scripted_order_has_the_bits_of_a_bare_shard(name: str, link: Link) ->
     algorithm, first = ON_SERVERS[name], torch.randn(N, generator=torch.Generator().manual_seed(99))
     bare = Shard(GROUPS, algorithm)
     bare.initialise((first.clone(),), 0)
-    bare.meet(range(WORKERS))
+    bare.update_members(range(WORKERS))
     for worker in range(WORKERS):
         link.transport.call(0, Join(link.session, worker, WORKERS), WAIT_S).wait()
         weights = (first,) if worker == 0 else None

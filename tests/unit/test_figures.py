@@ -141,11 +141,11 @@ def test_figures_cross_the_wire_without_pickle_in_a_few_hundred_bytes() -> None:
 def test_the_later_figures_of_a_worker_stay_on_the_board() -> None:
     board = MetricsBoard(living=(0, 1))
     board.post(0, LATER)
-    board.hear({0: EARLIER, 1: EARLIER, 2: None}, [1, 0])
+    board.update({0: EARLIER, 1: EARLIER, 2: None}, [1, 0])
     assert board.figures == {0: LATER, 1: EARLIER}
     assert board.mine == LATER
     anew = WorkerMetrics(began=6.0)
-    board.hear({1: anew}, [0])
+    board.update({1: anew}, [0])
     assert (board.figures[1], board.living) == (anew, (0,))
 
 

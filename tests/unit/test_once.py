@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lightning_asgd.protocol import Reply
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Arrivals, ReplyCache
+from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
 
 
 class Clock:
@@ -98,7 +98,7 @@ def test_answers_that_nobody_takes_do_not_pile_up() -> None:
 
 
 def test_arrivals_are_told_once() -> None:
-    arrivals = Arrivals()
+    arrivals = Acknowledgements()
     arrivals.note(1, 2)
     arrivals.note(3)
     assert arrivals.take() == [1, 2, 3]

@@ -44,7 +44,7 @@ class Wire:
         if self.up:
             self.packets.append(("acknowledge", arrived))
         else:
-            self.end.link.arrivals.note(*arrived)
+            self.end.link.acknowledgements.note(*arrived)
 
     def deliver(self, index: int = 0) -> None:
         packet = self.packets.pop(index)
@@ -65,7 +65,7 @@ class Wire:
 
     def renew(self) -> None:
         self.up = True
-        self.end.link.renewed(self, "the script broke it")
+        self.end.link.reconnected(self, "the script broke it")
 
 
 class End:
@@ -109,7 +109,7 @@ def test_a_call_is_answered_and_its_answer_acknowledged_at_once_where_it_is_larg
     wire.bring()
     assert future.value() == Answer("a")
     assert wire.packets == [("acknowledge", [1])]
-    assert end.link.arrivals.take() == []
+    assert end.link.acknowledgements.take() == []
 
 
 def test_a_small_answer_is_acknowledged_with_the_next_call() -> None:
@@ -178,7 +178,7 @@ def test_an_acknowledgement_that_cannot_be_sent_goes_with_the_next_call() -> Non
 
 def test_a_call_whose_time_is_up_fails_and_gives_back_what_it_acknowledged() -> None:
     end = End()
-    end.link.arrivals.note(7)
+    end.link.acknowledgements.note(7)
     future, forever = end.call("a", 5.0), end.call("b")
     end.now = 5.0
     end.link.expire()
@@ -186,7 +186,7 @@ def test_a_call_whose_time_is_up_fails_and_gives_back_what_it_acknowledged() -> 
     end.now = 5.1
     end.link.expire(", without a connection: why")
     assert outcome(future) == f"{TIMED_OUT} of 5 s, without a connection: why"
-    assert end.link.arrivals.take() == [7]
+    assert end.link.acknowledgements.take() == [7]
     end.wires[False].deliver()
     end.wires[False].bring()  # too late
     end.now = 1e9
@@ -196,16 +196,16 @@ def test_a_call_whose_time_is_up_fails_and_gives_back_what_it_acknowledged() -> 
 
 def test_what_cannot_be_packed_is_raised_and_its_acknowledgements_are_kept() -> None:
     end = End()
-    end.link.arrivals.note(7)
+    end.link.acknowledgements.note(7)
     with pytest.raises(ValueError, match="cannot be packed"):
         end.call("cannot be packed")
-    assert end.link.arrivals.take() == [7]
+    assert end.link.acknowledgements.take() == [7]
 
 
 def test_a_connection_that_is_refused_fails_its_own_calls_and_may_be_tried_again() -> None:
     end = End()
     weights, sign = end.call("weights"), end.call("heartbeat", urgent=True)
-    end.link.refused(end.wires[False], "nobody listens")
+    end.link.connection_refused(end.wires[False], "nobody listens")
     assert outcome(weights) == "nobody listens"
     assert not sign.done()
     again = end.call("again")
@@ -217,10 +217,10 @@ def test_a_connection_that_is_refused_fails_its_own_calls_and_may_be_tried_again
 def test_without_a_server_all_calls_fail_from_then_on() -> None:
     end = End()
     before = [end.call("weights"), end.call("heartbeat", urgent=True)]
-    end.link.lose("the server has ended")
-    end.link.lose("a later reason")
+    end.link.fail_all("the server has ended")
+    end.link.fail_all("a later reason")
     assert {outcome(future) for future in (*before, end.call("after"))} == {"the server has ended"}
-    assert not end.link.waits(1)
+    assert not end.link.is_pending(1)
 
 
 class Storm(RuleBasedStateMachine):

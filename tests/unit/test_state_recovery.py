@@ -68,10 +68,10 @@ def test_a_heartbeat_of_a_worker_that_waited_shows_that_a_state_was_lost(
     before: RecoveryPhase, after: RecoveryPhase
 ) -> None:
     recovery = in_phase(before)
-    recovery.hear(1, waited=True, now=0.0)
+    recovery.note_heartbeat(1, waited=True, now=0.0)
     assert recovery.phase is after
     recovery = in_phase(before)
-    recovery.hear(1, waited=False, now=0.0)
+    recovery.note_heartbeat(1, waited=False, now=0.0)
     assert recovery.phase is before
 
 
@@ -156,7 +156,7 @@ def test_nobody_reports_any_more_after_the_time_in_which_workers_notice_the_loss
     recovery = StateRecovery(replaces=True)
     assert not recovery.nobody_reports([], silence_s=10.0, now=100.0)  # the clock starts with the first question
     assert not recovery.nobody_reports([], silence_s=10.0, now=130.0)
-    recovery.hear(1, waited=True, now=130.0)  # it will report
+    recovery.note_heartbeat(1, waited=True, now=130.0)  # it will report
     assert not recovery.nobody_reports([], silence_s=10.0, now=131.0)
     assert recovery.nobody_reports([], silence_s=10.0, now=160.1)
 
@@ -172,7 +172,7 @@ def test_a_new_worker_that_sends_heartbeats_does_not_prolong_the_wait_for_report
     recovery = StateRecovery(replaces=True)
     recovery.join(1, reports=False)
     assert not recovery.nobody_reports([1], silence_s=10.0, now=0.0)
-    recovery.hear(1, waited=False, now=29.0)
+    recovery.note_heartbeat(1, waited=False, now=29.0)
     assert recovery.nobody_reports([1], silence_s=10.0, now=30.1)
 
 
