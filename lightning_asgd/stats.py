@@ -77,6 +77,8 @@ class ExchangeStats:
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     nsync: int = 0  # optimizer steps between two exchanges, as of the latest
     distance: float = 0.0  # norm of this worker's parameters minus the servers', when measured last; 0 before
+    lost_workers: dict[int, str] = field(default_factory=dict)  # worker 0's, at the end: who was gone, and why
+    servers_replaced: int = 0  # times a lost server was, while this worker trained
 
     def add(self, record: ExchangeRecord, *, pushed: bool, fetched: bool) -> None:
         """Count an exchange."""

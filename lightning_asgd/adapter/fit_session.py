@@ -24,6 +24,7 @@ from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gra
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
+from lightning_asgd.adapter.fleet import FixedFleet
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
@@ -354,6 +355,21 @@ class FitSession:
             self._run.adopt_checkpoints(self._trainer)
         self.data.restore()
         self.data = self._split
+        self._report_losses()
+
+    def _report_losses(self) -> None:
+        """Let nobody take a fit that lost workers or servers for an undisturbed one."""
+        stats, membership = self.synchronizer.stats, self._membership
+        stats.servers_replaced = sum(membership.client.connection.restored)
+        if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:
+            return
+        stats.lost_workers = membership.lost
+        if stats.lost_workers:
+            each = [f"\n  worker {worker}: {why}" for worker, why in sorted(stats.lost_workers.items())]
+            of = self._trainer.world_size
+            log.warning("%d of %d workers were lost during this fit:%s", len(each), of, "".join(each))
+        if stats.servers_replaced:
+            log.warning("Lost servers were replaced during this fit: %d.", stats.servers_replaced)
 
     def _collect_samples(self) -> None:
         """Fetch the samples that the servers have kept. No worker pushes any more."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
+import socket
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +25,7 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
-from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.connection import COORDINATOR, Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
@@ -31,6 +34,9 @@ from lightning_asgd.worker.synchronizer import Synchronizer
 __all__ = ["FixedFleet", "Fleet", "end_idle_membership", "idle_membership", "release_process_group"]
 
 log = logging.getLogger(__name__)
+
+_NEWS_S = 1.0  # until worker 0 tells people what has happened to another one
+_TRACEBACK_LINES = 20
 
 
 class Fleet:
@@ -136,11 +142,13 @@ class Fleet:
         if overseer is not None:
             overseer.on_worker_exit(None)
 
-    def fail(self, why: str) -> None:
-        """Report the failure at once, so that no worker waits for this one."""
+    def fail(self, error: BaseException) -> None:
+        """Report a failure at once, so that no worker waits for this one, and worker 0 can tell people of it."""
         self._failed = True
         self._stop()
-        self.client.leave(why)
+        what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
+        lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
+        self.client.leave(f"{what.strip()} ({_here(os.getpid())})", details="\n".join(lines))
         if not self._policy.abort:
             self._job.excuse(self.rank)
 
@@ -157,6 +165,11 @@ class Fleet:
             self._heartbeat = None
 
 
+def _here(pid: int) -> str:
+    """A process of this machine, as people look for it."""
+    return f"process {pid} on {socket.gethostname()}"
+
+
 class FixedFleet(Fleet):
     """One worker's membership in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
 
@@ -167,6 +180,7 @@ class FixedFleet(Fleet):
         # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
+        self._exited: set[int] = set()  # workers that this process had started
         self._connect(rank, world_size, self._watching)
 
     @property
@@ -186,9 +200,17 @@ class FixedFleet(Fleet):
         if overseer is not None:
             overseer.on_worker_exit(self._report_exit)
         if self._watched:
-            news = log.warning if self.rank == 0 else None
-            self._heartbeat = HeartbeatThread(self.client, self._policy.silence_s, news, self.board)
+            silence_s, tells = self._policy.silence_s, self.rank == 0
+            every_s = _NEWS_S if tells else math.inf
+            self._heartbeat = HeartbeatThread(
+                self.client, silence_s, self._tell if tells else None, self.board, at_least_every_s=every_s
+            )
         self.collectives.barrier("join")
+
+    def _tell(self, event: str) -> None:
+        """Print what has happened to another worker, unless this process has seen and printed it itself."""
+        if not any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited):
+            log.warning(event)
 
     def begin_generation(self) -> None:
         """Move to the session's next generation, with another layout, together with all others."""
@@ -220,8 +242,17 @@ class FixedFleet(Fleet):
         if code != 0 and rests:
             log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
         elif code != 0:
+            self._exited.add(rank)
             log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
-        self.client.leave(f"its process ended with exit code {code}", worker=rank, pid=pid)
+        self.client.leave(f"its process ended with exit code {code} ({_here(pid)})", worker=rank, pid=pid)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The workers that are not there at the end of a fit, and why."""
+        client = self.client
+        away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
+        silent = dict.fromkeys(sorted(away), "it was silent, and has not rejoined")
+        return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:
         """The reference batch size: the first worker's; ``mine`` is 0 if this worker's is not known."""

@@ -329,8 +329,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Tell the others at once, so that nobody waits for this worker."""
         self._saves_nothing = False
         if self._membership is not None:
-            text = f"it raised {type(exception).__name__}: {exception}" if str(exception) else repr(exception)
-            self._membership.fail(text)
+            self._membership.fail(exception)
 
     # ------------------------------------------------------------------ training
 

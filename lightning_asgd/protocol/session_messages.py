@@ -198,10 +198,12 @@ class Leave(Request):
         reason: why; empty for an orderly end.
         final: whether its process is gone, so that it won't be in later sessions of the same job either. ``process`` is
             what the name of that process begins with, then.
+        details: for the workers' logs, such as the last lines of a traceback.
     """
 
     reason: str = ""
     final: bool = False
+    details: str = ""
 
 
 @dataclass(frozen=True)

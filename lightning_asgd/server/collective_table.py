@@ -85,12 +85,12 @@ class CollectiveTable:
         """
         self._forgotten = max(0, answered - 1)
 
-    def leave(self, worker: int, reason: str = "") -> list[Completion]:
+    def leave(self, worker: int, reason: str = "", details: str = "") -> list[Completion]:
         """Take a worker out; the others complete the collectives that waited for it alone.
 
         A broadcast whose source left fails; so does everything once worker 0 left for a reason.
         """
-        if not self.members.leave(worker, reason):
+        if not self.members.leave(worker, reason, details):
             return []
         self._caught_up_on_all(worker)
         due: list[Completion] = []

@@ -223,15 +223,18 @@ class Membership:
         self.fenced |= fenced
         self.events.append("A server was lost, and restored from what the workers hold.")
 
-    def leave(self, worker: int, reason: str) -> bool:
-        """Take a worker out; returns False if it was not there."""
+    def leave(self, worker: int, reason: str, details: str = "") -> bool:
+        """Take a worker out; returns False if it was not there. ``details`` are for the workers' logs."""
         if worker in self.left or worker not in self.expected:
             return False
         self.give_up(worker, reason)
+        known = len(self.events)
         if not self.world_size:
             self.events.append(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
-        elif reason:
-            self._lose(worker, f"is gone ({reason})")
+        elif reason and not self._lose(worker, f"is gone ({reason})"):
+            self.events.append(f"Worker {worker} is gone: {reason}; the others continue without it.")
+        if details and len(self.events) > known:
+            self.events[-1] += f" It said:\n{details}"
         return True
 
     def give_up(self, worker: int, reason: str) -> None:

@@ -302,7 +302,7 @@ class Service:
             self.state.registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):
             return False  # that session is over: nothing to leave
-        self._complete(session.collectives.leave(message.worker, message.reason))
+        self._complete(session.collectives.leave(message.worker, message.reason, message.details))
         self._members_changed(session)
         session.forget(message.worker)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -83,14 +84,15 @@ class SessionClient:
                 self.join(server=server)
         return replace(attached, notes={name: _read(value) for name, value in attached.notes.items()})
 
-    def leave(self, reason: str = "", worker: int | None = None, pid: int | None = None) -> None:
+    def leave(self, reason: str = "", worker: int | None = None, pid: int | None = None, *, details: str = "") -> None:
         """Leave the session on every server, or report that another worker's process on this machine is gone.
 
         Lost servers are ignored.
         """
-        gone = self.connection.worker if worker is None else worker
-        process = this_process() if pid is None else machine_and_pid(pid)
-        message = Leave(self.connection.session, gone, reason, final=worker is not None, process=process)
+        message = Leave(*self.connection.sender, reason, details=details)
+        if worker is not None:
+            process = this_process() if pid is None else machine_and_pid(pid)
+            message = replace(message, worker=worker, final=True, process=process)
         for server in self.connection.servers:
             try:
                 done_within(self.connection.post(server, message), 5.0)
@@ -159,10 +161,11 @@ class HeartbeatThread:
         board: MetricsBoard | None = None,
         on_chief: Callable[[int], None] = lambda _: None,
         told: int = 0,
+        at_least_every_s: float = math.inf,
     ) -> None:
         self._client = client
         self._board = board or MetricsBoard()
-        self._period_s = silence_s / _PER_PATIENCE
+        self._period_s = min(silence_s / _PER_PATIENCE, at_least_every_s)
         self._on_news = on_news
         self._on_chief = on_chief
         self._told = told
