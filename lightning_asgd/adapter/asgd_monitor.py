@@ -1,4 +1,4 @@
-"""``ASGDMonitor``: what all workers do, in the loggers of the Trainer's, on worker 0. See docs/monitoring.md."""
+"""``ASGDMonitor``: metrics of all workers in the Trainer's loggers, on worker 0. See docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_asgd.monitoring.metric_log import Entry, MetricLog
 
 __all__ = ["ASGDMonitor"]
 
-_READ_S = 1.0  # between two figures of a worker, at least
+_READ_S = 1.0  # at least, between two readings of a worker's metrics
 
 
 class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
@@ -58,7 +58,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ counting, on every worker
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start measuring."""
         self._meter = self._journal = None
         self._logs = False
         if not hasattr(trainer.strategy, "fit_session"):
@@ -72,7 +72,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             self._begin(trainer)
 
     def _begin(self, trainer: Any) -> None:
-        """Begin to log: when training begins; where workers come and go, also when this one becomes the chief."""
+        """Start logging: when training begins and, in an elastic run, when this worker becomes the chief."""
         self._logs = True
         settings = trainer.strategy.settings
         if (folder := _folder(trainer)) is not None:
@@ -93,7 +93,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             self._meter.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch; now and then take figures, and log those of all workers."""
+        """Count the batch; from time to time report metrics, and log those of all workers."""
         if self._meter is None:
             return
         self._batch = batch_idx + 1
@@ -124,7 +124,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._pause(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log for the last time, and what the fit was like as a whole."""
+        """Log for the last time, with a summary of the fit."""
         self._pause(trainer)
         if self._meter is not None and trainer.is_global_zero:
             self._log_fit(trainer)
@@ -144,7 +144,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ logging, on worker 0
 
     def _log(self, trainer: Any, step: int) -> dict[str, float]:
-        """Log what is new.
+        """Log the metrics that are new.
 
         Args:
             trainer: the Trainer.
@@ -177,7 +177,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         return together
 
     def _log_fit(self, trainer: Any) -> None:
-        """Tell Weights & Biases about the fit as a whole: its summary, and a table of the workers."""
+        """Log the whole fit to Weights & Biases: its summary, and a table of the workers."""
         figures = trainer.strategy.board.figures
         for logger in _loggers(trainer, wandb_logger):
             whole = measures([Window(each) for each in figures.values()])
@@ -194,7 +194,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
 
 
 def _show(pl_module: Any, metrics: dict[str, float]) -> None:
-    """Put the most important ones into the progress bar."""
+    """Show the most important metrics in the progress bar."""
     for name in ("staleness/mean", "workers/alive"):
         if name in metrics:
             about = {"prog_bar": True, "logger": False, "rank_zero_only": True}
@@ -250,7 +250,7 @@ def _loggers(trainer: Any, kind: Name) -> list[Any]:
 
 
 def _histogram(logger: Any, counts: list[int], edges: list[int]) -> dict[str, Any]:
-    """The histogram of staleness as Weights & Biases wants it; nothing for other loggers."""
+    """The histogram of staleness in the form of Weights & Biases; nothing for other loggers."""
     if not is_a(logger, wandb_logger):
         return {}
     import wandb

@@ -33,12 +33,12 @@ KEY = "lightning_asgd"
 
 @dataclass
 class Resumption:
-    """What the next fit goes on from. Reading a checkpoint fills it, a fit that sets out takes things out of it.
+    """What the next fit resumes from. Reading a checkpoint fills it; a fit that begins takes its values, once.
 
     Attributes:
-        versions: per server, the version to count on from; None to begin with 0.
+        versions: per server, the version to continue from; None to begin with 0.
         servers: what the servers kept beside the weights; empty if it does not fit the run.
-        data: what had been trained of the epoch.
+        data: the part of the epoch that had been trained.
     """
 
     versions: list[int] | None = None
@@ -46,7 +46,7 @@ class Resumption:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
-        """Take what a worker of this run needs from a checkpoint, which may be of quite another run.
+        """Take what this worker needs from a checkpoint, which may be of another algorithm or number of servers.
 
         Returns the worker's own optimizer and scheduler state, by Lightning's keys; none for worker 0, whose state
         is where Lightning looks for it.
@@ -78,7 +78,7 @@ class Resumption:
         return servers
 
     def take_data(self) -> Mapping[str, Any]:
-        """What had been trained of the epoch, once."""
+        """The part of the epoch that had been trained, once."""
         data, self.data = self.data, {}
         return data
 
@@ -97,7 +97,7 @@ def entry_of(
 
 # ---------------------------------------------------------------------- checkpoint callbacks
 
-# Attributes of ModelCheckpoint that tell what files there are.
+# Attributes of ModelCheckpoint that describe its files.
 _CHECKPOINT_STATE = (
     "best_model_path",
     "best_model_score",
@@ -112,14 +112,14 @@ _CHECKPOINT_STATE = (
 
 
 def checkpoint_states(trainer: Any) -> list[Any]:
-    """What the Trainer's checkpoint callbacks know of the files; tensors are on the CPU."""
+    """The state of the Trainer's checkpoint callbacks that describes their files; tensors are on the CPU."""
     states = [vars(callback) for callback in trainer.checkpoint_callbacks]
     kept = [{key: state[key] for key in _CHECKPOINT_STATE if key in state} for state in states]
     return list(apply_to_collection(kept, Tensor, lambda t: t.detach().cpu()))
 
 
 def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
-    """Let the Trainer's checkpoint callbacks know what those of another worker do: see :func:`checkpoint_states`."""
+    """Give the Trainer's checkpoint callbacks the state of another worker's: see :func:`checkpoint_states`."""
     for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):
         vars(callback).update(state)
 
@@ -134,9 +134,9 @@ def save_on_exception(trainer: Any, error: BaseException) -> None:
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint would hold at an epoch's end, but for weights and optimizer states.
+    """What a checkpoint would hold at an epoch's end, without weights and optimizer states.
 
-    In place of these stand the optimizers' settings, such as the learning rates, which schedules go on from.
+    In their place are the optimizers' settings, such as learning rates, from which schedules continue.
     """
     tree = tree_of(trainer)
     groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers]
@@ -179,7 +179,7 @@ _OF_THE_DEVICE = ("foreach", "fused", "capturable")
 def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
     """Have a fit begin where :func:`progress_of` was called, whatever checkpoint it was given.
 
-    To be called while the strategy is set up, after the optimizers: Lightning goes on from the same place afterwards.
+    To be called while the strategy is set up, after the optimizers: Lightning then resumes from the same progress.
     """
     if private_names.loaded_checkpoint(trainer):
         rank_zero_warn("The checkpoint is not loaded: this worker takes part in a run that has begun.")

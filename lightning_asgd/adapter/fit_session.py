@@ -312,7 +312,7 @@ class FitSession:
             all_have_pushed=all_have_pushed,
             always=waits or membership.comes_and_goes,
         )
-        self.data.compare()
+        self.data.check_first_batches()
         board.update({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
         adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)

@@ -93,7 +93,7 @@ class FixedSplit:
             except Exception:  # of a batch's own classes: it is for a warning only
                 self._digest = b""
 
-    def compare(self) -> None:
+    def check_first_batches(self) -> None:
         """Warn once where the dataset yields the same first batch to several workers. All workers call it together."""
         if self._compared or not self._undealt:
             return

@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass
 class TrainingJob:
-    """What all processes of a run agree on. Copied into the workers, so it holds plain values only.
+    """What all processes of a job agree on. Copied into the workers, so it holds plain values only.
 
     Attributes:
         num_servers: servers to start.
@@ -138,7 +138,7 @@ class TrainingJob:
             rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
-        """Look for the servers of the run, which are there already."""
+        """Find the servers of the run, which are running already."""
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
         registry.kind_of(self.transport).check_available()
@@ -176,7 +176,7 @@ class TrainingJob:
         return Rendezvous.connect(*self.address, self.start_timeout_s).shared(f"session/{self.session}/")
 
     def successor(self, server: int) -> str:
-        """Wait for the replacement of a lost server that this process was connected to; return its address."""
+        """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
         lost = f"Server {server} is gone, and none has taken its place"
         transport = _transport
         if self.address is None or transport is None:
@@ -190,7 +190,7 @@ class TrainingJob:
             raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def excuse(self, rank: int) -> None:
-        """Let the main process know that a worker fails within a fit that goes on without it."""
+        """Report to the main process that a worker fails within a fit that continues without it."""
         if self.address is not None and not self.attaches and rank:
             with contextlib.suppress(RuntimeError):  # the main process is gone
                 Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(os.getpid()), True)
@@ -275,8 +275,8 @@ class _Worker:
     Args:
         session: that it trains in.
         rank: the worker's.
-        process: it is that, but for what stands here.
-        needed: whether the others cannot do without it. If they can, it does not look like a failure however it ends.
+        process: to which all other attributes are delegated.
+        needed: whether the others cannot continue without it. If they can, its exit code never counts as a failure.
     """
 
     def __init__(self, session: str, rank: int, process: Any, *, needed: bool) -> None:
@@ -286,13 +286,13 @@ class _Worker:
         self._needed = needed
         self._reported = False
         self.on_end: Callable[[], None] | None = None
-        """Called once, when it has ended well."""
+        """Called once, when it has ended without an error."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
 
     def terminate(self) -> None:
-        """End it soon: one that is stopped would heed SIGTERM only when it goes on."""
+        """End it soon: a stopped process would handle SIGTERM only once it continues."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
                 self._process.kill()
@@ -339,12 +339,12 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         return {**self.__dict__, "processes": [], "_last": None}
 
     def watch(self, processes: list[Any]) -> None:
-        """Tell the reaper of the workers' processes, and keep one's end from ending the others."""
+        """Register the workers' processes with the reaper, and keep one's end from ending the others."""
         if processes:
             watch = supervisor.ensure_watch()
             for process in processes:
                 watch.register(process.pid)
-            # In place: it is the list of torch's context, which ends all workers when one of these has failed.
+            # In place: the list is that of torch's context, which ends all workers when one of them has failed.
             needed = {0} if not self.policy.abort else set(range(len(processes)))
             processes[:] = [_Worker(self.job.session, r, p, needed=r in needed) for r, p in enumerate(processes)]
             processes[0].on_end = self._start_grace_period
@@ -381,7 +381,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self._last.start()
 
     def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
-        """Be a worker: run Lightning's part of its process."""
+        """Run Lightning's part of a worker's process."""
         if self.start_method == "fork" and _connected:
             # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and code that
             # waits for them hangs.
@@ -401,7 +401,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 log.warning("Worker %d failed; the others continue without it.", rank, exc_info=True)
             raise
         finally:
-            self.strategy.leave_job()  # such a process ends without calling what is registered for its exit
+            self.strategy.leave_job()  # such a process ends without calling its atexit handlers
 
     def _save(self, trainer: Any, error: BaseException) -> None:
         """Let checkpoint callbacks save what worker 0 has trained."""
@@ -410,7 +410,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         try:
             self.strategy.go_offline()
             save_on_exception(trainer, error)
-        except Exception:  # the program's own error is the one to tell
+        except Exception:  # the program's own error is the one to report
             log.warning("Worker 0 could not write a checkpoint after an exception.", exc_info=True)
 
     def remove_weights(self, path: str | None) -> None:

@@ -1,14 +1,14 @@
-"""Lightning's training loop where workers take different numbers of batches: what it is told, and when.
+"""Lightning's training loop where workers train different numbers of batches: what is set in it, and when.
 
-Lightning counts each worker's own batches, and derives from that number what is to happen: the epoch's end,
-validations, steps of learning-rate schedules, ``max_steps``. Under DDP these numbers are equal everywhere. Here all of
-that follows the progress that all workers have made together, divided by their number, which is what those numbers
-would be if all were equally fast. So does ``trainer.global_step``. ``batch_idx`` stays the worker's own, and
-``trainer.num_training_batches`` is what it will probably train of the epoch.
+Lightning counts each worker's own batches, and derives from this count the epoch's end, validations, steps of
+learning-rate schedules and ``max_steps``. Under DDP the count is equal everywhere. Here all of these follow the joint
+progress of all workers divided by their number, which is what the count would be if all were equally fast. So does
+``trainer.global_step``. ``batch_idx`` stays the worker's own, and ``trainer.num_training_batches`` is the number of
+batches that it will probably train in the epoch.
 
 Where batch sizes differ, progress counts in batches of the *reference* size, the first worker's.
 
-What is set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
+Set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
 ``expected_batches``, ``validates_after``, ``last_batch_flag``, the fetcher's length and whether it is done, the
 ``frequency`` of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
 """
@@ -32,8 +32,8 @@ from lightning_asgd.adapter.private_names import (
     count_steps,
     epochs_begun,
     expected_batches,
+    keep_loading,
     last_batch_flag,
-    load_on,
     replace_batch_sampler,
     resumes_epoch,
     training_loaders,
@@ -69,31 +69,31 @@ class LeasedLoop:
         self._batch = 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
-        self._begins = False  # whether an epoch begins, and none of its batches has come
-        self._dealt: dict[str, Any] = {}  # how its sampler dealt the samples out
+        self._begins = False  # whether an epoch has begun, and none of its batches was fetched
+        self._dealt: dict[str, Any] = {}  # how its sampler split the samples
         self._most = self._batches = 0  # of an epoch per worker, of the reference size, if all are equally fast
-        self._interval: Any = 0  # of these between two validations
+        self._interval: Any = 0  # batches between two validations
         self._schedules = BatchSchedules(trainer)
         self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
         self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
-        self._comes = True  # whether its first batch of all has not begun
+        self._joins = True  # whether its very first batch has not begun
         # Of the present epoch.
         self._accumulate = 1  # batches per optimizer step, as all count them
         self._given = 1  # the same, as this worker's Trainer had it last
-        self._alike = True  # whether all count alike
-        self._validates: frozenset[int] = frozenset()  # segments that end with a validation
+        self._uniform = True  # whether all count alike
+        self._validates: frozenset[int] = frozenset()  # sync intervals that end with a validation
         self._cut = False  # whether max_steps ends it before its data does
         self._own = (0, 0)  # batches and optimizer steps of this worker
         self._global_step = 0
         self._idle = True  # whether none of its batches has begun
-        self._ended = True  # whether the latest batch is through
-        self._met = False  # whether all have trained the segment, and this worker knows
-        self._over = False  # whether that was the epoch's last, and all data have been trained
-        self._left = False  # whether this worker trains no more of it
+        self._ended = True  # whether the latest batch is finished
+        self._interval_done = False  # whether all have trained the sync interval, and this worker knows
+        self._epoch_done = False  # whether it was the epoch's last, and all data have been trained
+        self._stopped = False  # whether this worker trains no more of the epoch
         self._trained: int | None = None  # units of the epoch that all have trained, between two batches
         self._counted = 0  # batches of a worker that others have counted, between two batches
-        self._lacking = 0  # batches of the step that ends with the present one, of those that Lightning expects
-        self._steps_kept: int | None = None  # Lightning's batches per step, while it is to take none
+        self._missing_batches = 0  # batches of the step that ends with the present one, of those that Lightning expects
+        self._steps_kept: int | None = None  # Lightning's batches per step, while it must take none
 
     # ------------------------------------------------------------------ once per epoch
 
@@ -103,7 +103,7 @@ class LeasedLoop:
         return self._loader is not None and training_loaders(self.trainer) == [self._loader]
 
     def install(self, batch: int) -> None:
-        """Let the training dataloader, which is a new one, yield what is granted. To be called when an epoch begins."""
+        """Have the training dataloader, a new one, yield what is granted. To be called when an epoch begins."""
         self._batch = batch or 1
         (loader,) = training_loaders(self.trainer)
         self._uninstall()
@@ -112,7 +112,7 @@ class LeasedLoop:
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
-        sampler = inner.sampler  # deals the samples out to workers: have it give all of them
+        sampler = inner.sampler  # splits the samples between workers: have it yield all of them
         self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)
@@ -123,11 +123,11 @@ class LeasedLoop:
         self._begins = False
 
     def begin_epoch(self) -> None:
-        """An epoch begins: it is Lightning that iterates over the data, until the first batch has come."""
+        """An epoch begins: until its first batch, the data are iterated over by Lightning, not by the program."""
         self._begins = True
 
     def _opened(self) -> Plan | None:
-        """The epoch that begins now; None where a program looks at the data."""
+        """The epoch that begins now; None if the program iterates over the data."""
         return self._plan() if self._begins else None
 
     def _part(self) -> list[Any]:
@@ -141,7 +141,7 @@ class LeasedLoop:
             vars(inner.sampler).update(kept)
 
     def _uninstall(self) -> None:
-        """Give the training dataloader back as it was: it may be the user's own."""
+        """Restore the training dataloader: it may be the user's own."""
         if self._loader is not None:
             inner = self._loader.batch_sampler.inner
             vars(inner.sampler).update(self._dealt)
@@ -163,9 +163,9 @@ class LeasedLoop:
         self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
-        self._accumulate, self._alike = self._membership.of_first_worker(own), True
+        self._accumulate, self._uniform = self._membership.of_first_worker(own), True
         accumulate = self._per_step(self._accumulate, len(items))
-        # A checkpoint that was written within an epoch says how far that was.
+        # A checkpoint that was written within an epoch has the position.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
         self._schedules.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
@@ -175,24 +175,24 @@ class LeasedLoop:
         counted = self._global_step - self._schedules.stepped // self._accumulate
         self._steps_before = resumed.get("steps_before", counted) if resumes else counted
         self._own, self._idle, self._given = (0, 0), True, own
-        self._met = self._over = self._left = False
-        ends, self._validates = self._segments(len(items), accumulate)
+        self._interval_done = self._epoch_done = self._stopped = False
+        ends, self._validates = self._sync_intervals(len(items), accumulate)
         units, step = ends[-1], self._batch * accumulate
         done: tuple[tuple[int, int], ...] = ()
         if resumes and resumed.get("units") == units:
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        elif self._schedules.stepped:  # it is of another kind of run
+        elif self._schedules.stepped:  # the checkpoint is of another kind of run
             trained = round(self._schedules.stepped * self.workers / accumulate) * step
             done = ((0, trained),) if trained <= units - self.workers * step else ()
         return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
 
     def _per_step(self, batches: int, units: int) -> int:
-        """Batches per step of what workers are granted: every worker needs one of each segment."""
+        """Batches per step of what is granted: every worker needs one in each sync interval."""
         return max(1, min(batches, units // (self._batch * self.workers)))
 
-    def _segments(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Ends of the segments in units; those of them that validations follow."""
+    def _sync_intervals(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Ends of the sync intervals in units; and which intervals a validation follows."""
         trainer, workers = self.trainer, self.workers
         step = self._batch * accumulate
         steps = math.ceil(units / step)  # of all workers
@@ -202,7 +202,7 @@ class LeasedLoop:
             across = trainer.check_val_every_n_epoch is None
             first = every - (self._batches_before % every if across else 0)
             marks = list(range(first, self._batches + 1, every))
-        # The last batches are not always enough for all workers: the epoch's last segment ends with the epoch.
+        # The last batches are not always enough for all workers: the last sync interval ends with the epoch.
         wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
         self._cut = False
         if trainer.max_steps != -1:
@@ -211,7 +211,7 @@ class LeasedLoop:
             steps = max(workers, min(steps, workers * left * self._accumulate // accumulate))
         ends: list[int] = []
         for end in sorted({*(w for w in wanted if w <= steps), steps}):
-            # Too few for everybody to get one: they belong to those before.
+            # Too few for every worker to get one: they belong to the interval before.
             if ends and end - ends[-1] < workers and ends.pop() in wanted:
                 wanted.add(end)
             ends.append(end)
@@ -223,39 +223,39 @@ class LeasedLoop:
     def before_batch(self, batch: Any) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
         trainer, leases = self.trainer, self.leases
-        self._idle = self._met = self._over = self._left = self._ended = self._begins = False
+        self._idle = self._interval_done = self._epoch_done = self._stopped = self._ended = self._begins = False
         self._trained, self._counted = None, 0
         leases.begin_batch()
-        private_names.fetch_on(trainer)
+        private_names.keep_fetching(trainer)
         self._end_step()
         validates_after.set(trainer, NEVER)
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
         self._schedules.suspend()
-        if self._comes and self._membership.comes_and_goes:
+        if self._joins and self._membership.comes_and_goes:
             self._catch_up()
-        self._comes = False
+        self._joins = False
 
     def _end_step(self) -> None:
-        """Have Lightning take a step with the last batch of what is granted for one, wherever it is in its count."""
+        """Have Lightning step with the last batch granted for a step, whatever its own count."""
         trainer, leases = self.trainer, self.leases
-        if private_names.trains_statistics_only(trainer):  # there are no gradients: only statistics are wanted
+        if private_names.trains_statistics_only(trainer):  # no gradients: a pass for statistics only
             if trainer.accumulate_grad_batches != NEVER:
                 self._steps_kept = trainer.accumulate_grad_batches
                 trainer.accumulate_grad_batches = NEVER
         elif trainer.accumulate_grad_batches != self._given:
             self._given = trainer.accumulate_grad_batches
             self._steps_before += self._position / self._accumulate - self._position / self._given
-            self._accumulate, self._alike = self._given, False  # others may change it sooner or later
+            self._accumulate, self._uniform = self._given, False  # others may change it at another time
             leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
         steps = leases.closes and trainer.accumulate_grad_batches != NEVER
-        self._lacking = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
-        last_batch_flag.set(trainer, self._lacking > 0)
+        self._missing_batches = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
+        last_batch_flag.set(trainer, self._missing_batches > 0)
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
-        """A batch has been trained: find out whether there is another one before all workers meet.
+        """A batch has been trained: find out whether there is another one before the next sync point.
 
-        ``discard`` forgets what was trained since the latest push.
+        ``discard`` drops what was trained since the latest push.
         """
         if self._ended:
             return
@@ -268,58 +268,58 @@ class LeasedLoop:
             with leases.flushing():
                 synchronizer.flush()
             more = resumes = leases.wait(steps - synchronizer.unacknowledged)
-        self._met = not more
-        self._over = self._met and leases.last and not (self._cut or leases.halted)
-        last_batch_flag.set(self.trainer, self._over)
+        self._interval_done = not more
+        self._epoch_done = self._interval_done and leases.last and not (self._cut or leases.halted)
+        last_batch_flag.set(self.trainer, self._epoch_done)
         self._step_schedules()
         if more and leases.dry:
-            load_on(self.trainer)
+            keep_loading(self.trainer)
         if resumes:
             synchronizer.begin()
 
     def before_next(self) -> None:
-        """The last thing that is done with a batch before Lightning decides what comes next."""
+        """Set the counters after a batch, before Lightning decides what follows."""
         trainer, leases = self.trainer, self.leases
-        if self._lacking:  # the next step begins where Lightning counts it to begin
-            batch_in_epoch.shift(trainer, self._lacking)
-            expected_batches.set(trainer, expected_batches(trainer) + self._lacking)
-            self._lacking = 0
+        if self._missing_batches:  # the next step begins where Lightning's count has it begin
+            batch_in_epoch.shift(trainer, self._missing_batches)
+            expected_batches.set(trainer, expected_batches(trainer) + self._missing_batches)
+            self._missing_batches = 0
         batches, steps = self._own
         self._own = batches + 1, steps + trainer.global_step - self._global_step
         self._set_global_step(self._next_step())
-        if not self._met or leases.halted:
+        if not self._interval_done or leases.halted:
             return
         self._trained = leases.plan.epoch.ends[leases.segment]
         if leases.segment in self._validates:
             across = trainer.check_val_every_n_epoch is None
             latest = private_names.latest_batch_ever if across else private_names.latest_batch
             validates_after.set(trainer, 1 + latest(trainer))
-        if self._over:
+        if self._epoch_done:
             self._expect(batch_in_epoch(trainer))
         leases.next_interval()
-        if not self._over:
-            load_on(trainer)  # while others wait, or validation runs
+        if not self._epoch_done:
+            keep_loading(trainer)  # while others wait, or validation runs
 
-    # ------------------------------------------------------------------ where all meet, and at the end
+    # ------------------------------------------------------------------ sync points and the end
 
     @property
     def halted(self) -> bool:
         """Whether another worker has ended the epoch for all, before all of it was trained."""
-        return self._met and self.leases.halted
+        return self._interval_done and self.leases.halted
 
     @property
     def batches(self) -> int:
-        """Batches of the epoch that this worker has counted, of those that it would train if all were equally fast."""
+        """Batches of the epoch that count for this worker: as if all were equally fast."""
         return self._schedules.stepped
 
-    def compare(self) -> None:
-        """Nobody is given the same data."""
+    def check_first_batches(self) -> None:
+        """Nothing to do: leases give no two workers the same data."""
 
     def leave(self, acknowledged: int, *, halt: bool) -> bool:
-        """Train no more of this epoch; True if all have trained and pushed what there was, as far as is known here."""
-        if self._idle or self._met:
+        """Train no more of this epoch. True if this worker knows that all data were trained and pushed."""
+        if self._idle or self._interval_done:
             return not self._idle
-        self._met = self._left = True
+        self._interval_done = self._stopped = True
         self.leases.stop(acknowledged, halt=halt)
         return False
 
@@ -327,12 +327,12 @@ class LeasedLoop:
         """Count at least as many optimizer steps as others have; return the batches that all have counted now."""
         if self._idle:
             return batches
-        if self._left or self.leases.halted:  # else it is known where all are
+        if self._stopped or self.leases.halted:  # else it is known where all are
             epoch = self.leases.plan.epoch
             self._trained = sum(last - first for first, last in self.leases.done())
-            self._over = self._trained == epoch.units and not self._cut
+            self._epoch_done = self._trained == epoch.units and not self._cut
         self._counted = batches
-        if self.trainer.lightning_module.automatic_optimization and self._alike:  # else each has its own idea of it
+        if self.trainer.lightning_module.automatic_optimization and self._uniform:  # else each worker has its own count
             step = max(step, self._next_step())
         count_steps(self.trainer, step)
         self._global_step = step
@@ -340,16 +340,16 @@ class LeasedLoop:
         return self._position
 
     def end_epoch(self, batches: int) -> None:
-        """Have Lightning count what all have counted, and give it its own numbers back until the next epoch."""
+        """Set Lightning's counts to the joint ones, and restore its own settings until the next epoch."""
         count_batches(self.trainer, batches)
         if self._idle:
             return
         self._idle = True
         self._batches_before += batches
-        last_batch_flag.set(self.trainer, self._over)
-        self._give_back()
+        last_batch_flag.set(self.trainer, self._epoch_done)
+        self._restore_counts()
 
-    def _give_back(self) -> None:
+    def _restore_counts(self) -> None:
         if self.installed:
             expected_batches.set(self.trainer, self._batches)
             validates_after.set(self.trainer, self._interval)
@@ -357,32 +357,32 @@ class LeasedLoop:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
     def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None) -> None:
-        """Put into a checkpoint what has been trained of the present epoch, and the counts of batches.
+        """Add to a checkpoint the trained part of the present epoch, and the counts of batches.
 
-        ``held`` is what its weights hold, on worker 0 between two sync points.
+        ``held``: the units whose updates its weights hold, on worker 0 between two sync points.
         """
-        entry["data"] = {} if self._idle or self._over else self._trained_of_epoch(held)
+        entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held)
         self.to_ddp_counters(loops)
 
     def _trained_of_epoch(self, held: Held | None) -> dict[str, Any]:
         epoch, done = self.leases.plan.epoch, self.leases.done()
         if held is not None:
-            done = held[1] if held[0] == epoch.key else done  # not what others have pushed since
+            done = held[1] if held[0] == epoch.key else done  # without what others have pushed since
             done = tuple(merged(sorted([*done, *self.leases.own])))
         number = int(epoch.key.rpartition("/")[2])
         about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
         return {**about, "done": done}
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
-        """Put the counts of batches into a checkpoint that a worker would have if all were equally fast: DDP's."""
+        """Set a checkpoint's counts of batches to those of equally fast workers: DDP's."""
         if self._idle:
             return
         count_saved_batches(loops, self._position, self._batches_before + self._position)
 
     def restore(self) -> None:
-        """Give Lightning its own dataloader and numbers back."""
+        """Restore Lightning's own dataloader and counts."""
         self.leases.reset()
-        self._give_back()
+        self._restore_counts()
         self._uninstall()
         batches_begun.shift(self.trainer, self._batches_before - batches_begun(self.trainer))
         self._schedules.restore()
@@ -392,30 +392,30 @@ class LeasedLoop:
     @property
     def _position(self) -> int:
         """Batches of this epoch that a worker would have trained by now, if all were equally fast."""
-        if self._over:
+        if self._epoch_done:
             return self._batches
         trained = self.leases.progress if self._trained is None else self._trained
         return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
 
     def _expect(self, batches: int) -> None:
-        """Tell how many batches this worker will probably train in this epoch."""
+        """Set how many batches this worker will probably train in this epoch."""
         expected_batches.set(self.trainer, batches)
         private_names.show_expected(self.trainer.progress_bar_callback, batches)
 
     def _step_schedules(self) -> None:
-        """Let the schedules that step with batches follow, as far as a worker would be if all were equally fast."""
-        position = self._position if self._met else min(self._position, self._batches - 1)
+        """Advance the schedules that step with batches to where all workers would be if equally fast."""
+        position = self._position if self._interval_done else min(self._position, self._batches - 1)
         self._schedules.advance_to(position, self._accumulate, self._batches)
 
     def _next_step(self) -> int:
-        """What ``global_step`` is to be after a batch."""
+        """The value of ``global_step`` after a batch."""
         if self.trainer.lightning_module.automatic_optimization:
             per_batch = 1 / self._accumulate
         else:  # only the module knows how many it takes
             per_batch = self._own[1] / self._own[0]
-        whole = math.ceil if self._over else math.floor
-        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._over else 1))
-        if self._met:
+        whole = math.ceil if self._epoch_done else math.floor
+        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._epoch_done else 1))
+        if self._interval_done:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
         target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
@@ -425,7 +425,7 @@ class LeasedLoop:
         return self._global_step + steps_to_next_mark(self.trainer, self._global_step, ahead)
 
     def _catch_up(self) -> None:
-        """Count the steps that others have made of an epoch within which this worker comes."""
+        """Count the steps that the others have made in an epoch during which this worker joins."""
         self._step_schedules()
         if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
             steps = int(self._steps_before) + self._position // self._accumulate

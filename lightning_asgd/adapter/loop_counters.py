@@ -15,10 +15,10 @@ NEVER = sys.maxsize
 
 
 class BatchSchedules:
-    """The learning-rate schedules of a fit that step with batches: Lightning is kept from doing that by its own count.
+    """The learning-rate schedules of a fit that step with batches, which Lightning must not step by its own count.
 
     Attributes:
-        stepped: batches that they know of, of those that a worker trains if all are equally fast.
+        stepped: batches that they have been stepped for, as counted if all workers were equally fast.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -34,7 +34,7 @@ class BatchSchedules:
                 config.frequency = NEVER
 
     def advance_to(self, position: int, accumulate: int, batches: int) -> None:
-        """Let them follow to a position in an epoch of a number of batches, of which optimizer steps take some each."""
+        """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``."""
         module = self._trainer.lightning_module
         for batch in range(self.stepped + 1, position + 1):
             if not module.automatic_optimization or (batch % accumulate and batch < batches):
@@ -52,10 +52,9 @@ class BatchSchedules:
 
 
 def steps_to_next_mark(trainer: Any, step: int, ahead: int) -> int:
-    """How many steps to count at once, of those that are ahead; at least none.
+    """How many of the steps ahead to count at once; at least 0.
 
-    A slow worker's counts come in leaps, which must not go over the steps after which loggers and checkpoints have
-    something to do.
+    A slow worker's count advances in leaps, which must not skip the steps at which loggers and checkpoints act.
     """
     every = [trainer.log_every_n_steps if trainer.loggers else 0]
     every += [private_names.steps_between_checkpoints.of(callback) for callback in trainer.checkpoint_callbacks]
@@ -65,9 +64,9 @@ def steps_to_next_mark(trainer: Any, step: int, ahead: int) -> int:
 
 
 def set_global_step(trainer: Any, step: int, before: int) -> None:
-    """Set ``trainer.global_step``, which was at ``before``, and what loggers make of it."""
+    """Set ``trainer.global_step``, which was ``before``, and the loggers' step."""
     count_steps(trainer, step)
     # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker stays at
-    # a step for several batches: it is to log once.
+    # one step for several batches and must log once.
     again = step == before and step % max(1, trainer.log_every_n_steps) == 0
     logged_step.set(trainer, step if again else step - 1)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_asgd.adapter.private_names import (
+    ALTERNATIVES,
     BELOW,
-    DO_WITHOUT,
     LATEST,
     LEASES,
     NAMES,
@@ -42,7 +42,7 @@ def _judge(tree: Any, found: Iterable[tuple[Name, str]], warn: Callable[[str], N
     needed = [(name, lacks) for name, lacks in missing if not name.otherwise]
     if needed:
         what = ", ".join(_described(name, lacks) for name, lacks in needed)
-        settings = {DO_WITHOUT.get(name.used_for, "") for name, _ in needed}
+        settings = {ALTERNATIVES.get(name.used_for, "") for name, _ in needed}
         instead = f" or {min(settings)}" if all(settings) else ""
         raise ConfigurationError(
             f"{tree.package} {tree.version} lacks {what}. Install {tree.distribution}>={OLDEST},<{BELOW}{instead}."

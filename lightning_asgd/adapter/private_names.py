@@ -39,7 +39,7 @@ LOGGING = "log what workers do"
 STALLS = "measure data stalls"
 TIMING = "time a training step"
 
-DO_WITHOUT = {LEASES: "pass data='split'"}
+ALTERNATIVES = {LEASES: "pass data='split'"}
 """Settings with which the names for a purpose are not needed."""
 
 
@@ -263,7 +263,7 @@ def replace_batch_sampler(loader: Any, sampler: Any) -> None:
     loader._iterator = None
 
 
-def fetch_on(trainer: Any) -> None:
+def keep_fetching(trainer: Any) -> None:
     """Have batches fetched until the sampler ends, whatever length the loader has."""
     fetcher_length.set_of(fetcher(trainer), float("inf"))
     fetcher_done.set_of(fetcher(trainer), False)
@@ -274,7 +274,7 @@ def program_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
-def load_on(trainer: Any) -> None:
+def keep_loading(trainer: Any) -> None:
     """Have a loader with worker processes ask its sampler again, after the sampler had no batch to give.
 
     By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.

@@ -33,7 +33,7 @@ _dist: Any = dist  # a build without it lacks the names below; asked for only wh
 
 @dataclass
 class RankInfo:
-    """Where a worker stands among the others.
+    """A worker's rank, and its place among machines.
 
     Args:
         rank: of the worker.
@@ -42,10 +42,10 @@ class RankInfo:
         local_world_size: number of workers on its machine.
         node_rank: of its machine.
         num_nodes: number of machines.
-        collectives: gives what it reaches the others by, which may change.
-        meets: whether there are moments in which all workers meet. In a run that workers join and leave there are none.
-        store: gives a key-value store that all workers reach, for process groups of other backends; None without one.
-        encrypted: whether what workers send is. Nothing would encrypt groups of other backends: there are none then.
+        collectives: returns the worker's collectives, which may change.
+        meets: whether there are sync points of all workers. In a run that workers join and leave there are none.
+        store: returns a key-value store that all workers reach, for process groups of other backends; None without one.
+        encrypted: whether the job's connections are. If so, groups of other backends are refused.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class RankInfo:
         if self.meets and self.world_size == 1:
             return {}
         found = {"RANK": self.rank, "GLOBAL_RANK": self.rank, "WORLD_SIZE": self.world_size}
-        if self.meets:  # else nobody knows the others' machines
+        if self.meets:  # else the others' machines are unknown
             found |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_world_size}
             found |= {"NODE_RANK": self.node_rank, "NNODES": self.num_nodes}
         return {name: str(value) for name, value in found.items()}
@@ -79,7 +79,7 @@ class RankInfo:
 class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ignore[misc]
     """The store behind the default group, which only process groups of other backends use.
 
-    It connects to the job's rendezvous when it is first used, and refuses to where not all workers meet.
+    It connects to the job's rendezvous when it is first used, and refuses where there are no sync points.
 
     Args:
         place: gives the worker's.
@@ -138,11 +138,11 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         return int(self._open().num_keys())
 
     def set_timeout(self, timeout: Any) -> None:
-        """Every call says how long it waits."""
+        """Ignored: every call has its own time-out."""
 
 
 def _done(result: Any) -> Any:
-    """The work of a collective that is over.
+    """The work of a completed collective.
 
     A subclass of torch's ``Work`` would not do: torch 2.6 waits for one in C++, and does not call its methods.
     """
@@ -189,7 +189,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     # ------------------------------------------------------------------ what reaches the others
 
     def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
-        """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that is gone."""
+        """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that failed or left."""
         if self.size() == 1:
             return [list(mine)]
         collectives = served_through(call, self._place())
@@ -201,7 +201,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
         return [found.get(rank, []) for rank in range(self.size())]
 
     def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As above, where no rank may be missing."""
+        """As above; raises if a rank is missing."""
         found = self._everybody(call, mine)
         missing = [rank for rank, tensors in enumerate(found) if not tensors]
         if missing:
@@ -316,7 +316,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
 
 
 def served_through(call: str, place: RankInfo | None) -> Collectives:
-    """The collectives of a worker, where the others take part in them now."""
+    """The collectives of a worker, if the others take part in collectives now."""
     if place is None:
         why, what = "after this process has left its job", "the call before the Trainer's end"
     elif place.forked:

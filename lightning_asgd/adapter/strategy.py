@@ -1,4 +1,4 @@
-"""``ASGDStrategy``: Lightning's hooks, translated into exchanges and collectives. Nothing else lives here."""
+"""``ASGDStrategy``: Lightning's hooks, translated into exchanges and collectives, and nothing else."""
 
 from __future__ import annotations
 
@@ -154,24 +154,24 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.samples: list[dict[str, Tensor]] = []
         self._job = TrainingJob.of(self.options)
         self._resume = Resumption()
-        self._offline = Collectives()  # before a session, and after one where there is nobody else
+        self._offline = Collectives()  # before a session, and after one of a lone worker
 
     # Of the present session, from set-up to teardown.
     _membership: AnyFleet | None = None
     fit_session: FitSession | None = None
     """What the worker does while it fits; None else."""
-    _undo: tuple[Callable[[], None], ...] = ()  # gives the Trainer back what was changed
-    _saves_nothing = False  # until Lightning has told callbacks of a failure in the workers' processes
+    _undo: tuple[Callable[[], None], ...] = ()  # restore the Trainer
+    _saves_nothing = False  # set between a failure of the workers' processes and on_exception
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a saved copy goes on with, or one in another process: nothing of this process's session."""
+        """The state of a copy, saved or in another process: without this process's session."""
         return {**super().__getstate__(), "_membership": None, "fit_session": None, "_undo": ()}
 
     # ------------------------------------------------------------------ who this worker is
 
     @property
     def collectives(self) -> Collectives:
-        """What this worker does together with the others, also between two sessions."""
+        """Collectives of all workers, also between two sessions."""
         membership = self._membership or idle_membership()
         return self._offline if membership is None else membership.collectives
 
@@ -187,13 +187,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning's samplers deal samples out: one that attaches itself is alone, as far as they know."""
+        """How Lightning's samplers split the samples. For a worker of an elastic run: not at all."""
         alone = self._job.attaches
         return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
 
     @property
     def root_device(self) -> torch.device:
-        """The worker's device: the one that it sees, or of several the one of its local rank."""
+        """The worker's device: the only visible one, or the one of its local rank."""
         devices: list[torch.device] = self.parallel_devices or []
         if len(devices) > 1 and self.local_rank >= len(devices):
             raise ConfigurationError(
@@ -205,8 +205,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ starting and stopping
 
     def _make_launcher(self) -> Any:
-        """The launcher; None where this process is the worker."""
-        self._resume = Resumption()  # another Trainer may have had the strategy, and read a checkpoint
+        """The launcher; None if this process attaches itself to a run."""
+        self._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
             return None
@@ -218,17 +218,17 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return launcher(self._job, self, start_method, self.options.policy)
 
     def check_trainer(self, trainer: Any) -> None:
-        """Refuse a Trainer of a release of Lightning that lacks what is used. Called before anything is started."""
+        """Raise if the Trainer's release of Lightning lacks a name that is used. Called before anything is started."""
         self.tree.check_trainer(trainer, leases=self.options.data == "leases")
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""
         self.set_world_ranks()
         end_idle_membership()
-        if self.world_size > 1 or self._job.attaches:  # one worker draws the random numbers of one device
+        if self.world_size > 1 or self._job.attaches:  # else random numbers are those of single-device training
             self.tree.restart_random_numbers()
         trainer = self.lightning_module.trainer
-        if self._job.attaches:  # without a launcher
+        if self._job.attaches:  # there is no launcher that has done so
             self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.options.config, self.options.policy, self.board)
@@ -242,7 +242,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
 
     def announce(self) -> None:
-        """Tell programs that ask torch.distributed or the environment who this worker is."""
+        """Publish this worker's rank and world size in torch.distributed and the environment."""
         environment, membership = self.cluster_environment, self._membership
         rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.rank_and_size
         world.announce(
@@ -285,7 +285,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.tree.optimizers_to_device(self.optimizers, self.root_device)
 
     def _begin_fit(self, trainer: Any) -> None:
-        """Begin a fit: with common weights, this worker's optimizers, and where the others are."""
+        """Begin a fit: equal weights, this worker's optimizers, the progress of the others."""
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
         split = self.options.data == "split"
@@ -307,26 +307,26 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.fit_session.close()
             self.fit_session = None
         super().teardown()
-        if idle_membership() is None:  # this worker is alone again
+        if idle_membership() is None:  # not an idle member of a session
             world.withdraw()
         else:
-            self.announce()  # Lightning's environment has taken a variable away
+            self.announce()  # Lightning's environment has removed a variable
 
     def leave_job(self) -> None:
-        """Leave the session in which this worker rests since its latest one, before its process ends."""
+        """Leave the session in which this worker is idle, before its process ends."""
         end_idle_membership()
 
     def go_offline(self) -> None:
-        """This worker has failed: what callbacks do about it does not wait for the others."""
+        """This worker has failed: its callbacks run without collectives from now on."""
         if self.collectives.phase is Phase.SYNC:
             self.collectives.phase = Phase.OFFLINE
 
     def has_failed_elsewhere(self) -> None:
-        """The workers are processes that this one has waited for, and have failed: it has nothing to save."""
+        """The workers' processes have failed. This process only waited for them and has nothing to save."""
         self._saves_nothing = True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the others at once, so that nobody waits for this worker."""
+        """Report the failure at once, so that no worker waits for this one."""
         self._saves_nothing = False
         if self._membership is not None:
             self._membership.fail(exception)
@@ -334,18 +334,18 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ training
 
     def on_train_start(self) -> None:
-        """Let all stop where one does before the first epoch."""
+        """Stop all workers if one stops before the first epoch."""
         if self.fit_session is not None and not self.fit_session.in_search:
             trainer = self.lightning_module.trainer
             trainer.should_stop = self.fit_session.any_stops(trainer.should_stop)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Between two batches: merge what has come, exchange if it is time."""
+        """Between two batches: merge a reply that has arrived, and exchange if that is due."""
         if self.fit_session is not None:
             self.fit_session.before_batch(batch)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Let the worker's own optimizer take its step, and count it."""
+        """Take the step of the worker's own optimizer, and count it."""
         if self.fit_session is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         output = super().optimizer_step(
@@ -355,7 +355,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return output
 
     def on_train_end(self) -> None:
-        """Let everybody leave with the same weights, whatever callbacks have put into the module at the end."""
+        """Synchronise the final weights, including what callbacks changed."""
         if self.fit_session is not None:
             self.fit_session.end()
             self.samples = self.fit_session.samples
@@ -382,11 +382,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Everybody's tensor, stacked along a new first dimension; no gradients flow."""
+        """The tensors of all workers, stacked along a new first dimension; no gradients flow."""
         return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) of the workers say yes; this worker's own word in the asynchronous phase."""
+        """Whether all (or any) workers decide True; this worker's own decision in the asynchronous phase."""
         return self.collectives.decide(decision, all=all)
 
     def _metrics_sync(self) -> bool:
@@ -430,7 +430,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._membership.checkpoint_written(self.lightning_module.trainer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, and put this worker's own optimizer and scheduler state in its place."""
+        """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         config, servers = self.options.config, self._job.num_servers
         checkpoint.update(self._resume.read(checkpoint, self.global_rank, config.algorithm_name, servers))
@@ -438,5 +438,5 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @property
     def _restores_optimizers(self) -> bool:
-        """Whether a checkpoint holds optimizer states; what a worker is told when it attaches itself does not."""
+        """Whether a checkpoint holds optimizer states; the progress that an attaching worker receives does not."""
         return not isinstance(self._membership, ElasticFleet) or self._membership.attachment.bootstraps

@@ -1,4 +1,4 @@
-"""Strategies that no Trainer has taken yet, and those that several Trainers take one after the other."""
+"""Strategies without a Trainer yet, and strategies that several Trainers use one after the other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def let_several_trainers_take(tree: Tree) -> None:
     """Let Trainers of a tree take a strategy that another one has taken before.
 
     A Trainer refuses arguments that its strategy has already, and uses the strategy's devices rather than its own.
-    While it looks at one of ours, that has only what the program gave it.
+    While it checks one of ours, that has only the arguments that the program gave.
     """
     connector = private_names.trainer_connector.imported(tree)
     check = private_names.check_strategy.of(connector)
@@ -89,7 +89,7 @@ def let_several_trainers_take(tree: Tree) -> None:
 
 
 def _change_hands(strategy: Any) -> None:
-    """Let the Trainer that has had a strategy keep a copy: its module, its launcher and what else came of its runs."""
+    """Leave the previous Trainer a copy of the strategy, with its module, its launcher and the results of its runs."""
     holder = _holders.get(strategy, lambda: None)()
     if holder is not None and holder.strategy is strategy:
         copy = object.__new__(type(strategy))

@@ -1,7 +1,7 @@
-"""What this process's libraries are told of their place among the workers.
+"""The rank and world size that this process's libraries see.
 
-Samplers, streaming data sets, metrics and savers ask ``torch.distributed`` or environment variables who they are.
-:func:`announce` gives them the answer: a default process group (:mod:`lightning_asgd.adapter.process_group`) and the
+Samplers, streaming data sets, metrics and savers read their rank from ``torch.distributed`` or environment variables.
+:func:`announce` sets it: a default process group (:mod:`lightning_asgd.adapter.process_group`) and the
 variables that a process of torchrun would have.
 """
 
@@ -36,9 +36,9 @@ _store: Any = None  # torch keeps the part in C++ only
 
 
 def announce(place: RankInfo) -> None:
-    """Tell this process's libraries their place, until :func:`withdraw` or the process's end.
+    """Set rank and world size for this process's libraries, until :func:`withdraw` or the process's end.
 
-    A default process group that another library has made stays, with a warning if it tells something else.
+    A default process group that another library has made stays, with a warning if its rank or size differs.
     """
     global _place, _store
     _place = place
@@ -68,7 +68,7 @@ def announce(place: RankInfo) -> None:
 
 
 def withdraw() -> None:
-    """Take back what :func:`announce` told. A default process group of another library stays."""
+    """Undo :func:`announce`. A default process group of another library stays."""
     global _place
     _place = None
     for name, value in _replaced.items():
@@ -122,7 +122,7 @@ def _prepare_torch() -> None:
     nn.SyncBatchNorm.forward = normalise_locally  # type: ignore[method-assign]
 
     c10d = _dist.distributed_c10d
-    make_group = getattr(c10d, "_new_group_with_tag", None)  # what every way to make a group goes through
+    make_group = getattr(c10d, "_new_group_with_tag", None)  # every way to make a group calls it
     if make_group is None:
         return  # then the store refuses what nothing would encrypt
 

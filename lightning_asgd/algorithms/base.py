@@ -81,12 +81,12 @@ class Table:
 
     Attributes:
         living: workers that take part.
-        resting: those of them that wait at a sync point: nobody waits for them.
+        resting: quiescent workers, at a sync point: no worker waits for them.
         clocks: pushes of each since the last sync point.
         steps: optimizer steps of each in the session.
-        speeds: optimizer steps per second of each, as it says.
-        batches: samples of a batch of each, as far as known.
-        gathered: workers whose pushes wait to be applied together.
+        speeds: optimizer steps per second that each reports.
+        batches: samples in a batch of each, where known.
+        gathered: workers whose pushes are being aggregated.
         count: number of these pushes.
     """
 
@@ -107,14 +107,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Run:
-    """What an algorithm may want to check before it starts.
+    """Facts that an algorithm may check before a fit.
 
     Attributes:
         workers: number of workers.
         nodes: number of machines.
         nsync: optimizer steps between two exchanges.
         optimizers: the worker's optimizers.
-        precision: Lightning's name of it.
+        precision: the precision, by Lightning's name.
     """
 
     workers: int
@@ -129,31 +129,31 @@ class Transform(Configurable):
     """Changes, delays or drops pushes on the server before the algorithm applies them. Does nothing by itself."""
 
     slots: ClassVar[tuple[str, ...]] = ()
-    """Names of the vectors it keeps per shard, zero at first."""
+    """Names of the vectors that it keeps per shard, initially zero."""
     backup: ClassVar[bool] = False
-    """Whether it wants ``slots["backup"]``: the weights that the push's worker was answered last."""
+    """Whether it uses ``slots["backup"]``: the weights in the latest reply to the push's worker."""
     gathers: ClassVar[bool] = False
-    """Whether pushes are collected until it says :meth:`ready`."""
+    """Whether it aggregates pushes until :meth:`ready`."""
     waits: ClassVar[bool] = False
-    """Whether it may hold answers back."""
+    """Whether it may block replies."""
     holds_at_start: ClassVar[bool] = False
-    """Whether workers are to ask before their first step after a sync point."""
+    """Whether workers send a request, which may be blocked, before their first step after a sync point."""
     payloads: ClassVar[tuple[Payload, ...]] = (Payload.DELTA, Payload.GRADIENT)
-    """What it makes sense for."""
+    """The payloads that it supports."""
 
     def weigh(self, push: Push) -> float | None:
-        """What the update is multiplied with; None to drop it."""
+        """The factor of the update; None to drop it."""
         return 1.0
 
     def change(self, update: Tensor, weights: Tensor, slots: dict[str, Tensor], push: Push) -> None:
         """Change the update in place."""
 
     def ready(self, table: Table) -> bool:
-        """Whether the gathered pushes are to be applied now."""
+        """Whether to apply the aggregated pushes now."""
         return True
 
     def holds(self, worker: int, table: Table) -> bool:
-        """Whether the worker's answer is to be held back for now."""
+        """Whether to block the reply to a worker for now."""
         return False
 
     def period(self, worker: int, table: Table, nsync: int) -> int:
@@ -161,7 +161,7 @@ class Transform(Configurable):
         return nsync
 
     def check(self, run: Run) -> None:
-        """Raise a :class:`ConfigurationError` if the run is not what the transform is for."""
+        """Raise a :class:`ConfigurationError` if the transform does not suit the run."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Algorithm(Configurable):
     """A rule: what workers push, how a shard changes, what they get back.
 
     Args:
-        transforms: what happens to a push before it is applied, in this order.
+        transforms: transforms of a push before it is applied, in this order.
 
     Raises:
         ConfigurationError: the transforms do not fit the algorithm, or each other.
@@ -182,9 +182,9 @@ class Algorithm(Configurable):
     chunked: ClassVar[bool] = True
     """Whether :meth:`apply` may be called with pieces of the vectors."""
     overlap: ClassVar[bool] = True
-    """Whether workers train on while an exchange is under way, if the user does not say."""
+    """The default of ``overlap``: whether workers train while an exchange is in flight."""
     always: ClassVar[tuple[Transform, ...]] = ()
-    """Transforms that belong to the algorithm; they come last."""
+    """Transforms that are part of the algorithm; they come last."""
 
     def __post_init__(self) -> None:
         given = tuple(self.transforms)
@@ -207,12 +207,12 @@ class Algorithm(Configurable):
 
     @property
     def waits(self) -> bool:
-        """Whether answers may be held back for other workers."""
+        """Whether replies may be blocked for other workers."""
         return any(t.waits for t in self.transforms)
 
     @property
     def compressible(self) -> bool:
-        """Whether pushes may be compressed, since what is lost of one may as well come with the next."""
+        """Whether pushes may be compressed, since what one loses is added to the next."""
         return self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
 
     @property
@@ -222,11 +222,11 @@ class Algorithm(Configurable):
 
     @property
     def mix(self) -> float | None:
-        """Part of its own weights that a worker keeps when an answer comes; None to keep what it has learnt since."""
+        """Fraction of its own weights that a worker keeps when it merges a reply; None to rebase its later steps."""
         return None
 
     def start(self, weights: Tensor) -> dict[str, Any]:
-        """What is kept per vector beside the weights.
+        """Create the state that is kept per vector beside the weights.
 
         Args:
             weights: first values, shape ``(n,)``; the same tensor that :meth:`apply` will be given.
@@ -237,11 +237,11 @@ class Algorithm(Configurable):
         return {}
 
     def save(self, slots: dict[str, Any]) -> dict[str, Any]:
-        """What of :meth:`start`'s result belongs into a checkpoint."""
+        """The part of :meth:`start`'s result for a checkpoint."""
         return {name: tensor.clone() for name, tensor in slots.items()}
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Take what :meth:`save` returned."""
+        """Restore what :meth:`save` returned."""
         for name, tensor in slots.items():
             tensor.copy_(saved[name])
 
@@ -250,31 +250,31 @@ class Algorithm(Configurable):
 
         Args:
             weights: shape ``(n,)``.
-            update: what was pushed, shape ``(n,)``; may be overwritten.
+            update: the pushed vector, shape ``(n,)``; may be overwritten.
             slots: what :meth:`start` returned.
-            push: what else is known.
+            push: further facts of the push.
         """
         raise NotImplementedError
 
     @property
     def leaves_weights(self) -> bool:
-        """Whether an answer is the shard as it is, so that workers hold its weights between them."""
+        """Whether a reply is the shard's weights, so that the workers' copies can restore a lost shard."""
         plain = self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
         return plain and not self.waits and not any(t.gathers for t in self.transforms)
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a shard keeps more than its weights, which no worker holds."""
+        """Whether a shard keeps state beside its weights, which no worker has."""
         slots = any(t.slots for t in self.transforms) or self.start(torch.zeros(1))
         return bool(slots or self.keep_at_most)
 
     def keeps(self, version: int) -> bool:
-        """Whether a shard is to keep a copy of its weights as they are at a version."""
+        """Whether a shard keeps a copy of its weights at a version."""
         return False
 
     @property
     def keep_at_most(self) -> int:
-        """Number of such copies; the oldest make room."""
+        """Most copies that are kept; the oldest are dropped."""
         return 0
 
     def period(self, nsync: int, step: int) -> int:
@@ -282,7 +282,7 @@ class Algorithm(Configurable):
         return nsync
 
     def check(self, run: Run) -> None:
-        """Raise a :class:`ConfigurationError` if the run is not what the algorithm is for."""
+        """Raise a :class:`ConfigurationError` if the algorithm does not suit the run."""
         for transform in self.transforms:
             transform.check(run)
 

@@ -66,7 +66,7 @@ class DiLoCo(Algorithm):
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(DiLoCo):
-    r"""DiLoCo in fragments: a part of the module at a time, while training goes on.
+    r"""DiLoCo in fragments: a part of the module at a time, during training.
 
     Fragment *p* of *P* is exchanged every ``nsync`` steps, ``nsync / P`` after the one before, so the link carries 1/P
     as much at a time. What comes back some steps later is mixed into the worker's weights,

@@ -16,7 +16,7 @@ References:
 Departures:
     Gradients are scaled by 1 / live workers by default, as for :class:`ASGD`; the paper adds them whole. Adagrad starts
     from an accumulator of 0 with an ``eps`` of 1e-6, so that the first step is finite. Clipping and precision are the
-    worker's: what is pushed is what its optimizer saw.
+    worker's: it pushes the gradients that its optimizer saw.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Downpour(Algorithm):
     def check(self, run: Run) -> None:
         """See :class:`Algorithm`; tries the optimizer on a small vector.
 
-        Not when it is made: an optimizer's step looks for CUDA, after which the main process could not fork workers.
+        Not in the constructor: an optimizer's step looks for CUDA, after which the main process could not fork workers.
         """
         super().check(run)
         self._check_element_wise()

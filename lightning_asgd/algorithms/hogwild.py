@@ -1,4 +1,4 @@
-"""Hogwild!: all workers train the same weights, which lie in memory that they share. No exchange, and no locks.
+"""Hogwild!: all workers train the same weights, in shared memory. No exchange, and no locks.
 
 References:
     F. Niu, B. Recht, C. Re, S. Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent",
@@ -9,7 +9,7 @@ References:
 
 Departures:
     The papers' workers compute a gradient and subtract it; here every worker's own optimizer changes the shared weights
-    in place, momentum and all. A coordinator still runs, for what happens at sync points; no weight ever goes there.
+    in place, momentum included. A coordinator still runs, for sync points; it receives no weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Hogwild(Algorithm):
         none; every worker's optimizer has its own.
 
     Staleness:
-        is what others do during a step. Updates of dense networks can overwrite each other; nothing is refused, so a
-        NaN of one worker is everybody's.
+        is the updates of others during a step. Updates of dense networks can overwrite each other; nothing is rejected,
+        so one worker's NaN reaches all.
     """
 
     copies: bool | None = None

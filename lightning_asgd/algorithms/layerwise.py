@@ -13,7 +13,7 @@ References:
 
 Departures:
     Gradients are summed by the servers, layer by layer in turn, instead of by MPI; always in the order of ranks, so
-    that the sum does not depend on who is first. A layer is a submodule with parameters of its own.
+    that the sum does not depend on the order of arrival. A layer is a submodule with parameters of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What algorithms ask of the workers' own optimizers."""
+"""Requirements of algorithms on the workers' own optimizers."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ __all__ = ["Barrier", "WarmStart"]
 
 @dataclass(frozen=True)
 class Barrier(Transform):
-    """Hold all answers until every worker that trains has pushed, then apply the mean of the pushes as one update.
+    """Block all replies until every worker that trains has pushed, then apply the mean of the pushes as one update.
 
-    Nobody waits for workers that have left or that stand at a sync point.
+    No worker waits for workers that have left or are at a sync point.
     """
 
     gathers: ClassVar[bool] = True
@@ -32,11 +32,11 @@ class Barrier(Transform):
 
 @dataclass(frozen=True)
 class WarmStart(Transform):
-    """Let worker 0 train alone at first; then the others come in, with pushes that grow to their full weight.
+    """Let worker 0 train alone at first; then the others start, with pushes that grow to their full weight.
 
     With a cold start more workers make the first part of training slower, since early gradients disagree (Paine et al.
     2013, section 4; Dean et al. 2012, section 4.1). The others wait before their first batch until worker 0 has taken
-    ``steps`` steps, or stands at a sync point, so one epoch of worker 0's is the longest warm start; to start from a
+    ``steps`` steps, or is at a sync point, so one epoch of worker 0's is the longest warm start; to start from a
     longer single run, give its checkpoint to ``fit`` and ``WarmStart(0)`` for the ramp alone.
 
     Args:

@@ -1,7 +1,7 @@
 r"""What to do about stale pushes and slow workers: transforms of an update on the server.
 
-:math:`\tau` is a push's staleness in versions, :math:`w` the shard's weights now, :math:`w_i` the weights that the
-push's worker was answered last.
+:math:`\tau` is a push's staleness in versions, :math:`w` the shard's weights now, :math:`w_i` the weights in the latest
+reply to the push's worker.
 
 References:
     [Zhang 2016] W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware Async-SGD", IJCAI 2016 (arXiv 1511.05950).
@@ -82,7 +82,7 @@ class StalenessAware(Transform):
 
 @dataclass(frozen=True)
 class DropStale(Transform):
-    r"""Drop a push with :math:`\tau \ge R`; its worker goes on from the present weights: Ringmaster [Maranjyan 2025].
+    r"""Drop a push with :math:`\tau \ge R`; its worker continues from the present weights: Ringmaster [Maranjyan 2025].
 
     Not for data that differ between workers: the slow one's would never count.
 
@@ -250,7 +250,7 @@ class DynamicSteps(Transform):
     All exchange about equally often then, so that a slow worker's push is not staler than the others'.
 
     Args:
-        least: steps that a worker takes at the least.
+        least: the fewest steps that a worker takes.
     """
 
     least: int = 1

@@ -30,7 +30,7 @@ OWNER_ENV = "LIGHTNING_ASGD_OWNER"
 """The note: process number, address, and the variables with their values."""
 
 _VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-_address: str | None = None  # where the processes of this one's job find each other
+_address: str | None = None  # the address of the job's rendezvous
 
 
 def address() -> str | None:
@@ -84,7 +84,7 @@ def detect() -> bool:
         return False
     inherited = json.loads(os.environ.pop(OWNER_ENV))["variables"]
     if any(os.environ.get(name, value) != value for name, value in inherited.items()):
-        return False  # the program was started by another launcher, such as torchrun, which has set its own
+        return False  # another launcher, such as torchrun, has started the program and set its own variables
     for name in inherited:
         os.environ.pop(name, None)
     return bool(inherited) and not {"RANK", "LOCAL_RANK"} & _present().keys()

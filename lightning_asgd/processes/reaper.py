@@ -31,11 +31,11 @@ _KILLED_S = 1.0
 
 def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start the reaper of this process; its standard input is a pipe from here."""
-    # A child inherits blocked signals: one that comes before reap() ignores it would end the reaper otherwise.
+    # A child inherits blocked signals. Otherwise a signal before reap() ignores it would end the reaper.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         command = [sys.executable, "-m", "lightning_asgd.processes.reaper", str(os.getpid())]
-        # In a session of its own: what kills the job's whole process group leaves it to tidy up.
+        # In a session of its own: a signal to the job's whole process group does not reach it.
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -51,7 +51,7 @@ def reap() -> int:
     buffer = b""
     orphan = False
     while not orphan:
-        orphan = os.getppid() != parent  # before a last look at what it wrote, which may be all, if this one was slow
+        orphan = os.getppid() != parent  # before reading its last lines: all of them, if this process was slow
         while select.select([0], [], [], 0 if orphan else _POLL_S)[0]:
             data = os.read(0, 65536)
             if not data:
@@ -91,7 +91,7 @@ def _end(processes: Iterable[psutil.Process]) -> None:
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=_KILLED_S)  # one that still writes would make its folder again
+    psutil.wait_procs(alive, timeout=_KILLED_S)  # a process that still writes would create its folder again
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class ServerHandle:
                 self.process.stdin.flush()
 
     def close(self) -> None:
-        """Let go of the pipes of a server that has ended."""
+        """Close the pipes of a server that has ended."""
         self.output.close()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class ServerHandle:
     def last_output(self) -> str:
         """Its last lines."""
         size = os.fstat(self.output.fileno()).st_size
-        # Several threads may read at once: each at a place of its own.
+        # Several threads may read at once, each at a position of its own.
         lines = os.pread(self.output.fileno(), 16384, max(0, size - 16384)).decode(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:]) or "(no output)"
 
@@ -70,7 +70,7 @@ class ServerHandle:
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that must find this package, and nothing of the folder that it starts in."""
+    """The environment of a process that must import this package, and nothing from its working directory."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {
