@@ -160,7 +160,7 @@ class TrainingJob:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
         self.name = rendezvous.job()
-        keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)
+        keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
         addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
@@ -184,7 +184,9 @@ class TrainingJob:
         before = transport.addresses[server]
         try:
             rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
-            first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s)[server]
+            first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)[
+                server
+            ]
             return rendezvous.server(server, first, self.start_timeout_s, other_than=before)
         except RuntimeError as error:
             raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error

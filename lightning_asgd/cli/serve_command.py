@@ -75,7 +75,7 @@ def serve(
         _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", snapshots, version)
         while not stopped:
             time.sleep(_POLL_S)
-            _check_servers(rendezvous, keys)
+            overseer.check_servers()
     finally:
         supervisor.close_current()
 
@@ -83,12 +83,6 @@ def serve(
 def _await_servers(rendezvous: Rendezvous, keys: list[str]) -> None:
     for index, key in enumerate(keys):
         rendezvous.server(index, key, _START_S)
-
-
-def _check_servers(rendezvous: Rendezvous, keys: list[str]) -> None:
-    """Raise if no server can take a lost one's place."""
-    for key in keys:
-        rendezvous.peek_server(key)
 
 
 def _signals() -> list[int]:

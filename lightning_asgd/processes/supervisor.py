@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from lightning_asgd.errors import LaunchError
 from lightning_asgd.process_name import machine_and_pid
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
@@ -59,6 +60,7 @@ class Supervisor:
         """Whether one server more is to be kept ready."""
         self._standby: ServerHandle | None = None
         self._quiet_since = time.monotonic()
+        self._irreplaceable: str | None = None  # why a server is not replaced
         self._exit_report: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
@@ -86,6 +88,11 @@ class Supervisor:
     def keys(self, number: int) -> list[str]:
         """Rendezvous keys of the first servers' addresses."""
         return [server.key for server in self._servers[:number]]
+
+    def check_servers(self) -> None:
+        """Raise a ``LaunchError`` if a server was lost that could not be replaced."""
+        if self._irreplaceable is not None:
+            raise LaunchError(f"{self._irreplaceable}\nExpected it to serve. Fix what its output names.")
 
     @property
     def healthy(self) -> bool:
@@ -193,7 +200,7 @@ class Supervisor:
             self._failed_starts = self._failed_starts + 1 if failed_start else 0
             not_restartable = failed_start and (server.process.returncode >= 0 or self._failed_starts >= _FAILED_STARTS)
             if not_restartable or self._restarts >= _RESTARTS:  # it could not start, and another one could not either
-                server.rendezvous.put(server.key, {"error": server.exit_report()})
+                self._give_up(server, server.exit_report())
                 return
             self._restarts += 1
             self._exit_report = server.exit_report()
@@ -201,9 +208,7 @@ class Supervisor:
             try:
                 replacement = self._standby or self._new_server(server.index, server.rendezvous)
             except OSError as error:
-                server.rendezvous.put(
-                    server.key, {"error": f"{self._exit_report}\nAnother one cannot be started: {error}"}
-                )
+                self._give_up(server, f"{self._exit_report}\nAnother one cannot be started: {error}")
                 return
             replacement.index = server.index
             self._standby, self._quiet_since = None, -math.inf  # where one has died another one may
@@ -214,6 +219,11 @@ class Supervisor:
                 self._servers[server.index] = replacement
             server.close()
             server.rendezvous.put(successor_of(server.key), replacement.key)
+
+    def _give_up(self, server: ServerHandle, why: str) -> None:
+        """Tell the workers that a server is not replaced."""
+        self._irreplaceable = why
+        server.rendezvous.put(server.key, {"error": why})
 
     def _keep_standby(self) -> None:
         """Have a server that has started already, since that takes seconds. Not at once: most jobs never need one."""

@@ -130,14 +130,17 @@ class Membership:
         holder = self.processes.get(worker, process)
         if holder == process or session not in ("", self.session):
             return
-        claim = f"{_named(process)} claimed rank {worker}, which {_named(holder)} has"
+        newcomer, member = _named(process), _named(holder)
         if process not in self.refused and len(self.refused) < _REFUSALS:
             self.refused.add(process)
-            self.events.append(f"{claim[0].upper()}{claim[1:]}. It was refused; training continues.")
+            self.events.append(
+                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was refused; training "
+                "continues."
+            )
         raise LaunchError(
-            f"{claim[0].upper()}{claim[1:]} in session {self.session!r}. It was refused: it is a second start of that "
-            "worker, or belongs to another job. Expected one process per rank, and a MASTER_PORT of its own for each "
-            "job. Look for a job that still runs."
+            f"Process {newcomer} claimed rank {worker}, which process {member} has in session {self.session!r}. It was "
+            "refused: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
+            "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
 
     def is_process(self, worker: int, process: str) -> bool:
@@ -292,4 +295,4 @@ class Membership:
 def _named(process: str) -> str:
     """A process as users know it."""
     machine, pid, *_ = [*process.split("/"), "", ""]
-    return f"process {pid} on {machine}"
+    return f"{pid} on {machine}"

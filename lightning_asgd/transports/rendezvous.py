@@ -7,7 +7,6 @@ loopback on one machine, ``MASTER_ADDR`` on several.
 from __future__ import annotations
 
 import errno
-import json
 import secrets
 import socket
 import threading
@@ -19,7 +18,9 @@ from typing import Any
 import psutil
 import torch.distributed
 
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
+from lightning_asgd.transports.job_secret import seal, unseal
 
 __all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "local_address_towards", "successor_of"]
 
@@ -28,6 +29,11 @@ _dist: Any = torch.distributed  # a build without it lacks the names below; aske
 _PREFIX = "lightning_asgd"
 _POLL_S = 0.02
 _GRACE_S = 1.0
+_MOST_SUCCESSORS = 1000  # replacements of one server
+_SAME_SECRET = (
+    f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
+    "on every machine, and choose another port."
+)
 
 
 class Rendezvous:
@@ -35,6 +41,7 @@ class Rendezvous:
 
     def __init__(self, store: Any, address: tuple[str, int]) -> None:
         self._store = _dist.PrefixStore(_PREFIX, store)
+        self._known: dict[str, Any] = {}  # the latest valid values: a stranger may write over the store's
         self.address = address
 
     @classmethod
@@ -97,8 +104,8 @@ class Rendezvous:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
         rendezvous = cls.connect(host, port, timeout_s, hint)
-        run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s)
-        return rendezvous, run, rendezvous.get(f"session/{run['run_id']}", "The servers", timeout_s)
+        run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s, kind=dict)
+        return rendezvous, run, rendezvous.get(f"session/{run['run_id']}", "The servers", timeout_s, kind=list)
 
     def announce_run(self, run_id: str, transport: str, keys: list[str]) -> None:
         """Let workers find a run with :meth:`find_run`."""
@@ -106,8 +113,15 @@ class Rendezvous:
         self.put("run", {"run_id": run_id, "transport": transport})
 
     def job(self) -> str:
-        """The job's random name, which the first process that asks for it makes."""
-        return str(self._store.compare_set("job", "", secrets.token_hex(4)).decode())
+        """The job's random name, which the first process that asks for it makes. Raises a ``LaunchError``."""
+        name = unseal("job", self._store.compare_set("job", "", seal("job", secrets.token_hex(4))))
+        if not isinstance(name, str):
+            raise LaunchError(f"{self._foreign('job')} {_SAME_SECRET}")
+        return name
+
+    def _foreign(self, key: str) -> str:
+        host, port = self.address
+        return f"The entry {key!r} at {host}:{port} was not written by a process of this job."
 
     def shared(self, prefix: str) -> Any:
         """The store itself, below a prefix, for other parts of torch."""
@@ -115,26 +129,36 @@ class Rendezvous:
 
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""
-        self._store.set(key, json.dumps(value))
+        self._store.set(key, seal(key, value))
 
-    def peek(self, key: str) -> Any:
-        """A published value, or None."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+    def peek(self, key: str, kind: type = object) -> Any:
+        """A published value of this type, or None.
 
-    def _peek(self, key: str) -> Any:
+        What is not one of this job's values is as if it were not there: any process that reaches the store can write.
+        """
+        found = unseal(key, self._store.get(key)) if self._store.check([key]) else None
+        if found is not None and isinstance(found, kind):
+            self._known[key] = found
+        return self._known.get(key)
+
+    def _peek(self, key: str, kind: type) -> Any:
         try:
-            return self.peek(key)
+            return self.peek(key, kind)
         except RuntimeError as error:  # of torch's store
             raise LaunchError(
                 f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected "
                 "it to live until its workers have ended. Look at its output."
             ) from error
 
-    def get(self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
-        """Wait for a value that ``what`` publishes. ``check`` is called meanwhile, and may raise."""
+    def get(
+        self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None, kind: type = object
+    ) -> Any:
+        """Wait for a value of a type that ``what`` publishes. ``check`` is called meanwhile, and may raise."""
         deadline = time.monotonic() + timeout_s
-        while (value := self._peek(key)) is None:
+        while (value := self._peek(key, kind)) is None:
             check()
+            if time.monotonic() > deadline and self._store.check([key]):
+                raise LaunchError(f"{self._foreign(key)} {_SAME_SECRET}")
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
@@ -157,9 +181,13 @@ class Rendezvous:
 
     def peek_server(self, key: str) -> dict[str, Any]:
         """What a server or its replacement has published, if anything. Raises a ``LaunchError`` if it cannot serve."""
-        while (successor := self.peek(successor_of(key))) is not None:
+        seen = {key}
+        while (successor := self.peek(successor_of(key), str)) is not None:
+            if successor in seen or len(seen) > _MOST_SUCCESSORS:
+                return {}  # no process of this job has written that
             key = successor
-        answer: dict[str, Any] = self.peek(key) or {}
+            seen.add(key)
+        answer: dict[str, Any] = self.peek(key, dict) or {}
         if "error" in answer:
             raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
         return answer

@@ -15,7 +15,6 @@ ended, and calls fail.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import socket
@@ -31,6 +30,7 @@ from zmq.utils import z85
 
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import codec
+from lightning_asgd.transports.job_secret import key_for
 
 __all__ = ["Keys", "Loop", "assemble", "frames_of", "keys_of", "secure"]
 
@@ -57,8 +57,7 @@ def keys_of(secret: str) -> Keys:
     """The key pairs that follow from a job's secret."""
 
     def pair(role: bytes) -> tuple[bytes, bytes]:
-        digest = hashlib.blake2b(secret.encode(), digest_size=32, person=role).digest()
-        private: bytes = z85.encode(digest)
+        private: bytes = z85.encode(key_for(role, secret))
         return zmq.curve_public(private), private
 
     return Keys(*pair(b"asgd server"), *pair(b"asgd worker"))

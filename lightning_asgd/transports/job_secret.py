@@ -1,0 +1,56 @@
+"""What follows from a job's secret: keys, and entries of the rendezvous that only those who know it can write."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import os
+from typing import Any
+
+from lightning_asgd.config import SECRET_ENV
+
+__all__ = ["key_for", "seal", "unseal"]
+
+LARGEST_ENTRY = 1 << 16  # bytes; a server's last output is the longest thing that is published
+
+
+@functools.lru_cache(maxsize=8)
+def _stretched(secret: str) -> bytes:
+    """Slow to compute on purpose: a secret that people think of has less entropy than a key."""
+    return hashlib.scrypt(secret.encode(), salt=b"lightning-asgd", n=1 << 14, r=8, p=1, dklen=32)
+
+
+def key_for(purpose: bytes, secret: str) -> bytes:
+    """32 bytes that follow from a secret, others for each purpose (at most 16 bytes)."""
+    return hashlib.blake2b(key=_stretched(secret), digest_size=32, person=purpose).digest()
+
+
+def seal(key: str, value: Any) -> str:
+    """A JSON value for an entry of the rendezvous, with a message authentication code if this process has a secret.
+
+    The code covers the entry's key too, so that no valid value can be moved to another place.
+    """
+    text = json.dumps(value)
+    secret = os.environ.get(SECRET_ENV)
+    return json.dumps({"value": text, "code": _code(key, text, secret) if secret else ""})
+
+
+def unseal(key: str, data: bytes) -> Any:
+    """What :func:`seal` was given; None for what it did not make, or made with another secret."""
+    if len(data) > LARGEST_ENTRY:
+        return None
+    try:
+        entry = json.loads(data)
+        text, code = entry["value"], entry["code"]
+        secret = os.environ.get(SECRET_ENV)
+        if secret and not hmac.compare_digest(code.encode(), _code(key, text, secret).encode()):
+            return None
+        return json.loads(text)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # anybody may write anything there
+        return None
+
+
+def _code(key: str, text: str, secret: str) -> str:
+    return hmac.new(key_for(b"asgd rendezvous", secret), f"{key}\n{text}".encode(), "sha256").hexdigest()

@@ -1,0 +1,139 @@
+"""Entries of the rendezvous: any process that reaches the store can write there, and has to be without effect."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.transports.job_secret import LARGEST_ENTRY, key_for, seal, unseal
+from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
+
+SECRET = "known to this job only"
+VALUES: list[Any] = [None, 1, "text", ["server/0"], {"address": "tcp://1.2.3.4:5", "pid": 3}, {"error": "gone"}]
+
+
+@pytest.fixture(params=[SECRET, None], ids=["with a secret", "without"])
+def secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    if request.param is None:
+        monkeypatch.delenv(SECRET_ENV, raising=False)
+    else:
+        monkeypatch.setenv(SECRET_ENV, request.param)
+    found: str | None = request.param
+    return found
+
+
+def garbage(chance: random.Random) -> bytes:
+    """What a stranger writes: noise, JSON that is none of ours, and what looks like an entry."""
+    noise = chance.randbytes(chance.randrange(200))
+    kind = chance.randrange(6)
+    if kind == 0:
+        return noise
+    value: Any = chance.choice([*VALUES, [[]] * 3, {"value": 1, "code": None}, {"value": "[", "code": "x"}, "\ud800"])
+    if kind == 1:
+        return json.dumps(value).encode()
+    if kind == 2:
+        return json.dumps({"value": json.dumps(value), "code": chance.randbytes(32).hex()}).encode()
+    if kind == 3:
+        return b"[" * 100_000
+    if kind == 4:
+        return b"x" * (LARGEST_ENTRY + 1)
+    return json.dumps({"value": value, "code": ["y"]}).encode()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_an_entry_is_what_was_published(secret: str | None, value: Any) -> None:
+    assert unseal("key", seal("key", value).encode()) == value
+
+
+def test_an_entry_counts_at_its_own_place_and_with_its_own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    entry = seal("server/0", {"address": "here"}).encode()
+    assert unseal("server/1", entry) is None
+    monkeypatch.setenv(SECRET_ENV, SECRET + "!")
+    assert unseal("server/0", entry) is None
+    monkeypatch.delenv(SECRET_ENV)
+    plain = seal("server/0", {"address": "elsewhere"}).encode()
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    assert unseal("server/0", plain) is None
+
+
+def test_each_purpose_has_a_key_of_its_own() -> None:
+    keys = {key_for(purpose, secret) for purpose in (b"asgd server", b"asgd worker") for secret in (SECRET, "other")}
+    assert len(keys) == 4
+    assert {len(key) for key in keys} == {32}
+
+
+def test_ten_thousand_foreign_values_never_raise(secret: str | None) -> None:
+    chance = random.Random(1)
+    for _ in range(10_000):
+        found = unseal("server/0", garbage(chance))
+        assert found is None or secret is None
+
+
+def test_a_job_goes_on_when_a_stranger_writes_over_its_entries(secret: str | None) -> None:
+    host = Rendezvous.host()
+    keys = ["server/0", "server/1"]
+    host.put("session/s", keys)
+    for index, key in enumerate(keys):
+        host.put(key, {"address": f"tcp://here:{index}", "pid": index})
+    peer = Rendezvous.connect(*host.address, timeout_s=10.0)
+
+    def seen() -> tuple[Any, ...]:
+        return peer.get("session/s", "The job", 5.0, kind=list), *(peer.server(i, k, 5.0) for i, k in enumerate(keys))
+
+    before = seen()
+    stranger: Any = host.shared("")
+    for key in ("session/s", *keys, *map(successor_of, keys)):
+        stranger.set(key, b"\xff garbage")
+    assert seen() == before
+    assert host.peek_server("server/0")["address"] == "tcp://here:0"
+    host.put(successor_of("server/0"), "server/0.1")
+    host.put("server/0.1", {"address": "tcp://there:7", "pid": 7})
+    assert peer.server(0, "server/0", 5.0) == "tcp://there:7"
+
+
+def test_successors_that_point_in_a_circle_end() -> None:
+    host = Rendezvous.host()
+    host.put("server/0", {"address": "tcp://here:0"})
+    host.put(successor_of("server/0"), "server/1")
+    host.put(successor_of("server/1"), "server/0")
+    assert host.peek_server("server/0") == {}
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=r"Server 0 did not start within 0.1 s"):
+        host.server(0, "server/0", 0.1)
+    assert time.monotonic() - begun < 5.0
+
+
+def test_an_endless_row_of_successors_ends() -> None:
+    host = Rendezvous.host()
+    for number in range(1100):
+        host.put(successor_of(f"server/{number}"), f"server/{number + 1}")
+    assert host.peek_server("server/0") == {}
+
+
+def test_a_value_of_another_type_is_none(secret: str | None) -> None:
+    host = Rendezvous.host()
+    host.put("session/s", {"no": "list"})
+    assert host.peek("session/s", list) is None
+    host.put("session/s", ["server/0"])
+    assert host.peek("session/s", list) == ["server/0"]
+
+
+def test_a_process_without_the_secret_is_told_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Rendezvous.host()
+    monkeypatch.delenv(SECRET_ENV, raising=False)
+    host.put("session/s", ["server/0"])
+    name = host.job()
+    assert host.job() == name
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    other = Rendezvous.connect(*host.address, timeout_s=10.0)
+    with pytest.raises(LaunchError, match=rf"'session/s' at 127.0.0.1:\d+ was not written by .*{SECRET_ENV}"):
+        other.get("session/s", "The job", 0.1)
+    with pytest.raises(LaunchError, match="'job' at"):
+        other.job()
