@@ -119,17 +119,17 @@ class TrainingJob:
         """Find or host the rendezvous, and start the servers if this is the main process."""
         kind = registry.kind_of(self.transport)
         kind.check_available()
+        kind.provide_secret(one_machine=num_nodes == 1 and not environment.creates_processes_externally)
         self.launches += 1
         self.address = self._find_rendezvous(environment, num_nodes, is_main)
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
-        kind.provide_secret(one_machine=num_nodes == 1 and not environment.creates_processes_externally)
         if is_main:
             rendezvous = _hosted.get(self.address)
             if rendezvous is None:
                 rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
-            self.name = rendezvous.job()
+            self.name = rendezvous.announce_job()
             several = environment.world_size() > 1
             every_s = self.snapshot_every_s if several else 0.0
             settings = ServerSettings(self.interface, self.transport, job=self.name, snapshot_every_s=every_s)
@@ -159,7 +159,7 @@ class TrainingJob:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
-        self.name = rendezvous.job()
+        self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
         addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:

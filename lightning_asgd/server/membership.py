@@ -19,6 +19,9 @@ __all__ = ["Membership"]
 _SUSPENDED_S = 2.0  # a longer time between two looks at the clock: this process was suspended
 _REPORT_S = 60.0  # in which all workers notice that a server was lost and report to its replacement
 _UNHEARD = 1000  # numbers that a lost server may have given without any worker having heard of them
+_EVENTS = 1000  # that are kept at least
+_REMEMBERED = 100  # workers of an elastic run that have left, of which something is still known
+_AWAY_S = 600.0  # after which a silent worker of an elastic run is forgotten
 _REFUSALS = 20  # events about refused processes, of which there may be very many
 _SOONER = 0.7  # the failure timeout of the other servers, as a part of server 0's
 
@@ -45,7 +48,8 @@ class Membership:
     catching_up: set[int] = field(default_factory=set)
     fenced: set[int] = field(default_factory=set)
     incarnations: dict[int, int] = field(default_factory=dict)  # how often a worker was suspected
-    events: list[str] = field(default_factory=list)  # for the workers' logs
+    events: list[str] = field(default_factory=list)  # for the workers' logs: the latest
+    forgotten: int = 0  # earlier events
     admitted: int = 0  # the highest number that was given
     unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
     descriptions: dict[int, str] = field(default_factory=dict)  # of workers that attached themselves
@@ -98,7 +102,8 @@ class Membership:
     @property
     def living(self) -> set[int]:
         """Workers that others wait for: neither gone nor suspected nor catching up."""
-        return self.expected - set(self.left) - set(self.suspected) - self.catching_up
+        there = {worker for worker in self.expected if worker not in self.left}  # of whom there may be very many
+        return there - self.suspected.keys() - self.catching_up
 
     @property
     def trusted(self) -> set[int]:
@@ -133,7 +138,7 @@ class Membership:
         newcomer, member = _named(process), _named(holder)
         if process not in self.refused and len(self.refused) < _REFUSALS:
             self.refused.add(process)
-            self.events.append(
+            self.publish(
                 f"Process {newcomer} claimed rank {worker}, which process {member} has. It was refused; training "
                 "continues."
             )
@@ -151,8 +156,8 @@ class Membership:
         """Raise unless a worker may train."""
         if self.aborted:
             raise WorkerLostError(self.aborted)
-        if worker in self.left:  # an earlier request of its own may arrive after that
-            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left[worker] or 'it had left'}).")
+        if worker in self.left or (self.elastic and worker not in self.joined):  # a late request of its own
+            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left.get(worker) or 'it had left'}).")
         if worker in self.fenced or worker in self.suspected:
             reason = self.suspected.get(worker, "was away")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
@@ -172,7 +177,7 @@ class Membership:
         self.descriptions[worker] = description
         self.join(worker, now, process)
         self.unheard.add(worker)
-        self.events.append(f"Worker {worker} ({description}) has joined.")
+        self.publish(f"Worker {worker} ({description}) has joined.")
         return worker
 
     def join(self, worker: int, now: float, process: str = "") -> bool:
@@ -202,7 +207,7 @@ class Membership:
         """End a worker's absence: it is waited for again."""
         self.suspected.pop(worker, None)
         self.catching_up.discard(worker)
-        self.events.append(f"Worker {worker} has rejoined.")
+        self.publish(f"Worker {worker} has rejoined.")
 
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
@@ -224,7 +229,7 @@ class Membership:
             worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
         }
         self.fenced |= fenced
-        self.events.append("A server was lost, and restored from what the workers hold.")
+        self.publish("A server was lost, and restored from what the workers hold.")
 
     def leave(self, worker: int, reason: str, details: str = "") -> bool:
         """Take a worker out; returns False if it was not there. ``details`` are for the workers' logs."""
@@ -233,20 +238,44 @@ class Membership:
         self.give_up(worker, reason)
         known = len(self.events)
         if not self.world_size:
-            self.events.append(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
+            self.publish(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
         elif reason and not self._lose(worker, f"is gone ({reason})"):
-            self.events.append(f"Worker {worker} is gone: {reason}; the others continue without it.")
-        if details and len(self.events) > known:
+            self.publish(f"Worker {worker} is gone: {reason}; the others continue without it.")
+        if details and len(self.events) != known:
             self.events[-1] += f" It said:\n{details}"
         return True
 
     def give_up(self, worker: int, reason: str) -> None:
         """Count a worker as gone, whatever it was."""
         self.left[worker] = reason
+        if self.elastic:
+            self.joined.discard(worker)
+            if len(self.left) > _REMEMBERED:
+                self._forget(next(iter(self.left)))
         self.suspected.pop(worker, None)
         self.catching_up.discard(worker)
         self.fenced.discard(worker)
         self.unheard.discard(worker)
+
+    def _forget(self, worker: int) -> None:
+        """Keep nothing for a worker that left long ago: a run may have thousands, one after the other."""
+        for kept in (self.left, self.incarnations, self.processes, self.descriptions, self.metrics, self._heard):
+            kept.pop(worker, None)
+
+    def away_for_good(self, now: float) -> list[int]:
+        """Workers of an elastic run that have been silent for so long that they count as gone."""
+        return [worker for worker in self.suspected if self.elastic and self.silent_s(worker, now) > _AWAY_S]
+
+    def publish(self, event: str) -> None:
+        """Have the workers' logs show an event."""
+        self.events.append(event)
+        if len(self.events) > 2 * _EVENTS:
+            del self.events[:_EVENTS]
+            self.forgotten += _EVENTS
+
+    def events_after(self, heard: int) -> tuple[str, ...]:
+        """The events that a worker has not heard of, which knows the first ``heard``."""
+        return tuple(self.events[max(0, heard - self.forgotten) :])
 
     def suspect_silent(self, now: float) -> bool:
         """Suspect the workers whose failure timeout is over; returns whether there are any."""
@@ -268,14 +297,14 @@ class Membership:
             if self.index > 0:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
-                self.events.append(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
+                self.publish(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
         return True
 
     def end(self, why: str) -> None:
         """End the session."""
         if not self.aborted:
             self.aborted = why
-            self.events.append(why)
+            self.publish(why)
 
     def _lose(self, worker: int, fate: str) -> bool:
         """End the session if it cannot or must not do without a worker."""

@@ -87,7 +87,7 @@ class RunRegistry:
         worker = members.admit(message.about, now, message.process)
         if bootstraps:
             self.bootstrap_worker = worker
-        return Attached(worker, bootstraps, dict(self.metadata), len(members.events), members.chief)
+        return Attached(worker, bootstraps, dict(self.metadata), members.forgotten + len(members.events), members.chief)
 
     def exited(self, session: str) -> dict[int, str]:
         """Workers whose processes have ended, as far as a session is concerned, and why."""

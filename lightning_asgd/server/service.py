@@ -93,7 +93,7 @@ class Service:
             ReplayDone: self._replay_done,
             Samples: lambda message: self._current(message.session).samples,
             StatusRequest: self._status,
-            ShardState: self._shard_state,
+            ShardState: lambda message: self._current(message.session).shard_state(message),
         }
 
     @property
@@ -130,6 +130,8 @@ class Service:
                 # Another server may have applied already what they are about to replay: none may be suspected.
                 members.note_heartbeat(worker, now)
             self._complete(session.collectives.expire(now))
+            for worker in members.away_for_good(now):
+                self._leave(Leave(members.session, worker, "it was silent for too long", process=""))
             if members.composition != before or members.aborted:
                 self._members_changed(session)
             self._complete(self.state.epochs.retry(now))
@@ -167,7 +169,7 @@ class Service:
         with self._lock:
             self._changed = True
             if self.session is not None:
-                self.session.members.events.append(what)
+                self.session.members.publish(what)
 
     def restore_from_snapshot(self, server: int) -> bool:
         """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
@@ -306,9 +308,6 @@ class Service:
         self._members_changed(session)
         session.forget(message.worker)
         return True
-
-    def _shard_state(self, message: ShardState) -> Any:
-        return self._current(message.session).shard_state(message)
 
     def _status(self, message: StatusRequest) -> Status:
         session = self.session

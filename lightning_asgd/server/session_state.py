@@ -69,7 +69,7 @@ class SessionState:
         if isinstance(message.figures, WorkerMetrics):
             members.metrics[worker] = message.figures
         return HeartbeatReply(
-            tuple(members.events[message.heard :]),
+            members.events_after(message.heard),
             tuple(sorted(members.living)),
             dict(members.metrics) if worker == members.chief else {},
             members.chief,
@@ -131,7 +131,7 @@ class SessionState:
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
         """Go on from a snapshot, without the workers."""
         self.members.restore(now, admitted=snapshot.admitted)
-        self.members.events.append(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
+        self.members.publish(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
@@ -146,9 +146,7 @@ class SessionState:
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.events.append(
-                f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero."
-            )
+            members.publish(f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero.")
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)

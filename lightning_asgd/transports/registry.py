@@ -43,7 +43,7 @@ class TransportKind(ABC):
 
     @abstractmethod
     def provide_secret(self, *, one_machine: bool) -> None:
-        """Make the job's secret, if it needs one, for processes that inherit this one's environment.
+        """Make the job's secret, if there is none, for processes that inherit this one's environment.
 
         Raises a ``ConfigurationError`` where not all do and none was set, or where it is too short.
         """
@@ -60,6 +60,11 @@ class TransportKind(ABC):
         """
 
 
+def _make_secret(one_machine: bool) -> None:
+    if one_machine and SECRET_ENV not in os.environ:
+        os.environ[SECRET_ENV] = secrets.token_hex(32)
+
+
 class _Rpc(TransportKind):
     encrypted = False
 
@@ -67,7 +72,7 @@ class _Rpc(TransportKind):
         tensorpipe.check_available()
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        pass  # it has no authentication
+        _make_secret(one_machine)  # for the rendezvous: RPC itself has no authentication
 
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:
         return RpcTransport(addresses, interface)
@@ -93,8 +98,7 @@ class _Zmq(TransportKind):
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        if one_machine and SECRET_ENV not in os.environ:
-            os.environ[SECRET_ENV] = secrets.token_hex(32)
+        _make_secret(one_machine)
         self._secret()
 
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:

@@ -112,11 +112,12 @@ class Rendezvous:
         self.put(f"session/{run_id}", keys)
         self.put("run", {"run_id": run_id, "transport": transport})
 
-    def job(self) -> str:
-        """The job's random name, which the first process that asks for it makes. Raises a ``LaunchError``."""
-        name = unseal("job", self._store.compare_set("job", "", seal("job", secrets.token_hex(4))))
+    def announce_job(self) -> str:
+        """Make the job's random name, unless a process with the same secret has; for the main process."""
+        name = unseal("job", self._store.get("job")) if self._store.check(["job"]) else None
         if not isinstance(name, str):
-            raise LaunchError(f"{self._foreign('job')} {_SAME_SECRET}")
+            name = secrets.token_hex(4)
+            self.put("job", name)
         return name
 
     def _foreign(self, key: str) -> str:
