@@ -158,8 +158,9 @@ class TrainingJob:
         global _transport, _connected
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
-        self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
+        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
+        if not self.attaches:
+            self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
         keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
         addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
@@ -173,7 +174,8 @@ class TrainingJob:
         """A key-value store that all workers of the present session reach."""
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        return Rendezvous.connect(*self.address, self.start_timeout_s).shared(f"session/{self.session}/")
+        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
+        return rendezvous.shared(f"session/{self.session}/")
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
@@ -183,11 +185,9 @@ class TrainingJob:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
         try:
-            rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s)
-            first = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)[
-                server
-            ]
-            return rendezvous.server(server, first, self.start_timeout_s, other_than=before)
+            rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
+            keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
+            return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
         except RuntimeError as error:
             raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 

@@ -7,11 +7,14 @@ import hashlib
 import hmac
 import json
 import os
+import secrets
 from typing import Any
 
 from lightning_asgd.config import SECRET_ENV
 
-__all__ = ["key_for", "seal", "unseal"]
+__all__ = ["given", "key_for", "make_own", "seal", "unseal"]
+
+_OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
 
 LARGEST_ENTRY = 1 << 16  # bytes; a server's last output is the longest thing that is published
 
@@ -27,24 +30,34 @@ def key_for(purpose: bytes, secret: str) -> bytes:
     return hashlib.blake2b(key=_stretched(secret), digest_size=32, person=purpose).digest()
 
 
-def seal(key: str, value: Any) -> str:
-    """A JSON value for an entry of the rendezvous, with a message authentication code if this process has a secret.
+def make_own() -> None:
+    """Make a secret for a job on this machine, whose processes inherit the environment, unless there is one."""
+    if SECRET_ENV not in os.environ:
+        os.environ[SECRET_ENV] = os.environ[_OWN_ENV] = secrets.token_hex(32)
+
+
+def given() -> str | None:
+    """The secret that a user has set: not one that an earlier job of this process made for itself."""
+    secret = os.environ.get(SECRET_ENV)
+    return None if secret == os.environ.get(_OWN_ENV) else secret
+
+
+def seal(key: str, value: Any, secret: str | None) -> str:
+    """A JSON value for an entry of the rendezvous, with a message authentication code if there is a secret.
 
     The code covers the entry's key too, so that no valid value can be moved to another place.
     """
     text = json.dumps(value)
-    secret = os.environ.get(SECRET_ENV)
     return json.dumps({"value": text, "code": _code(key, text, secret) if secret else ""})
 
 
-def unseal(key: str, data: bytes) -> Any:
+def unseal(key: str, data: bytes, secret: str | None) -> Any:
     """What :func:`seal` was given; None for what it did not make, or made with another secret."""
     if len(data) > LARGEST_ENTRY:
         return None
     try:
         entry = json.loads(data)
         text, code = entry["value"], entry["code"]
-        secret = os.environ.get(SECRET_ENV)
         if secret and not hmac.compare_digest(code.encode(), _code(key, text, secret).encode()):
             return None
         return json.loads(text)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.transports import tensorpipe
+from lightning_asgd.transports import job_secret, tensorpipe
 from lightning_asgd.transports.rendezvous import address_of
 from lightning_asgd.transports.rpc_transport import RpcServer, RpcTransport
 from lightning_asgd.transports.transport import Transport
@@ -60,11 +59,6 @@ class TransportKind(ABC):
         """
 
 
-def _make_secret(one_machine: bool) -> None:
-    if one_machine and SECRET_ENV not in os.environ:
-        os.environ[SECRET_ENV] = secrets.token_hex(32)
-
-
 class _Rpc(TransportKind):
     encrypted = False
 
@@ -72,7 +66,8 @@ class _Rpc(TransportKind):
         tensorpipe.check_available()
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        _make_secret(one_machine)  # for the rendezvous: RPC itself has no authentication
+        if one_machine:
+            job_secret.make_own()  # for the rendezvous: RPC itself has no authentication
 
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:
         return RpcTransport(addresses, interface)
@@ -98,7 +93,8 @@ class _Zmq(TransportKind):
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        _make_secret(one_machine)
+        if one_machine:
+            job_secret.make_own()
         self._secret()
 
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:

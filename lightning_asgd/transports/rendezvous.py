@@ -7,6 +7,7 @@ loopback on one machine, ``MASTER_ADDR`` on several.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import threading
@@ -20,7 +21,7 @@ import torch.distributed
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.job_secret import seal, unseal
+from lightning_asgd.transports.job_secret import given, seal, unseal
 
 __all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "local_address_towards", "successor_of"]
 
@@ -39,8 +40,9 @@ _SAME_SECRET = (
 class Rendezvous:
     """A connection to the store, and the store's address. Use :meth:`host` or :meth:`connect`."""
 
-    def __init__(self, store: Any, address: tuple[str, int]) -> None:
+    def __init__(self, store: Any, address: tuple[str, int], *, elsewhere: bool = False) -> None:
         self._store = _dist.PrefixStore(_PREFIX, store)
+        self._secret = given() if elsewhere else os.environ.get(SECRET_ENV)
         self._known: dict[str, Any] = {}  # the latest valid values: a stranger may write over the store's
         self.address = address
 
@@ -70,9 +72,18 @@ class Rendezvous:
 
     @classmethod
     def connect(
-        cls, host: str, port: int, timeout_s: float, hint: str = "MASTER_ADDR and MASTER_PORT name it on every machine"
+        cls,
+        host: str,
+        port: int,
+        timeout_s: float,
+        hint: str = "MASTER_ADDR and MASTER_PORT name it on every machine",
+        *,
+        elsewhere: bool = False,
     ) -> Rendezvous:
-        """Connect to a store that another process hosts, waiting for it to appear. The hint is for the error."""
+        """Connect to a store that another process hosts, waiting for it to appear. The hint is for the error.
+
+        ``elsewhere``: it is not of a job that this process belongs to.
+        """
         deadline = time.monotonic() + timeout_s
         found: list[Any] = []
         failed: list[str] = []
@@ -97,13 +108,13 @@ class Rendezvous:
                 f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
                 f"it. Check that it runs, and that {hint}."
             )
-        return cls(found[0], (host, port))
+        return cls(found[0], (host, port), elsewhere=elsewhere)
 
     @classmethod
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
-        rendezvous = cls.connect(host, port, timeout_s, hint)
+        rendezvous = cls.connect(host, port, timeout_s, hint, elsewhere=True)
         run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s, kind=dict)
         return rendezvous, run, rendezvous.get(f"session/{run['run_id']}", "The servers", timeout_s, kind=list)
 
@@ -114,7 +125,7 @@ class Rendezvous:
 
     def announce_job(self) -> str:
         """Make the job's random name, unless a process with the same secret has; for the main process."""
-        name = unseal("job", self._store.get("job")) if self._store.check(["job"]) else None
+        name = unseal("job", self._store.get("job"), self._secret) if self._store.check(["job"]) else None
         if not isinstance(name, str):
             name = secrets.token_hex(4)
             self.put("job", name)
@@ -130,14 +141,14 @@ class Rendezvous:
 
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""
-        self._store.set(key, seal(key, value))
+        self._store.set(key, seal(key, value, self._secret))
 
     def peek(self, key: str, kind: type = object) -> Any:
         """A published value of this type, or None.
 
         What is not one of this job's values is as if it were not there: any process that reaches the store can write.
         """
-        found = unseal(key, self._store.get(key)) if self._store.check([key]) else None
+        found = unseal(key, self._store.get(key), self._secret) if self._store.check([key]) else None
         if found is not None and isinstance(found, kind):
             self._known[key] = found
         return self._known.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.job_secret import LARGEST_ENTRY, key_for, seal, unseal
+from lightning_asgd.transports.job_secret import LARGEST_ENTRY, given, key_for, make_own, seal, unseal
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 SECRET = "known to this job only"
@@ -48,19 +49,32 @@ def garbage(chance: random.Random) -> bytes:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_an_entry_is_what_was_published(secret: str | None, value: Any) -> None:
-    assert unseal("key", seal("key", value).encode()) == value
+    assert unseal("key", seal("key", value, secret).encode(), secret) == value
 
 
-def test_an_entry_counts_at_its_own_place_and_with_its_own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_counts_at_its_own_place_and_with_its_own_secret() -> None:
+    entry = seal("server/0", {"address": "here"}, SECRET).encode()
+    assert unseal("server/1", entry, SECRET) is None
+    assert unseal("server/0", entry, SECRET + "!") is None
+    assert unseal("server/0", seal("server/0", {"address": "elsewhere"}, None).encode(), SECRET) is None
+
+
+def test_a_secret_that_a_job_made_for_itself_is_not_for_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SECRET_ENV, "LIGHTNING_ASGD_OWN_SECRET"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    served = Rendezvous.host()  # by `lightning-asgd serve`, without a secret
+    served.announce_run("r", "rpc", ["server/0"])
+    make_own()
+    made = os.environ[SECRET_ENV]
+    assert given() is None
+    make_own()
+    assert os.environ[SECRET_ENV] == made
+    assert Rendezvous.find_run(*served.address, 10.0)[2] == ["server/0"]
     monkeypatch.setenv(SECRET_ENV, SECRET)
-    entry = seal("server/0", {"address": "here"}).encode()
-    assert unseal("server/1", entry) is None
-    monkeypatch.setenv(SECRET_ENV, SECRET + "!")
-    assert unseal("server/0", entry) is None
-    monkeypatch.delenv(SECRET_ENV)
-    plain = seal("server/0", {"address": "elsewhere"}).encode()
-    monkeypatch.setenv(SECRET_ENV, SECRET)
-    assert unseal("server/0", plain) is None
+    assert given() == SECRET
+    with pytest.raises(LaunchError, match="'run' at"):
+        Rendezvous.find_run(*served.address, 0.1)
 
 
 def test_each_purpose_has_a_key_of_its_own() -> None:
@@ -72,7 +86,7 @@ def test_each_purpose_has_a_key_of_its_own() -> None:
 def test_ten_thousand_foreign_values_never_raise(secret: str | None) -> None:
     chance = random.Random(1)
     for _ in range(10_000):
-        found = unseal("server/0", garbage(chance))
+        found = unseal("server/0", garbage(chance), secret)
         assert found is None or secret is None
 
 
