@@ -100,6 +100,7 @@ def run_server(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers
+    _allow_many_connections()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots else None
     remembered = None if snapshots is None else snapshots.read
     service = Service(run=settings.run, job=settings.job, succeeds=arguments.succeeds, remembered=remembered)
@@ -134,6 +135,15 @@ def run_server(argv: list[str] | None = None) -> int:
     service.close()
     server.close()
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files to what the system allows: idle connections of strangers take one each."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not Unix, or a limit that is none
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager
