@@ -64,25 +64,25 @@ class Membership:
 
         ``before`` are those of the session before, ``exited`` workers whose processes have ended, and why.
         """
-        if before is not None and message.worker not in {*before.left, *before.suspected}:
-            before.check_process(message.worker, message.process)
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
                 f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
                 "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
             )
-        left, suspected, processes = exited, {}, {}
+        if before is not None and _place(message.session) < _place(before.session):
+            raise LaunchError(
+                f"Worker {message.worker} wants to begin session {message.session!r}, but the job is in session "
+                f"{before.session!r}. It was refused: its process is a second start, or was started too late. Look for "
+                "a job that still runs."
+            )
+        left, suspected = exited, {}
         if before is not None:
-            processes = {
-                w: p for w, p in before.processes.items() if w not in before.left and w not in before.suspected
-            }
             suspected = {**before.suspected, **dict.fromkeys(before.catching_up, "was behind")}
             if message.after == before.session:
                 left = {**left, **{worker: why for worker, why in before.left.items() if why}}
         left = {worker: why for worker, why in left.items() if worker < message.world_size}
         suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
-        about = (message.session, message.world_size, message.policy, message.server)
-        return cls(*about, left, suspected, processes=processes)
+        return cls(message.session, message.world_size, message.policy, message.server, left, suspected)
 
     @property
     def elastic(self) -> bool:
@@ -319,6 +319,11 @@ class Membership:
         if why:
             self.end(f"{why} Start the job again with trainer.fit(..., ckpt_path='last').")
         return bool(why)
+
+
+def _place(session: str) -> tuple[int, ...]:
+    """Where a session is among those of its job, whose names end with numbers: see ``TrainingJob.session``."""
+    return tuple(int(number) for number in session.split(".")[1:] if number.isdecimal())
 
 
 def _named(process: str) -> str:

@@ -43,15 +43,15 @@ def job(*, silence_s: float = 0.0) -> Service:
     """A session of two workers, whose weights are zero; its time stands still."""
     service = Service(lambda: 0.0)
     for rank, process in enumerate(TWO):
-        assert not isinstance(service.handle(by(Join("s", rank, 2, Policy(silence_s)), process)), Failure)
+        assert not isinstance(service.handle(by(Join("j.0.2", rank, 2, Policy(silence_s)), process)), Failure)
     weights = (torch.zeros(2),)
     for rank, process in enumerate(TWO):
-        service.handle(by(InitShard("s", rank, GROUPS, ASGD(), weights if rank == 0 else None), process))
+        service.handle(by(InitShard("j.0.2", rank, GROUPS, ASGD(), weights if rank == 0 else None), process))
     return service
 
 
 def push(rank: int, seq: int = 1) -> Exchange:
-    return Exchange("s", rank, seq, 0, True, True, (torch.ones(2),))
+    return Exchange("j.0.2", rank, seq, 0, True, True, (torch.ones(2),))
 
 
 def weights(service: Service) -> list[float]:
@@ -65,17 +65,17 @@ def members(service: Service) -> Any:
 
 
 EVERY = [
-    Join("s", 1, 2),
-    Join("s", 1, 2, again=True),
-    Join("s", 1, 2, restore=True),
-    Join("t", 1, 2),
-    Heartbeat("s", 1),
+    Join("j.0.2", 1, 2),
+    Join("j.0.2", 1, 2, again=True),
+    Join("j.0.2", 1, 2, restore=True),
+    Join("j.0.1", 1, 2),
+    Heartbeat("j.0.2", 1),
     push(1),
-    Contribution("s", 1, 1, "barrier", "join", None),
-    OpenEpoch("s", 1, Epoch("e", 4, (4,), 1, "")),
-    Leave("s", 1),
-    Leave("s", 1, "it raised an error"),
-    Leave("s", 1, "its process ended with exit code 1", final=True),
+    Contribution("j.0.2", 1, 1, "barrier", "join", None),
+    OpenEpoch("j.0.2", 1, Epoch("e", 4, (4,), 1, "")),
+    Leave("j.0.2", 1),
+    Leave("j.0.2", 1, "it raised an error"),
+    Leave("j.0.2", 1, "its process ended with exit code 1", final=True),
 ]
 
 
@@ -88,9 +88,10 @@ def test_nothing_that_another_process_says_for_a_rank_changes_anything(message: 
     else:
         assert isinstance(answer, Failure)
         assert answer.error == "LaunchError"
-        assert "Process 77 on elsewhere claimed rank 1, which process 2 on there has" in answer.message
+        claim = "Process 77 on elsewhere claimed rank 1, which process 2 on there has"
+        assert (claim if message.session == "j.0.2" else "the job is in session 'j.0.2'") in answer.message
     assert weights(service) == [0.0, 0.0]
-    assert members(service).session == "s"
+    assert members(service).session == "j.0.2"
     assert members(service).living == {0, 1}
     service.handle(by(push(1), TWO[1]))
     assert weights(service) == [0.5, 0.5]
@@ -99,8 +100,8 @@ def test_nothing_that_another_process_says_for_a_rank_changes_anything(message: 
 def test_the_job_hears_of_a_process_that_was_refused_once() -> None:
     service = job()
     for _ in range(3):
-        service.handle(by(Join("s", 1, 2), STRAY))
-    news = service.handle(by(Heartbeat("s", 0), TWO[0])).news
+        service.handle(by(Join("j.0.2", 1, 2), STRAY))
+    news = service.handle(by(Heartbeat("j.0.2", 0), TWO[0])).news
     (text,) = news
     assert text.startswith("Process 77 on elsewhere claimed rank 1, which process 2 on there has. It was refused")
 
@@ -108,7 +109,7 @@ def test_the_job_hears_of_a_process_that_was_refused_once() -> None:
 def test_processes_without_number_fill_no_memory() -> None:
     service = job()
     for number in range(1000):
-        service.handle(by(Join("s", 1, 2), f"elsewhere/{number}/aa"))
+        service.handle(by(Join("j.0.2", 1, 2), f"elsewhere/{number}/aa"))
     assert len(members(service).events) == len(members(service).refused) == 20
 
 
@@ -117,55 +118,58 @@ def test_a_silent_worker_is_not_replaced_by_another_process() -> None:
     now = [0.0]
     service = Service(lambda: now[0])
     for rank, process in enumerate(TWO):
-        service.handle(by(Join("s", rank, 2, Policy(1.0)), process))
+        service.handle(by(Join("j.0.2", rank, 2, Policy(1.0)), process))
     for now[0] in (0.5, 1.0, 1.5):
-        service.handle(by(Heartbeat("s", 0), TWO[0]))
+        service.handle(by(Heartbeat("j.0.2", 0), TWO[0]))
         service.tick()
     assert set(members(service).suspected) == {1}
-    assert service.handle(by(Join("s", 1, 2), STRAY)).error == "LaunchError"
-    assert not isinstance(service.handle(by(Join("s", 1, 2, again=True), TWO[1])), Failure)
+    assert service.handle(by(Join("j.0.2", 1, 2), STRAY)).error == "LaunchError"
+    assert not isinstance(service.handle(by(Join("j.0.2", 1, 2, again=True), TWO[1])), Failure)
 
 
-def test_the_next_session_belongs_to_the_same_processes() -> None:
+@pytest.mark.parametrize("older", ["j.0.1", "j.0.1.1", "j.0", "j"])
+def test_a_process_that_starts_late_begins_no_session_that_is_over(older: str) -> None:
     service = job()
-    assert service.handle(by(Join("t", 0, 2), STRAY)).error == "LaunchError"
-    service.handle(by(Join("t", 0, 2), TWO[0]))
-    assert service.handle(by(Join("t", 1, 2), STRAY)).error == "LaunchError"
-    assert not isinstance(service.handle(by(Join("t", 1, 2), TWO[1])), Failure)
+    answer = service.handle(by(Join(older, 0, 2), STRAY))
+    assert answer.error == "LaunchError"
+    assert members(service).session == "j.0.2"
+    for newer in ("j.0.2.1", "j.0.3", "j.1.1"):
+        assert not isinstance(service.handle(by(Join(newer, 0, 2), TWO[0])), Failure)
+        assert members(service).session == newer
 
 
 def test_new_processes_take_the_ranks_of_those_that_have_left() -> None:
     """A Trainer that forks its workers makes new ones for every call."""
     service = job()
     for rank, process in enumerate(TWO):
-        assert service.handle(by(Leave("s", rank), process)) is True
+        assert service.handle(by(Leave("j.0.2", rank), process)) is True
     for rank in (1, 0):
-        assert not isinstance(service.handle(by(Join("t", rank, 2), f"new/{rank}/cc")), Failure)
+        assert not isinstance(service.handle(by(Join("j.0.3", rank, 2), f"new/{rank}/cc")), Failure)
 
 
 def test_the_end_of_a_process_counts_for_its_own_rank_only() -> None:
     service = job()
-    assert service.handle(by(Leave("s", 1, "exit code 1", final=True), "there/77/")) is False
-    assert service.handle(by(Leave("s", 1, "exit code 1", final=True), "there/2/")) is True
+    assert service.handle(by(Leave("j.0.2", 1, "exit code 1", final=True), "there/77/")) is False
+    assert service.handle(by(Leave("j.0.2", 1, "exit code 1", final=True), "there/2/")) is True
     assert members(service).left == {1: "exit code 1"}
 
 
 def test_the_main_process_can_report_a_worker_that_never_joined() -> None:
     service = Service(lambda: 0.0)
-    service.handle(by(Join("s", 0, 2), TWO[0]))
-    assert service.handle(by(Leave("s", 1, "exit code 1", final=True), "here/5/")) is True
+    service.handle(by(Join("j.0.2", 0, 2), TWO[0]))
+    assert service.handle(by(Leave("j.0.2", 1, "exit code 1", final=True), "here/5/")) is True
 
 
 @pytest.mark.parametrize("late", itertools.combinations(range(10), 5), ids=str)
 def test_in_no_order_do_two_processes_hold_a_rank(late: tuple[int, ...]) -> None:
     """Two starts of worker 1 say the same, in every order: the one that joins first is the worker, to its end."""
     service = Service(lambda: 0.0)
-    service.handle(by(Join("s", 0, 2), TWO[0]))
-    service.handle(by(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(2),)), TWO[0]))
+    service.handle(by(Join("j.0.2", 0, 2), TWO[0]))
+    service.handle(by(InitShard("j.0.2", 0, GROUPS, ASGD(), (torch.zeros(2),)), TWO[0]))
 
     def says() -> Iterator[Request]:
-        yield from (Join("s", 1, 2), InitShard("s", 1, GROUPS, ASGD(), None), push(1), push(1, 2))
-        yield Leave("s", 1, "it raised an error")
+        yield from (Join("j.0.2", 1, 2), InitShard("j.0.2", 1, GROUPS, ASGD(), None), push(1), push(1, 2))
+        yield Leave("j.0.2", 1, "it raised an error")
 
     turns = ["late" if turn in late else "early" for turn in range(10)]
     said = {"late": says(), "early": says()}
