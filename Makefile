@@ -5,16 +5,12 @@ VENV := .venv
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin/python
-# Two groups of tests start processes and mostly wait for them: those of scripts, and those of Trainers and servers. They
-# run beside the others, and print when these have ended.
-SCRIPTS := tests/examples $(patsubst %,tests/lightning/test_%.py,neighbours launchers storm two_nodes several_trainers slurm strangers)
-PROCESSES := tests/lightning tests/transport
+# The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
+PROCESSES := tests/lightning tests/transport tests/examples
 define run-tests
-@$(RUN) -m pytest $(SCRIPTS) $(1) > $(VENV)/scripts.log 2>&1 & scripts=$$!; \
-$(RUN) -m pytest $(PROCESSES) $(SCRIPTS:%=--ignore=%) $(1) > $(VENV)/processes.log 2>&1 & processes=$$!; \
-$(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(SCRIPTS:%=--ignore=%) $(1); code=$$?; \
-wait $$scripts || code=$$?; wait $$processes || code=$$?; \
-cat $(VENV)/scripts.log $(VENV)/processes.log; exit $$code
+@$(RUN) -m pytest $(PROCESSES) $(1) > $(VENV)/processes.log 2>&1 & beside=$$!; \
+$(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \
+wait $$beside || code=$$?; cat $(VENV)/processes.log; exit $$code
 endef
 
 .DEFAULT_GOAL := help

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
@@ -26,7 +27,9 @@ class ServerProcess:
 
     def __init__(self, rendezvous: Rendezvous, name: str, transport: str = "rpc") -> None:
         self.name = name
-        self._rendezvous = rendezvous
+        self._host = rendezvous  # the store lives as long
+        with mock.patch.dict(os.environ, {SECRET_ENV: SECRET}):  # an earlier job of this process may have made another
+            self._rendezvous = Rendezvous.connect(*rendezvous.address, START_S)
         self._key = f"server/{uuid.uuid4().hex}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         host, port = rendezvous.address
