@@ -46,8 +46,7 @@ RETIRED = {
 }
 LEFT = {
     "common (batch )?size|common batch": 2,
-    "come back|comes back|came back": 13,
-    "so many": 1,
+    "come back|comes back|came back": 5,
 }
 
 
