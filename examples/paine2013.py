@@ -1,4 +1,4 @@
-"""The three experiments of the founding paper, at the size of a laptop.
+"""The three experiments of the original paper, at the size of a laptop.
 
     python examples/paine2013.py            # digits, about nine minutes on two cores
     python examples/paine2013.py --quick    # a small version; too short for meaningful results

@@ -1,10 +1,10 @@
-"""What passes, coded, between a worker and a server: each end remembers what the other one has of it.
+"""The state of compressed exchanges: each end remembers what the other end has received.
 
-What a worker pushes is ``code(update + residual)``, and ``residual`` becomes what the code has lost of that (error
-feedback). So everything that is learnt arrives in the end, only later. Weights come back rounded, while the servers and
-optimizers keep theirs in full, or as coded differences to what the worker has been sent so far, for which servers keep
-one vector per worker. At sync points all workers take the same bits: the servers' weights but for what 16 bits lose of
-the change since the last one (:class:`SyncPointCodec`).
+A worker pushes ``code(update + residual)``, and ``residual`` becomes what the code lost (error feedback), so every part
+of an update arrives eventually. Servers and optimizers keep weights in full precision. Servers send them rounded, or as
+coded differences from what the worker has received so far, for which they keep one vector per worker. At sync points
+all workers receive the same bits: the servers' weights, less what 16 bits lose of the change since the last sync point
+(:class:`SyncPointCodec`).
 
 References:
     Seide et al., "1-Bit Stochastic Gradient Descent" (2014), for error feedback; Karimireddy et al., "Error Feedback

@@ -26,7 +26,7 @@ class Compression(Configurable):
     """A code for vectors of floats."""
 
     differences: ClassVar[bool] = True
-    """Whether weights come back as differences."""
+    """Whether servers send weights as differences."""
 
     @property
     def factor(self) -> float:

@@ -46,8 +46,6 @@ RETIRED = {
 }
 LEFT = {
     "common (batch )?size|common batch": 2,
-    "come back|comes back|came back": 10,
-    "so many": 1,
 }
 
 

@@ -1,4 +1,4 @@
-r"""Asynchronous SGD with weight deltas: the rule of the founding paper, and the mean that converges like DDP.
+r"""Asynchronous SGD with weight deltas: the rule of the original paper, and the mean that converges like DDP.
 
 .. math::  w \leftarrow w + s\,(x_i - w_i)
 

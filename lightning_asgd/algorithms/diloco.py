@@ -66,17 +66,17 @@ class DiLoCo(Algorithm):
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(DiLoCo):
-    r"""DiLoCo in fragments: a part of the module at a time, during training.
+    r"""DiLoCo in fragments: exchanges a part of the module at a time, while training continues.
 
-    Fragment *p* of *P* is exchanged every ``nsync`` steps, ``nsync / P`` after the one before, so the link carries 1/P
-    as much at a time. What comes back some steps later is mixed into the worker's weights,
+    Fragment *p* of *P* is exchanged every ``nsync`` steps, ``nsync / P`` steps after fragment *p* - 1, so the link
+    carries 1/P as much at a time. The reply arrives some steps later, and is mixed into the worker's weights,
 
     .. math::  x \leftarrow \alpha x + (1 - \alpha) w
 
     Args:
         lr: see :class:`DiLoCo`.
         momentum: see :class:`DiLoCo`.
-        parts: *P*. Parameters are dealt out to them one by one (the paper's strided pattern).
+        parts: *P*. Parameters are assigned to the fragments in turn (the paper's strided pattern).
         alpha: :math:`\alpha`, the part of its own weights that a worker keeps.
 
     References:

@@ -100,11 +100,11 @@ class SGMCMC(_Collects):
     r"""The downpour protocol: every push is added whole, noise and all.
 
     Args:
-        burn_in: versions before the first sample. Versions go on after a checkpoint was loaded.
+        burn_in: versions before the first sample. Versions continue after a checkpoint is loaded.
         thin: versions between two samples; the first is kept at version ``burn_in + thin``. Samples that are closer
-            than the chain takes to move across the posterior tell little more than one of them.
-        max_samples: number of samples that are kept. When there are more, the oldest make room. A server takes so
-            many times its shard's memory. Samples are not part of checkpoints.
+            than the chain takes to move across the posterior add little information.
+        max_samples: number of samples that are kept; the oldest are dropped. A server needs memory for this many
+            copies of its shard. Samples are not part of checkpoints.
 
     State:
         none beside the weights; the samples are copies of the shard.

@@ -1,7 +1,7 @@
 """A worker's copy of the weights, seen as the servers' flat shards.
 
 Per server and group there are two flat buffers beside the module's own tensors: ``base``, what this worker has agreed
-with the servers so far, and ``wire``, what is sent and what comes back; on the servers' own machine ``wire`` lies in
+with the servers so far, and ``wire``, the update or the answer; on the servers' own machine ``wire`` lies in
 memory they share. That makes two times the parameters' bytes; an answer by value adds a third while it is merged. Where
 lost servers can be restored a worker remembers the weights that it fetched last: where memory is shared, and the answer
 overwrites the update, that is one more.
@@ -20,7 +20,7 @@ Written with the module's weights *x* (all sums element-wise):
 * :meth:`Replica.adopt`: ``x = base = r``.
 
 :class:`GradientReplica` puts accrued gradients on the wire instead of ``x - base``; :class:`ElasticReplica` puts *x*
-itself there, and subtracts the force that comes back. Buffers that are not parameters go the first way in all three.
+itself there, and subtracts the force in the answer. Buffers that are not parameters go the first way in all three.
 """
 
 from __future__ import annotations
