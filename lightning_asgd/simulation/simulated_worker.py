@@ -88,6 +88,7 @@ class SimulatedWorker:
             lambda: [self.weights.data],
             [None] * layout.num_servers,
             lambda: [self.weights.grad],
+            config.algorithm.mix,
         )
         client.join()
         shards = ShardClient(client)

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asgd import algorithms
-from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, LocalSGD, StaleSynchronous, Transform, WarmStart
+from lightning_asgd.algorithms import (
+    ASGD,
+    Algorithm,
+    Barrier,
+    LocalSGD,
+    StaleSynchronous,
+    StreamingDiLoCo,
+    Transform,
+    WarmStart,
+)
 from lightning_asgd.algorithms.base import Payload, Push
 from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
 from lightning_asgd.optim import SGHMC
@@ -407,6 +416,14 @@ def every_algorithm() -> list[Any]:
         elif cls not in (algorithms.Hogwild, algorithms.LayerWise):
             found.append(pytest.param(cls(), id=name))
     return found
+
+
+def test_streaming_diloco_mixes_the_servers_weights_into_a_workers() -> None:
+    reports = [
+        Simulation(problem=CLEAN, workers=2, steps=30, exchange={"nsync": 5, "algorithm": StreamingDiLoCo(alpha=alpha)})
+        for alpha in (0.1, 0.9)
+    ]
+    assert reports[0].run().losses != reports[1].run().losses
 
 
 @pytest.mark.parametrize("cls", [algorithms.Hogwild, algorithms.LayerWise])
