@@ -78,7 +78,7 @@ class Worker:
         self.weights = torch.randn(n)
         layout = build_layout([("w", self.weights)], [], 1)
         block = shared_memory.create(layout.shard(0)) if shared else None
-        self.replica = Replica(layout, lambda: [self.weights], [block])
+        self.replica = Replica(layout, [([self.weights], 0)], [block])
         rule = ExchangeConfig.create(nsync=1).algorithm
         self.shards.initialise(layout, rule, [block.ref if block else None], self.replica.weights())
         self.versions = [0]

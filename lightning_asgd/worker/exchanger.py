@@ -10,7 +10,7 @@ step in which its copy has finished.
 A module is exchanged in one or several fragments, at times of their own: each has a :class:`Channel`.
 
 A method that may have to wait is a generator of the futures that it waits for, so that the simulator's only thread can
-run another worker meanwhile; :func:`run` runs it to its end.
+run another worker meanwhile. Elsewhere it is run to its end, and waits for them itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -39,14 +40,14 @@ _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 
-def _blocking(waiting: Callable[..., Waits]) -> Callable[..., None]:
-    """The same as a method that blocks."""
+class ExchangeKind(Enum):
+    """What an exchange is for."""
 
-    def block(self: Any, **how: Any) -> None:
-        for _ in waiting(self, **how):
-            pass
-
-    return block
+    REGULAR = auto()  # it fell due between two batches
+    FLUSH = auto()  # the remaining steps at a sync point, where no worker waits for this one any more
+    FETCH = auto()  # the servers' weights, whole and at once
+    FETCH_AT_SYNC_POINT = auto()  # those that all workers take, while none pushes
+    HOLD_AT_START = auto()  # the first weights after a sync point, which a transform may hold back
 
 
 class Channel:
@@ -92,22 +93,13 @@ class Channel:
         begun = (each for each in (self.leaving, self.log.in_flight) if each is not None)
         return self.schedule.since_push + sum(each.local_steps for each in begun)
 
-    def start(
-        self,
-        *,
-        push: bool,
-        fetch: bool,
-        may_wait: bool = True,
-        rest: bool = False,
-        full: bool = False,
-        common: bool = False,
-    ) -> None:
+    def start(self, kind: ExchangeKind = ExchangeKind.REGULAR, *, push: bool = False, fetch: bool = True) -> None:
         """Begin an exchange: pack, and send unless the device still copies."""
+        rest = kind is ExchangeKind.FLUSH
         fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
-        local_steps = self.schedule.since_push if push else 0
-        begun = self._clock()
-        speed = step_s = 0.0
+        begun, local_steps, speed, step_s = self._clock(), 0, 0.0, 0.0
         if push:
+            local_steps = self.schedule.since_push
             self.log.seq += 1
             self.replica.pack()
             self.stats.nsync = self.schedule.nsync
@@ -123,13 +115,14 @@ class Channel:
             "lr": self._training.lr(),
             "speed": speed,
             "nsync": self.schedule.npush,
-            "may_wait": may_wait and not rest,
+            "may_wait": kind in (ExchangeKind.REGULAR, ExchangeKind.HOLD_AT_START),
             "rest": rest,
-            "full": full,
+            "full": kind not in (ExchangeKind.REGULAR, ExchangeKind.FLUSH),
             "epoch": epoch,
             "units": units,
             "batch": self._training.data.batch,
         }
+        common = kind is ExchangeKind.FETCH_AT_SYNC_POINT
         self.leaving = InFlight(push, fetch, begun, self.stats.steps, local_steps, common, step_s, about)
         self.leaving.cost_s = self._clock() - begun
         if self.replica.arrived:
@@ -211,11 +204,11 @@ class Channel:
                 yield from self.fetch()
             self._training.on_refused()
 
-    def fetch(self, *, park: bool = False, common: bool = False) -> Waits:
-        """Adopt the servers' weights; ``common`` says whether all workers do while none pushes."""
+    def fetch(self, kind: ExchangeKind = ExchangeKind.FETCH, *, park: bool = False) -> Waits:
+        """Adopt the servers' weights."""
         yield from self.finish(sync=True)
         self.schedule.forget_trip()
-        self.start(push=False, fetch=True, may_wait=False, full=True, common=common)
+        self.start(kind)
         yield from self.finish(adopt=True, park=park, sync=True)
         self.schedule.since_push = 0
         self.moved = False
@@ -334,7 +327,7 @@ class Exchanger:
 
     # ------------------------------------------------------------------ the asynchronous phase
 
-    def beginning(self) -> Waits:
+    def begin(self) -> Waits:
         """See :class:`Synchronizer`."""
         for channel in self.channels:
             if channel.log.pushed and channel.replica.remembers:
@@ -346,10 +339,8 @@ class Exchanger:
             channel.replica.resume()
             channel.schedule.pause()
             if any(t.holds_at_start for t in self._algorithm.transforms):
-                channel.start(push=False, fetch=True, full=True)
+                channel.start(ExchangeKind.HOLD_AT_START)
                 yield from channel.finish(adopt=True)
-
-    begin = _blocking(beginning)
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """See :class:`Synchronizer`: gradients are the worker's own."""
@@ -364,7 +355,7 @@ class Exchanger:
             channel.schedule.since_push += 1
             channel.schedule.since_fetch += 1
 
-    def advancing(self) -> Waits:
+    def advance(self) -> Waits:
         """Merge an answer that has arrived, and start an exchange if one is due. Called between two batches."""
         for channel in self.channels:
             self._connection.attend()
@@ -388,28 +379,22 @@ class Exchanger:
             if not self._config.overlap:
                 yield from channel.finish()
 
-    advance = _blocking(advancing)
-
     # ------------------------------------------------------------------ sync points
 
-    def flushing(self) -> Waits:
+    def flush(self) -> Waits:
         """Complete the exchange in flight, push the remaining steps, and mark this worker quiescent."""
         for channel in self.channels:
             yield from channel.finish(sync=True)
             untold = channel.schedule.since_push > 0
             if untold or self._algorithm.waits:
-                channel.start(push=untold, fetch=False, rest=True)
+                channel.start(ExchangeKind.FLUSH, push=untold, fetch=False)
                 yield from channel.finish(sync=True)
 
-    flush = _blocking(flushing)
-
-    def fetching(self, *, park: bool = False) -> Waits:
+    def fetch(self, *, park: bool = False) -> Waits:
         """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
+        elastic = not self._connection.world_size
         for channel in self.channels:
-            # Workers of an elastic run have no sync points.
-            yield from channel.fetch(park=park, common=self._connection.world_size > 0)
-
-    fetch = _blocking(fetching)
+            yield from channel.fetch(ExchangeKind.FETCH if elastic else ExchangeKind.FETCH_AT_SYNC_POINT, park=park)
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
@@ -438,7 +423,7 @@ class Exchanger:
         for channel in self.channels:
             channel.close()
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """See :class:`Synchronizer`."""
         for channel in self.channels:
-            run(channel.rejoin())
+            yield from channel.rejoin()

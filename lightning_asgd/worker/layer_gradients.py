@@ -22,6 +22,7 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import LayerGradient
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.synchronizer import Waits
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
@@ -100,8 +101,9 @@ class LayerGradients:
         else:
             self._called = set()
 
-    def begin(self) -> None:
+    def begin(self) -> Waits:
         """See :class:`Synchronizer`: weights do not change."""
+        return ()
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -131,10 +133,11 @@ class LayerGradients:
         self.moved = True
         self.stats.steps += 1
 
-    def advance(self) -> None:
+    def advance(self) -> Waits:
         """See :class:`Synchronizer`: all is done within a step."""
+        return ()
 
-    def flush(self) -> None:
+    def flush(self) -> Waits:
         """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
         for step in [step for waiting in self._under_way.values() for step in waiting]:
@@ -148,14 +151,17 @@ class LayerGradients:
                 self._connection.result(server, self._post(server, 0, -1, None))
         self._phase += 1
         self._step = 0
+        return ()
 
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """See :class:`Synchronizer`. Weights differ only where a worker took fewer steps; buffers are averaged."""
         self.moved = False
         self._agree()
+        return ()
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """See :class:`Synchronizer`: silent workers are not fenced."""
+        return ()
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`: only the module holds the weights; this takes the postponed steps."""

@@ -15,6 +15,8 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.replica import Place
+from lightning_asgd.worker.synchronizer import Waits
 
 __all__ = ["SharedWeights"]
 
@@ -22,7 +24,7 @@ __all__ = ["SharedWeights"]
 class SharedWeights:
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
-    ``source`` gives the module's tensors in the layout's order; their ``data`` is replaced. Raises a
+    ``places`` are those of the module's tensors in the layout's order; their ``data`` is replaced. Raises a
     :class:`ConfigurationError` if the workers cannot see each other's memory.
     """
 
@@ -34,7 +36,7 @@ class SharedWeights:
         self,
         collectives: Collectives,
         layout: Layout,
-        source: Callable[[], Sequence[Tensor]],
+        places: Sequence[Place],
         algorithm: Hogwild,
         num_servers: int,
     ) -> None:
@@ -43,7 +45,7 @@ class SharedWeights:
         self.versions = [0] * num_servers
         self.moved = False
         self._collectives = collectives
-        self._source = source
+        self._places = places
         self._algorithm = algorithm
         groups = layout.shard(0)
         own = shared_memory.create(groups) if collectives.rank == 0 else None
@@ -61,7 +63,7 @@ class SharedWeights:
             block.tensors[spec.group][spec.offset : spec.offset + spec.numel].view(spec.shape)
             for spec in layout.tensors
         ]
-        tensors = source()
+        tensors = self._tensors
         self._copies = algorithm.copies if algorithm.copies is not None else tensors[0].device.type != "cpu"
         self._base: list[Tensor] = []
         self._alone = len(able) == 1
@@ -76,9 +78,14 @@ class SharedWeights:
         for shared, tensor in zip(self._shared, tensors, strict=True):
             tensor.data = shared
 
-    def begin(self) -> None:
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [place[key] for place, key in self._places]
+
+    def begin(self) -> Waits:
         """Wait for all workers to leave the sync point: from now on each step changes the weights of all."""
         self._collectives.barrier("train on")
+        return ()
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """See :class:`Synchronizer`: gradients are the worker's own."""
@@ -91,20 +98,24 @@ class SharedWeights:
         if self._copies:
             self._add_change()
 
-    def advance(self) -> None:
+    def advance(self) -> Waits:
         """See :class:`Synchronizer`: all is done within a step."""
+        return ()
 
-    def flush(self) -> None:
+    def flush(self) -> Waits:
         """See :class:`Synchronizer`: there are no exchanges."""
+        return ()
 
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """See :class:`Synchronizer`."""
         self.moved = False
         if self._copies and not self._alone:
             self._take()
+        return ()
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """See :class:`Synchronizer`: silent workers are not fenced."""
+        return ()
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
@@ -127,7 +138,7 @@ class SharedWeights:
 
     def close(self) -> None:
         """Move every tensor back to private memory."""
-        for tensor, shared in zip(self._source(), self._shared, strict=True):
+        for tensor, shared in zip(self._tensors, self._shared, strict=True):
             if tensor.data_ptr() == shared.data_ptr():
                 tensor.data = shared.clone()
         self._shared = []
@@ -136,7 +147,7 @@ class SharedWeights:
     def _add_change(self) -> None:
         """Rounding errors stay in the copy: see :class:`Replica`."""
         with torch.no_grad():
-            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+            for tensor, base, shared in zip(self._tensors, self._base, self._shared, strict=True):
                 change = tensor.detach() - base
                 self._algorithm.apply(shared, change.to(shared.device), {}, Push())
                 expected = base + change
@@ -145,6 +156,6 @@ class SharedWeights:
 
     def _take(self) -> None:
         with torch.no_grad():
-            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+            for tensor, base, shared in zip(self._tensors, self._base, self._shared, strict=True):
                 tensor.copy_(shared)
                 base.copy_(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,12 @@ from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
-Waits = Iterator[list[Future[Any]]]
-"""A worker's procedure, which yields the futures that must be done before it goes on."""
+Waits = Iterable[list[Future[Any]]]
+"""A worker's procedure, which yields the futures that must be done before it goes on. It must be iterated over."""
 
 
 def run(waits: Waits) -> None:
-    """Run a waiting generator to its end on this thread; calls inside it block."""
+    """Run a procedure to its end on this thread; calls inside it block."""
     for _ in waits:
         pass
 
@@ -64,7 +64,7 @@ class Training:
 
 
 class Synchronizer(Protocol):
-    """Everything between a worker's training steps and the other workers, for any algorithm."""
+    """Everything between a worker's training steps and the other workers, for any algorithm. See :func:`run`."""
 
     layout: Layout  # of the module's shared tensors
     stats: ExchangeStats
@@ -85,7 +85,7 @@ class Synchronizer(Protocol):
     def unacknowledged(self) -> int:
         """Number of this worker's latest optimizer steps that servers have not acknowledged."""
 
-    def begin(self) -> None:
+    def begin(self) -> Waits:
         """Leave a sync point. Called before the next batch."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -94,20 +94,20 @@ class Synchronizer(Protocol):
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
 
-    def advance(self) -> None:
+    def advance(self) -> Waits:
         """Do what is due between two batches."""
 
-    def flush(self) -> None:
+    def flush(self) -> Waits:
         """Complete exchanges in flight, at a sync point's beginning, and mark this worker quiescent."""
 
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """Take the weights that all workers get at a sync point.
 
         Args:
             park: keep the worker's own weights, if the algorithm has any, for :meth:`begin` to bring back.
         """
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """Rejoin after this worker was fenced, with the servers' weights."""
 
     def peek(self) -> dict[str, Tensor]:

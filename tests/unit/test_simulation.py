@@ -43,6 +43,7 @@ from lightning_asgd.simulation import (
     Trace,
 )
 from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 
@@ -160,7 +161,7 @@ def test_the_in_process_cluster_does_the_same_in_the_same_order(algorithm: str, 
         for rank, p in enumerate(parameters)
     ]
     for exchanger in exchangers:
-        exchanger.begin()
+        run(exchanger.begin())
     ends = [(s, rank, 1) for rank, s in enumerate(speeds)]
     while ends:
         now, rank, step = heapq.heappop(ends)
@@ -168,10 +169,10 @@ def test_the_in_process_cluster_does_the_same_in_the_same_order(algorithm: str, 
         optimizers[rank].step()
         exchangers[rank].count_step()
         if step < steps:
-            exchangers[rank].advance()
+            run(exchangers[rank].advance())
             heapq.heappush(ends, (now + speeds[rank], rank, step + 1))
         else:
-            exchangers[rank].flush()
+            run(exchangers[rank].flush())
     weights = exchangers[0].peek()["w"]
     assert bits(weights) == bits(report.weights)
     assert list(report.versions) == cluster.versions()
