@@ -28,7 +28,7 @@ from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -98,7 +98,7 @@ class Shard:
 
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
         """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
-        self._check(weights)
+        check_form(weights, self.groups)
         self.weights = tuple(weights)
         self.version = version
         parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
@@ -123,7 +123,7 @@ class Shard:
         if not self.weights:
             self.initialise(weights, version)
         else:  # it was revived
-            self._check(weights)
+            check_form(weights, self.groups)
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
@@ -193,8 +193,8 @@ class Shard:
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
-        The buffer holds the update on entry and the answer on return; it is None if the message brings no update and
-        there is no shared block. This answer is not always among those that become due.
+        The buffer, of the shard's form, holds the update on entry and the answer on return; it is None if the message
+        brings no update and there is no shared block. This answer is not always among those that become due.
         """
         if not self.weights:
             raise ProtocolError(
@@ -206,7 +206,6 @@ class Shard:
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
-            self._check(buffer)
             asked.verdict = self._judge(message, buffer)
             if asked.verdict is Verdict.APPLIED:
                 asked.staleness = max(0, self.version - message.base_version)
@@ -423,14 +422,16 @@ class Shard:
             return [slice(0, n)]
         return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
 
-    def _check(self, tensors: Buffer) -> None:
-        got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
-        expected = tuple((dtype, n) for _, dtype, n in self.groups)
-        if got != expected:
-            raise ProtocolError(
-                f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
-                "All workers and servers of a run must use the same module and version of this package."
-            )
+
+def check_form(tensors: Buffer, groups: Groups) -> None:
+    """Raise unless tensors that a worker sent are those of a shard's groups."""
+    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
+    expected = tuple((dtype, n) for _, dtype, n in groups)
+    if got != expected:
+        raise ProtocolError(
+            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
+            "All workers and servers of a run must use the same module and version of this package."
+        )
 
 
 def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:

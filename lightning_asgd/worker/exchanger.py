@@ -27,6 +27,7 @@ from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.layout import Layout
+from lightning_asgd.protocol import Exchange
 from lightning_asgd.stats import ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
@@ -91,7 +92,7 @@ class Channel:
     def unacknowledged(self) -> int:
         """Steps that servers have not acknowledged."""
         begun = (each for each in (self.leaving, self.log.in_flight) if each is not None)
-        return self.schedule.since_push + sum(each.local_steps for each in begun)
+        return self.schedule.since_push + sum(each.message.steps for each in begun)
 
     def start(self, kind: ExchangeKind = ExchangeKind.REGULAR, *, push: bool = False, fetch: bool = True) -> None:
         """Begin an exchange: pack, and send unless the device still copies."""
@@ -107,38 +108,35 @@ class Channel:
         if fetch:
             self.schedule.since_fetch = 0
         epoch, units = self._training.data.trained if self._whole else ("", 0)
-        about = {
-            "push": push,
-            "fetch": fetch,
-            "within_bounds": push and self.replica.within_bounds,
-            "steps": local_steps,
-            "lr": self._training.lr(),
-            "speed": speed,
-            "nsync": self.schedule.npush,
-            "may_wait": kind in (ExchangeKind.REGULAR, ExchangeKind.HOLD_AT_START),
-            "rest": rest,
-            "full": kind not in (ExchangeKind.REGULAR, ExchangeKind.FLUSH),
-            "epoch": epoch,
-            "units": units,
-            "batch": self._training.data.batch,
-        }
-        common = kind is ExchangeKind.FETCH_AT_SYNC_POINT
-        self.leaving = InFlight(push, fetch, begun, self.stats.steps, local_steps, common, step_s, about)
-        self.leaving.cost_s = self._clock() - begun
+        message = Exchange(
+            *self.shards.connection.sender,
+            self.log.seq,
+            0,
+            push,
+            fetch,
+            steps=local_steps,
+            lr=self._training.lr(),
+            speed=speed,
+            nsync=self.schedule.npush,
+            may_wait=kind in (ExchangeKind.REGULAR, ExchangeKind.HOLD_AT_START),
+            rest=rest,
+            within_bounds=push and self.replica.within_bounds,
+            full=kind not in (ExchangeKind.REGULAR, ExchangeKind.FLUSH),
+            common="" if kind is ExchangeKind.FETCH_AT_SYNC_POINT else None,
+            epoch=epoch,
+            units=units,
+            batch=self._training.data.batch,
+        )
+        self.leaving = InFlight(message, begun, self.stats.steps, step_s, cost_s=self._clock() - begun)
         if self.replica.arrived:
             self.send(self.leaving)
 
     def send(self, leaving: InFlight) -> None:
         """Send the messages of an exchange that was begun."""
         begun, self.leaving = self._clock(), None
-        leaving.futures = self.shards.exchange(
-            self.log.seq,
-            self.log.versions,
-            updates=self.replica.updates(),
-            common=self.shards.common_names(self.replica.weights) if leaving.common else None,
-            **leaving.about,
-        )
-        if leaving.push:
+        common = None if leaving.message.common is None else self.shards.common_names(self.replica.weights)
+        leaving.futures = self.shards.exchange(leaving.message, self.log.versions, self.replica.updates(), common)
+        if leaving.message.push:
             leaving.nbytes = self.shards.nbytes([message.update for message in self.shards.latest])
         leaving.cost_s += self._clock() - begun
         self.schedule.busy_s += leaving.cost_s
@@ -169,38 +167,38 @@ class Channel:
             return
         log.in_flight, pending.replies = None, replies
         merging_since = self._clock()
-        wait_s = merging_since - waiting_since
+        push, fetch, wait_s = pending.message.push, pending.message.fetch, merging_since - waiting_since
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
-        if pending.fetch:
+        if fetch:
             # Versions advance only with the weights: a push is as stale as the weights it was trained from.
             log.versions = [r.version for r in replies]
             log.pushes = [r.pushes for r in replies]
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
-            answers = pending.answers or self.shards.answers(replies, self.replica.wire, common=pending.common)
+            answers = pending.answers or self.shards.answers(replies, self.replica.wire)
             if adopt:
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
-                if pending.push and merging_since >= self._measure_at:
+                if push and merging_since >= self._measure_at:
                     self._measure(answers)
                 fresh, alone = refused or schedule.since_push == 0, self._alone and not refused
-                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
-        elif pending.push:
+                self.replica.merge(answers, pushed=push, fresh=fresh, alone=alone)
+        elif push:
             log.pushed = self.shards.latest
         schedule.wish(max(r.nsync for r in replies))
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
         schedule.busy_s += merge_s + wait_s
-        if pending.push and pending.fetch:
+        if push and fetch:
             servers_s = sum(r.busy_s for r in replies) if self.replica.shares_memory else 0.0  # of this machine
             cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
             schedule.answered(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
-        self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+        self.stats.add(record, pushed=push, fetched=fetch)
         if refused:
             schedule.since_push = 0
             self.shards.forget_residuals()
-            if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
+            if not fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetch()
             self._training.on_refused()
 
@@ -233,7 +231,7 @@ class Channel:
             self.replica.await_arrival()
             self.send(self.leaving)
         pending = self.log.in_flight
-        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.fetch:
+        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.message.fetch:
             if self._algorithm.waits and not self.answered:
                 return {}  # the answer waits for other workers: none has newer weights than this one
             if not self.log.keep_answers(pending):

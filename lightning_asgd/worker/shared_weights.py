@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,21 +15,20 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.replica import Place
-from lightning_asgd.worker.synchronizer import Waits
+from lightning_asgd.worker.synchronizer import Synchronizer, Waits
 
 __all__ = ["SharedWeights"]
 
 
-class SharedWeights:
+class SharedWeights(Synchronizer):
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
     ``places`` are those of the module's tensors in the layout's order; their ``data`` is replaced. Raises a
     :class:`ConfigurationError` if the workers cannot see each other's memory.
     """
 
-    final_once_pushed = False
-    unacknowledged = 0  # every step is in the shared weights
-    caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # work units are not counted
+    versions: Sequence[int] = ()
+    moved = False
 
     def __init__(
         self,
@@ -43,7 +41,6 @@ class SharedWeights:
         self.layout = layout
         self.stats = ExchangeStats()
         self.versions = [0] * num_servers
-        self.moved = False
         self._collectives = collectives
         self._places = places
         self._algorithm = algorithm
@@ -87,10 +84,6 @@ class SharedWeights:
         self._collectives.barrier("train on")
         return ()
 
-    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """See :class:`Synchronizer`: gradients are the worker's own."""
-        return closure
-
     def count_step(self) -> None:
         """See :class:`Synchronizer`; a copy's change is added to the shared weights, and these are taken."""
         self.moved = True
@@ -98,23 +91,11 @@ class SharedWeights:
         if self._copies:
             self._add_change()
 
-    def advance(self) -> Waits:
-        """See :class:`Synchronizer`: all is done within a step."""
-        return ()
-
-    def flush(self) -> Waits:
-        """See :class:`Synchronizer`: there are no exchanges."""
-        return ()
-
     def fetch(self, *, park: bool = False) -> Waits:
         """See :class:`Synchronizer`."""
         self.moved = False
         if self._copies and not self._alone:
             self._take()
-        return ()
-
-    def come_back(self) -> Waits:
-        """See :class:`Synchronizer`: silent workers are not fenced."""
         return ()
 
     def peek(self) -> dict[str, Tensor]:
@@ -124,17 +105,6 @@ class SharedWeights:
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`: the shared weights hold every step; the others keep changing them."""
         return {} if self._alone and self._copies else self.peek()
-
-    def samples(self) -> list[dict[str, Tensor]]:
-        """See :class:`Synchronizer`: servers keep no weights."""
-        return []
-
-    def state(self) -> list[list[Any]]:
-        """See :class:`Synchronizer`: servers keep nothing."""
-        return []
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Synchronizer`: there is nothing to put back."""
 
     def close(self) -> None:
         """Move every tensor back to private memory."""
