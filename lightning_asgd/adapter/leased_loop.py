@@ -54,11 +54,8 @@ Held = tuple[str, tuple[tuple[int, int], ...]]
 class LeasedLoop:
     """The training loop of one fit.
 
-    Args:
-        trainer: its training data have been set up, and :func:`why_split` knows no reason.
-        membership: the worker's place among the others.
-        leases: what the worker is granted.
-        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`save`.
+    The trainer's training data have been set up, and :func:`why_split` knows no reason. ``resumed`` is what a
+    checkpoint says of the epoch that it was written in: see :meth:`save`.
     """
 
     def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
