@@ -60,6 +60,8 @@ class ServerArguments:
     parent: int  # process to stop with
     succeeds: bool = False  # see `Service`
     server: int = 0  # the server's number, of one that does not succeed another
+    # Folders in which the process that starts it finds modules: an algorithm may be a user's own.
+    path: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """For the command line."""
@@ -69,13 +71,14 @@ class ServerArguments:
     def from_json(cls, text: str) -> ServerArguments:
         """What :meth:`to_json` wrote."""
         told = json.loads(text)
-        return cls(**{**told, "settings": ServerSettings(**told["settings"])})
+        return cls(**{**told, "settings": ServerSettings(**told["settings"]), "path": tuple(told["path"])})
 
 
 def run_server(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
+    sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
