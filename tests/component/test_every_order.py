@@ -435,7 +435,7 @@ class World:
         plan = self.plan
         sessions = [server.service.session for server in self.servers]
         parts = [session.shards[0].weights for session in sessions if session is not None and 0 in session.shards]
-        shards = [weights[0].view(plan.workers, plan.pushes) for weights in parts if weights is not None]
+        shards = [weights[0].view(plan.workers, plan.pushes) for weights in parts if weights]
         for shard in shards:
             assert shard.max() <= 1, f"a push was applied twice: {shard.tolist()}"
         if not at_end:
