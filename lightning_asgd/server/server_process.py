@@ -60,8 +60,7 @@ class ServerArguments:
     parent: int  # process to stop with
     succeeds: bool = False  # see `Service`
     server: int = 0  # the server's number, of one that does not succeed another
-    # Folders in which the process that starts it finds modules: an algorithm may be a user's own.
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()  # where its starter finds modules: an algorithm may be a user's own
 
     def to_json(self) -> str:
         """For the command line."""
