@@ -229,7 +229,7 @@ class Job:
             "servers_killed": self.servers_killed,
             "stopped": self.stopped,
             "back": output.count("has rejoined"),
-            "restored": output.count("Another one takes its place"),
+            "restored": output.count("A replacement is being started"),
         }
 
     def close(self) -> None:

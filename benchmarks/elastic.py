@@ -2,7 +2,7 @@
 
     python benchmarks/elastic.py              # about a minute per repeat
 
-`lightning-asgd serve` serves a run. Workers attach themselves one after the other; when all train the server is
+`lightning-asgd serve` serves a run. Workers attach one after the other; when all train the server is
 killed; then they leave, by SIGTERM and SIGKILL in turn, until the first one is left, which ends the epoch. Training a
 sample adds 1 to that sample's parameter, and pushes are added whole: at the end every sample must have been applied
 exactly once.

@@ -311,7 +311,7 @@ class Walk:
         logs = [here.folder / "serve", here.folder / "output", there.folder / "output"]
         servers = here.start(serve, logs[0])
         with ended(servers):
-            until(lambda: "Workers attach themselves" in logs[0].read_text(), "the servers' start", logs[0])
+            until(lambda: "Workers attach" in logs[0].read_text(), "the servers' start", logs[0])
             first, second = here.start(train, logs[1]), there.start(train, logs[2])
             with ended(first, second):
                 until(lambda: both_came(logs[1:]), "the coming of both workers", *logs)

@@ -111,7 +111,7 @@ class ExchangeConfig:
         auto = nsync == "auto"
         if auto and (nfetch is not None or npush is not None):
             raise ConfigurationError(
-                f"nsync='auto' was given beside nfetch={nfetch!r} and npush={npush!r}. Expected one or the other."
+                f"nsync='auto' was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
             )
         nsync = _FIRST_NSYNC if auto else positive_int("nsync", nsync)
         rule = find(algorithm, scale)
@@ -123,8 +123,8 @@ class ExchangeConfig:
         if code is not None and not rule.compressible:
             raise ConfigurationError(
                 f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
-                "workers push differences or gradients and take the servers' weights, such as ASGD: there later pushes "
-                "make up for what a code loses, and here they would not."
+                "workers push differences or gradients and take the servers' weights, such as ASGD: with these, later "
+                "pushes make up for what a code loses."
             )
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
@@ -148,8 +148,8 @@ def seconds(name: str, value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
         return value
     raise ConfigurationError(
-        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait for as long as "
-        "possible give the largest."
+        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait as long as "
+        f"possible, pass the largest."
     )
 
 

@@ -74,8 +74,8 @@ class PosteriorSampler(Optimizer):
         at_least(f"{name}(temperature)", defaults["temperature"], 0, finite=True)
         if generator is not None and (seed is not None or stream is not None):
             raise ConfigurationError(
-                f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one of them: a "
-                "generator is seeded where it is made, differently on every worker."
+                f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one or the other: "
+                f"seed a generator where you create it, differently on every worker."
             )
         for what, number in (("seed", seed), ("stream", stream)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -285,7 +285,7 @@ class PSGLD(PosteriorSampler):
             raise ConfigurationError(f"PSGLD(alpha)={alpha!r}. Expected a number below 1, such as 0.99.")
         at_least("PSGLD(eps)", eps, 0, finite=True)
         if eps == 0:
-            raise ConfigurationError("PSGLD(eps)=0: the step has no bound then. Expected a number above 0.")
+            raise ConfigurationError("PSGLD(eps)=0: the step would be unbounded. Expected a number above 0.")
         defaults = {
             "lr": lr,
             "num_data": num_data,
@@ -354,7 +354,9 @@ class SGHMC(PosteriorSampler):
     ) -> None:
         between("SGHMC(friction)", friction, 0, 1)
         if friction == 0:
-            raise ConfigurationError("SGHMC(friction)=0: nothing would dissipate. Expected a number above 0, up to 1.")
+            raise ConfigurationError(
+                "SGHMC(friction)=0: the momentum would never decay. Expected a number above 0, up to 1."
+            )
         defaults = {
             "lr": lr,
             "num_data": num_data,

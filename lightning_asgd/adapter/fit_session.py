@@ -226,7 +226,7 @@ class FitSession:
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
         rank = self._trainer.global_rank
-        log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
+        log.warning("Worker %d missed its heartbeats and was excluded; it rejoins with the servers' weights.", rank)
         self.synchronizer.come_back()
 
     def _lr(self) -> float:
@@ -237,7 +237,7 @@ class FitSession:
     def _reset_nonfinite_state(self) -> None:
         """After a rejected update: zero non-finite optimizer state, or the next update would be rejected too."""
         log.warning(
-            "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
+            "[worker %d step %d] The servers rejected an update with NaN or infinity (%d so far); training continues "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
             self._trainer.global_rank,
             self.synchronizer.stats.steps,

@@ -75,8 +75,8 @@ class FixedSplit:
                 "torch.distributed or by RANK and WORLD_SIZE."
             )
         tree_of(self._trainer).info(
-            f"{what} A slow worker holds the others up at the end of an epoch. ASGDStrategy(data='split') says that "
-            "this is meant."
+            f"{what} A slow worker delays the others at the end of an epoch. Pass ASGDStrategy(data='split') if this "
+            f"is intended."
         )
 
     @property
@@ -106,9 +106,9 @@ class FixedSplit:
             if digest and len(ranks) > 1 and self._trainer.is_global_zero:
                 log.warning(
                     "Workers %s have trained the same first batch: %s seems to yield the same samples to each of them, "
-                    "which are then trained %d times per epoch. Expected each worker to have its share: divide the "
-                    "dataset by torch.distributed.get_rank() and get_world_size(), or give one with a length, which "
-                    "workers share.",
+                    "which are then trained %d times per epoch. Expected each worker to get a different part: divide "
+                    "the dataset by torch.distributed.get_rank() and get_world_size(), or use a dataset with a length, "
+                    "which workers share.",
                     ", ".join(map(str, ranks)),
                     datasets_of(self._trainer),
                     len(ranks),

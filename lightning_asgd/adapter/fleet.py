@@ -251,7 +251,7 @@ class FixedFleet(Fleet):
         """The workers that are not there at the end of a fit, and why."""
         client = self.client
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it was silent, and has not rejoined")
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:

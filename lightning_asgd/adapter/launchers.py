@@ -179,7 +179,7 @@ class TrainingJob:
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
-        lost = f"Server {server} is gone, and none has taken its place"
+        lost = f"Server {server} is gone, and no replacement has started"
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
@@ -250,7 +250,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             raise ConfigurationError(
                 f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
-                "Trainer of a script the same devices, or make those with fewer on the first ranks only."
+                f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
         self.job.begin(environment, self.num_nodes, is_main=rank == 0)
         if not external:

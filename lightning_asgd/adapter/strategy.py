@@ -418,8 +418,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """
         if self._saves_nothing:
             log.warning(
-                "The main process has trained nothing, and does not write %s. Worker 0 does when it raises an "
-                "exception. If it was killed, or says that it could not, there is none: resume from an earlier one.",
+                "The main process has not trained, and does not write %s. Worker 0 writes it when it raises an "
+                "exception. If worker 0 was killed, or reports that it could not write it, there is no such "
+                "checkpoint: resume from an earlier one.",
                 filepath,
             )
             return

@@ -83,6 +83,6 @@ def parse_scale(scale: object) -> str | float:
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0:
         return float(scale)
     raise ConfigurationError(
-        f"scale={scale!r} is unknown. Expected 'mean', 'sum' or a positive number. "
-        "Use 'mean' unless you know better: it converges like DDP with the same hyper-parameters."
+        f"scale={scale!r} is unknown. Expected 'mean', 'sum' or a positive number. Use 'mean' unless you have measured "
+        f"otherwise: it converges like DDP with the same hyper-parameters."
     )

@@ -197,12 +197,14 @@ class Algorithm(Configurable):
                 )
             if self.payload not in transform.payloads:
                 raise ConfigurationError(
-                    f"{type(transform).__name__} cannot be used with {name}: workers push "
-                    f"{_PLURAL[self.payload]} there. Expected {' or '.join(_PLURAL[p] for p in transform.payloads)}."
+                    f"{type(transform).__name__} cannot be used with {name}: its workers push {_PLURAL[self.payload]}. "
+                    f"Expected {' or '.join(_PLURAL[p] for p in transform.payloads)}."
                 )
         if sum(t.gathers for t in (*given, *self.always)) > 1:
             names = ", ".join(type(t).__name__ for t in (*given, *self.always) if t.gathers)
-            raise ConfigurationError(f"{name} was given several transforms that gather pushes: {names}. Expected one.")
+            raise ConfigurationError(
+                f"{name} was given several transforms that aggregate pushes: {names}. Expected one."
+            )
         object.__setattr__(self, "transforms", (*(t for t in given if t not in self.always), *self.always))
 
     @property

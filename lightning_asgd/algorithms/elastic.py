@@ -75,7 +75,7 @@ class EASGD(Algorithm):
             raise ConfigurationError(
                 f"{type(self).__name__}(alpha={self.alpha}) with {run.workers} workers: alpha times workers is "
                 f"{self.alpha * run.workers:g}, and above 1 the centre overshoots. Expected at most "
-                f"{1 / run.workers:g}: give beta instead, and alpha follows the number of workers."
+                f"{1 / run.workers:g}: pass beta instead, and alpha adapts to the number of workers."
             )
 
 

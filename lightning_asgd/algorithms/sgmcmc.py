@@ -64,7 +64,7 @@ class _Collects(Algorithm):
             if isinstance(transform, Transform) and _changes_updates(type(transform)):
                 raise ConfigurationError(
                     f"{type(transform).__name__} cannot be used with {name}: it scales, changes, drops or averages "
-                    "pushes, and with them the noise, which would make the samples' spread wrong. Expected transforms "
+                    "pushes and with them the noise, so the spread of the samples would be wrong. Expected transforms "
                     "that leave pushes as they are: StaleSynchronous, DynamicSteps."
                 )
         super().__post_init__()
@@ -89,8 +89,8 @@ class _Collects(Algorithm):
         for optimizer in run.optimizers:
             if not isinstance(optimizer, PosteriorSampler):
                 raise ConfigurationError(
-                    f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise: "
-                    "what the servers collect would be no samples. Expected SGLD, PSGLD or SGHMC of "
+                    f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise, "
+                    f"so the servers would not collect samples of the posterior. Expected SGLD, PSGLD or SGHMC of "
                     "lightning_asgd.optim."
                 )
 

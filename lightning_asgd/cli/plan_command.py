@@ -139,9 +139,7 @@ def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
 
 def _size(loader: Any) -> int:
     if not loader.batch_size:
-        raise ConfigurationError(
-            f"{loader!r} does not say its batch_size. Expected a loader that does, or batch_sizes."
-        )
+        raise ConfigurationError(f"{loader!r} has no batch_size. Expected a loader with one, or batch_sizes.")
     return int(loader.batch_size)
 
 

@@ -97,9 +97,9 @@ def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None
     """Say how workers find the run, and what it goes on from."""
     servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
     sys.stdout.write(
-        f"Run {run_id!r} has {servers} at {address}. Workers attach themselves with\n"
+        f"Run {run_id!r} has {servers} at {address}. Workers attach with\n"
         f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
     )
     if version is not None:
-        sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
+        sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
     sys.stdout.flush()

@@ -103,14 +103,14 @@ def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], in
     dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset) or sampler is None:
         raise ConfigurationError(
-            f"Cannot find data stalls of {type(loader).__name__} over {type(dataset).__name__}. Expected a DataLoader "
-            "that makes batches of a map-style dataset."
+            f"Cannot measure the data stalls of {type(loader).__name__} over {type(dataset).__name__}. Expected a "
+            f"DataLoader that makes batches of a map-style dataset."
         )
     batches = [list(batch) for batch in itertools.islice(sampler, steps + warm_up)]
     if len(batches) < 2 * warm_up:
         raise ConfigurationError(
-            f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to get "
-            "going. Lower its batch size, its processes or warm_up."
+            f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to "
+            f"warm up. Lower its batch size, its processes or warm_up."
         )
     return batches, warm_up
 

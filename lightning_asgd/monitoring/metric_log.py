@@ -154,8 +154,8 @@ class _Remote:
     def _give_up(self, error: Exception) -> None:
         self._broken = True
         log.warning(
-            "The workers' figures cannot be written to %s (%s: %s). Training goes on, and `lightning-asgd report` will "
-            "have nothing to show. Check the access, or log to a folder of this machine.",
+            "The workers' metrics cannot be written to %s (%s: %s). Training continues, but `lightning-asgd report` "
+            "will have nothing to show. Check the access, or log to a local folder.",
             self.url,
             type(error).__name__,
             error,
@@ -249,7 +249,7 @@ def read(path: str | Path) -> list[Fit]:
             ) from error
     fits = [fit for fit in fits if fit.entries]
     if not fits:
-        raise ConfigurationError(f"{str(path)!r} holds no figures. Expected a fit of at least one batch.")
+        raise ConfigurationError(f"{str(path)!r} holds no metrics. Expected a fit of at least one batch.")
     return fits
 
 

@@ -34,7 +34,7 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
             break
         if waited_s > _PATIENCE_S and not told:
             told = True
-            log.warning("This process has ended its work, and waits for worker %s.", ", ".join(running))
+            log.warning("This process has finished, and waits for worker %s.", ", ".join(running))
         time.sleep(_POLL_S)
     codes = {rank: -signal.SIGKILL if (code := p.poll()) is None else code for rank, p in workers.items()}
     return {rank: code for rank, code in codes.items() if code}

@@ -92,7 +92,7 @@ class Supervisor:
     def check_servers(self) -> None:
         """Raise a ``LaunchError`` if a server was lost that could not be replaced."""
         if self._irreplaceable is not None:
-            raise LaunchError(f"{self._irreplaceable}\nExpected it to serve. Fix what its output names.")
+            raise LaunchError(f"{self._irreplaceable}\nExpected it to start. Fix the cause shown in its output.")
 
     @property
     def healthy(self) -> bool:
@@ -204,11 +204,11 @@ class Supervisor:
                 return
             self._restarts += 1
             self._exit_report = server.exit_report()
-            log.warning("%s\nAnother one takes its place.", self._exit_report)
+            log.warning("%s\nA replacement is being started.", self._exit_report)
             try:
                 replacement = self._standby or self._new_server(server.index, server.rendezvous)
             except OSError as error:
-                self._give_up(server, f"{self._exit_report}\nAnother one cannot be started: {error}")
+                self._give_up(server, f"{self._exit_report}\nA replacement cannot be started: {error}")
                 return
             replacement.index = server.index
             self._standby, self._quiet_since = None, -math.inf  # where one has died another one may

@@ -120,8 +120,8 @@ class CollectiveTable:
             return self._take_over(message, message.answer)
         if seq <= self._forgotten:
             error: ASGDError = WorkerLostError(
-                f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
-                "it, and its result was lost with a server."
+                f"Worker {worker} calls {message.kind} {message.name!r}, which the others completed without it, and "
+                f"its result was lost with a server."
             )
             return [Completion(message, error)]
         last = self._last_seq.get(worker, 0)

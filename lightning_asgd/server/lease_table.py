@@ -97,7 +97,7 @@ class Leases:
         if other.order != self.epoch.order:
             raise ProtocolError(
                 f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
-                "same: give your sampler a generator that is seeded alike on all workers, or pass data='split' to the "
+                "same: give your sampler a generator with the same seed on all workers, or pass data='split' to the "
                 "strategy."
             )
         if other.step != self.epoch.step:
@@ -107,7 +107,7 @@ class Leases:
             )
         if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
             raise ProtocolError(
-                f"Worker {worker} has {other.units} units in segments that end at {other.ends[-3:]} for epoch "
+                f"Worker {worker} has {other.units} units in sync intervals that end at {other.ends[-3:]} for epoch "
                 f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
                 "and Trainer arguments on every worker, or data='split'."
             )

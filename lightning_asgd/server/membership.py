@@ -67,13 +67,13 @@ class Membership:
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
                 f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
-                "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
+                f"finished without it. Raise timeouts.silence_s if workers often pause for that long."
             )
         if before is not None and _place(message.session) < _place(before.session):
             raise LaunchError(
                 f"Worker {message.worker} wants to begin session {message.session!r}, but the job is in session "
-                f"{before.session!r}. It was refused: its process is a second start, or was started too late. Look for "
-                "a job that still runs."
+                f"{before.session!r}. It was rejected: its process is a second start, or was started too late. Look "
+                f"for a job that still runs."
             )
         left, suspected = exited, {}
         if before is not None:
@@ -139,12 +139,12 @@ class Membership:
         if process not in self.refused and len(self.refused) < _REFUSALS:
             self.refused.add(process)
             self.publish(
-                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was refused; training "
-                "continues."
+                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was rejected; training "
+                f"continues."
             )
         raise LaunchError(
             f"Process {newcomer} claimed rank {worker}, which process {member} has in session {self.session!r}. It was "
-            "refused: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
+            f"rejected: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
             "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
 
@@ -160,7 +160,7 @@ class Membership:
             raise WorkerLostError(f"Worker {worker} was declared gone ({self.left.get(worker) or 'it had left'}).")
         if worker in self.fenced or worker in self.suspected:
             reason = self.suspected.get(worker, "was away")
-            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to rejoin.")
 
     def silent_s(self, worker: int, now: float) -> float:
         """Seconds since a worker was last heard."""
@@ -229,7 +229,7 @@ class Membership:
             worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
         }
         self.fenced |= fenced
-        self.publish("A server was lost, and restored from what the workers hold.")
+        self.publish("A server was lost, and restored from the workers' copies.")
 
     def leave(self, worker: int, reason: str, details: str = "") -> bool:
         """Take a worker out; returns False if it was not there. ``details`` are for the workers' logs."""

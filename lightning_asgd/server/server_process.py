@@ -32,7 +32,7 @@ _LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main
 
 _SHUT = (
     "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
-    "RPC closes the door. Perhaps somebody scanned its port. ASGDStrategy(transport='zmq') keeps it open.\n"
+    "RPC accepts no more connections. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
 )
 
 
@@ -124,8 +124,8 @@ def run_server(argv: list[str] | None = None) -> int:
                 shut = not server.accepts() and service.replaceable
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
-                f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
-                "at its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+                f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
+                f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
             time.sleep(_LAST_WORDS_S)
     if shut:  # as if it was killed: who waits for an answer is to get it from another one

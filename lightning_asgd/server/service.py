@@ -110,7 +110,7 @@ class Service:
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
                     session.members.check_process(message.worker, message.process, message.session)
                 if handler is None:
-                    raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
+                    raise ProtocolError(f"A server received a {type(message).__name__}, which it cannot handle.")
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
@@ -131,7 +131,7 @@ class Service:
                 members.note_heartbeat(worker, now)
             self._complete(session.collectives.expire(now))
             for worker in members.away_for_good(now):
-                self._leave(Leave(members.session, worker, "it was silent for too long", process=""))
+                self._leave(Leave(members.session, worker, "it missed its heartbeats for too long", process=""))
             if members.composition != before or members.aborted:
                 self._members_changed(session)
             self._complete(self.state.epochs.retry(now))
@@ -232,7 +232,7 @@ class Service:
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
+            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
         begun = self._clock()
         update = session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
         due = shard.exchange(message, update)

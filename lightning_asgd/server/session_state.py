@@ -102,7 +102,7 @@ class SessionState:
         """Return what a checkpoint holds of a shard, or restore it from that."""
         shard = self.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
+            raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
         return shard.state() if message.state is None else shard.restore(message.state)
 
     def members_changed(self) -> list[Completion]:
@@ -131,7 +131,7 @@ class SessionState:
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
         """Go on from a snapshot, without the workers."""
         self.members.restore(now, admitted=snapshot.admitted)
-        self.members.publish(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
+        self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
@@ -146,7 +146,9 @@ class SessionState:
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.publish(f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero.")
+            members.publish(
+                f"Server {members.index} had no snapshot: the state that its algorithm keeps there starts from zero."
+            )
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)

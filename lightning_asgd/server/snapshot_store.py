@@ -104,7 +104,7 @@ class Snapshots:
         except Exception as error:  # torch's own text recommends to open what may harm
             raise SnapshotError(
                 f"The snapshot {path} cannot be read ({type(error).__name__}). Expected a file that `lightning-asgd "
-                "serve` wrote. Move the folder away to start the run over, with a checkpoint perhaps."
+                "serve` wrote. Move the folder away to start the run over, for example from a checkpoint."
             ) from error
         raise SnapshotError(
             f"The snapshot {path} was written with protocol {protocol} of lightning-asgd. Expected {PROTOCOL}: use the "
@@ -118,14 +118,14 @@ class Snapshots:
             return None
         if first.run != run:
             raise SnapshotError(
-                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Give that run's "
-                "name, or another folder."
+                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Pass that run's "
+                f"name, or another folder."
             )
         found = {path.name for path in self.folder.glob("server*.pt")}
         if found != {self.path(server).name for server in range(servers)}:
             raise SnapshotError(
                 f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
-                "Give as many servers as wrote them, or move the folder away to start the run over."
+                "Pass the number of servers that wrote them, or move the folder away to start the run over."
             )
         return first.version
 

@@ -125,14 +125,14 @@ class Simulation:
         for crash in self.crashes:
             if crash.worker >= self.workers:
                 raise ConfigurationError(
-                    f"{crash!r} is of a worker that does not exist. Expected a rank below workers={self.workers}."
+                    f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
                 )
         self._speeds()
         algorithm = self._config().algorithm
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
             raise ConfigurationError(
                 f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "
-                "ASGD(): the simulator knows no other."
+                "ASGD(): the simulator supports no other."
             )
         self.network.links("workers", self.workers)
         self.network.links("servers", self.servers)
@@ -152,7 +152,7 @@ class Simulation:
         if len(speeds) != self.workers or not all(isinstance(s, Speed) for s in speeds):
             raise ConfigurationError(
                 f"speed={self.speed!r} does not fit workers={self.workers}. Expected a Constant, LogNormal or Trace, "
-                "or a list of as many."
+                "or a list with one of these per worker."
             )
         return speeds
 
@@ -280,8 +280,8 @@ class _Running:
         waiting = [w.rank for w in self.workers if w.ended_s is None]
         if waiting:
             raise ASGDError(
-                f"The simulation stands still after {self.clock.now:g} s: workers {waiting} wait for ever. Expected "
-                "the algorithm to answer them at some time: look at what it holds back."
+                f"The simulation is stuck after {self.clock.now:g} s: workers {waiting} wait forever. Expected the "
+                f"algorithm to release their replies: check which replies it blocks."
             )
 
     def report(self) -> Report:

@@ -146,7 +146,7 @@ class ServerLink:
         """Complete a call. Large replies are acknowledged at once: a server need not keep them until the next call."""
         why = self._reconnected.pop(connection.urgent, None) if self._reconnected else None
         if why is not None:
-            log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
+            log.warning("The connection to server %d broke (%s) and was reopened.", self.server, why)
         call = self._pending.pop(number, None)
         if call is None:
             return

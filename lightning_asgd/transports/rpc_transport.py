@@ -209,7 +209,7 @@ _server: RpcServer | None = None  # this process's: TensorPipe calls functions, 
 
 def _serving() -> RpcServer:
     if _server is None:
-        raise RuntimeError("this process serves nothing any more")
+        raise RuntimeError("this process no longer serves")
     return _server
 
 

@@ -80,7 +80,7 @@ def check_available() -> None:
         raise ConfigurationError(
             f"transport='rpc' does not work here: torch {torch.__version__} was built without torch.distributed.rpc. "
             "Expected a build that has it: the wheels for Linux and macOS do, those for Windows do not. Install one of "
-            "these, or use transport='zmq', which does without it."
+            "these, or use transport='zmq', which does not need it."
         )
 
 
@@ -213,7 +213,7 @@ def _await_network(interface: str) -> None:
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"The network interface {interface!r} of this machine has been down for {_DOWN_S:g} s. Expected it to "
-                "be up. Look at its cable, or set MASTER_ADDR to an address of another one."
+                "be up. Look at its cable, or set MASTER_ADDR to an address of another interface."
             )
         time.sleep(_LOOK_S)
 

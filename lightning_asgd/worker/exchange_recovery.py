@@ -45,8 +45,8 @@ class ExchangeLog:
         sees = self._shards.allocate(server, ref)
         if not sees and ref is not None:
             raise ProtocolError(
-                f"Server {server}, which took a lost one's place, cannot see the memory that worker "
-                f"{self._connection.worker} shares with the servers. Expected one on the same machine."
+                f"Server {server}, a replacement, cannot map the memory that worker "
+                f"{self._connection.worker} shares with the servers. Expected a server on the same machine."
             )
 
     def state(self, server: int) -> ReplicaState:

@@ -116,7 +116,7 @@ class FailoverClient:
                 awaited.error = error
             except Exception as error:
                 awaited.error = self._connection.lost(
-                    f"Server {server} is gone. Another one was not reached: {error!r}."
+                    f"Server {server} is gone. No replacement was reached: {error!r}."
                 )
             finally:
                 self._connection.interrupt(server)
@@ -219,7 +219,7 @@ class FailoverClient:
     def _check_not_fenced(self) -> None:
         """Ask the coordinator, which is authoritative, whether this worker was excluded: others may not know."""
         if self._beat(COORDINATOR).fenced:
-            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to rejoin.")
 
     def _beat(self, server: int) -> HeartbeatReply:
         beaten: HeartbeatReply = self._connection.result(
