@@ -287,7 +287,7 @@ def recommended_batch_size(step_s: Mapping[int, float], within: float = 0.05) ->
         ConfigurationError: there are none.
     """
     if not step_s:
-        raise ConfigurationError("step_s={} holds no batch size. Expected seconds per step for at least one batch size.")
+        raise ConfigurationError("step_s={} holds no batch size. Expected the seconds per step of at least one.")
     best = max(size / seconds for size, seconds in step_s.items())
     return min(size for size, seconds in step_s.items() if size / seconds >= (1 - within) * best)
 
