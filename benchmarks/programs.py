@@ -37,12 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "programs"
 PAGE = ROOT / "benchmarks" / "libraries" / "page.md"
 DEMOS = ("LightningTransformer", "LightningLSTM", "torchvision resnet18")
-HEAD = """## Programs of others
+HEAD = """## Third-party programs
 
 Made by `make programs`, not by the tests: each library as its documentation shows it, on data made on the spot, in one
 process, with two workers under DDP and with two under `ASGDStrategy(nsync=10)`. Errors are of one seed, lower is
-better. The result is *as DDP* where the script ends well, as many samples are trained per epoch as without A-SGD, no
-file is written by two workers that DDP writes once, and the error is DDP's, give or take a tenth of what DDP gained.
+better. The result is *as DDP* if the script ends without an error, as many samples are trained per epoch as without
+A-SGD, no file that DDP writes once is written by two workers, and the error differs from DDP's by at most a tenth of
+DDP's improvement.
 """
 DATA = """
 Data sets that divide themselves among the workers, with 0 and with 2 loader processes:
