@@ -50,7 +50,7 @@ class ExchangeConfig:
     algorithm: Algorithm = field(default_factory=ASGD)
     """What workers push and what servers do with it."""
     auto: bool = False
-    """Whether a worker finds both by itself; they are what it begins with."""
+    """Whether a worker chooses both by itself; these are its first values."""
     overlap: bool = True
     """Train on while an exchange is under way."""
     max_offline_steps: int = 1000
@@ -68,10 +68,10 @@ class ExchangeConfig:
 
     @property
     def restorable(self) -> bool:
-        """Whether the workers hold the weights that a server has, so that one that is lost can be restored from them.
+        """Whether the workers hold the weights that a server has, so that a lost server can be restored from them.
 
-        Gathered pushes are in nobody's weights yet; those that are pushed to more often than they are fetched are in
-        nobody's answer; and compressed ones are not what the servers have.
+        Aggregated pushes are in no worker's weights yet. If workers push more often than they fetch, the latest pushes
+        are in no reply. And compressed weights are not the servers' exact weights.
         """
         exact = self.nfetch == self.npush and self.compression is None
         return exact and self.algorithm.leaves_weights

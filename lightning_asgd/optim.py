@@ -130,7 +130,7 @@ class PosteriorSampler(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state.
 
-        The random stream goes on where it was. If the state is another worker's, as in a checkpoint that was written
+        The random stream continues where it was. If the state is another worker's, as in a checkpoint that was written
         in the middle of an epoch, a stream begins that belongs to this worker and to that state alone.
         """
         super().load_state_dict(state_dict)
@@ -196,7 +196,7 @@ class SGLD(PosteriorSampler):
         [Welling 2011, eq. 4], with :math:`\epsilon = 2 h`.
 
     Departures:
-        The paper lets the step go to zero; here it is what the user's scheduler says. A constant step has a bias of
+        The paper lets the step go to zero; here the user's scheduler sets it. A constant step has a bias of
         its own order, and no Metropolis test removes it.
 
     Example:

@@ -65,7 +65,7 @@ class Job:
         server_gbit_s: the same of every server's link.
         latency_s: seconds of a small message from a worker to a server.
         sent: bytes that are sent one way, as a share of ``parameter_bytes``: below 1 with compression.
-        exchange_s: seconds that the training stands still per exchange, to pack an update and to merge an answer.
+        exchange_s: seconds that training pauses per exchange, to pack an update and to merge a reply.
         server_gbyte_s: parameters that one server takes up and answers in a second, in GB.
 
     Raises:
@@ -157,7 +157,7 @@ def steps_between_exchanges(job: Job) -> int:
 
     .. math:: \max(n, \lceil \max(2 \max(x, y) + z + 2 l, \; N \max(y, z)) / T \rceil)
 
-    An exchange that falls due while the one before is under way is put off until that is answered.
+    An exchange that falls due while the one before is in flight is deferred until that is answered.
 
     Returns:
         steps, at least ``nsync``.

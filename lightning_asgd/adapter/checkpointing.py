@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 KEY = "lightning_asgd"
-"""Where it stands in the checkpoint."""
+"""Its key in the checkpoint."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Resumption:
 
     Attributes:
         versions: per server, the version to continue from; None to begin with 0.
-        servers: what the servers kept beside the weights; empty if it does not fit the run.
+        servers: the servers' state besides the weights; empty if it does not fit the run.
         data: the part of the epoch that had been trained.
     """
 

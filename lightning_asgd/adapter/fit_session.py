@@ -358,7 +358,7 @@ class FitSession:
         self._report_losses()
 
     def _report_losses(self) -> None:
-        """Let nobody take a fit that lost workers or servers for an undisturbed one."""
+        """Log which workers and servers were lost during the fit."""
         stats, membership = self.synchronizer.stats, self._membership
         stats.servers_replaced = sum(membership.client.connection.restored)
         if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:

@@ -81,7 +81,7 @@ class FixedSplit:
 
     @property
     def _undealt(self) -> bool:
-        """Whether nobody but the dataset itself gives workers their shares."""
+        """Whether the dataset itself must divide the data among the workers."""
         alone = self._membership.alone or self._membership.comes_and_goes
         return not alone and not is_dealt(self._trainer)
 

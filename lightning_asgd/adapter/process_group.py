@@ -45,7 +45,7 @@ class RankInfo:
         collectives: returns the worker's collectives, which may change.
         meets: whether there are sync points of all workers. In a run that workers join and leave there are none.
         store: returns a key-value store that all workers reach, for process groups of other backends; None without one.
-        encrypted: whether the job's connections are. If so, groups of other backends are refused.
+        encrypted: whether the job's connections are encrypted. If so, groups of other backends are rejected.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankInfo:
         """The environment variables that libraries read in place of ``torch.distributed``.
 
         None for a worker that is alone in its job: a later Trainer with several devices would take them for those of a
-        process that was launched by somebody else.
+        process that another launcher has started.
         """
         if self.meets and self.world_size == 1:
             return {}
@@ -79,7 +79,7 @@ class RankInfo:
 class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ignore[misc]
     """The store behind the default group, which only process groups of other backends use.
 
-    It connects to the job's rendezvous when it is first used, and refuses where there are no sync points.
+    It connects to the job's rendezvous when it is first used, and raises an error where there are no sync points.
 
     Args:
         place: gives the worker's.

@@ -41,7 +41,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
     Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
-    while it goes on training. At the ends of epochs and before validations all workers meet and hold the same weights.
+    while it continues training. At the ends of epochs and before validations all workers synchronise and hold the same
+    weights.
 
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
@@ -57,7 +58,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         overlap: train on while an exchange is under way. False waits for the answer, which is slower, and takes no step
             on weights that are older than it. None means what the algorithm does by itself.
         data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
-            every sample is trained once per epoch. ``"split"``: everybody trains an equal part, as under DDP, and a
+            every sample is trained once per epoch. ``"split"``: every worker trains an equal part, as under DDP, and a
             slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several
             loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
             other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.

@@ -124,7 +124,7 @@ def _prepare_torch() -> None:
     c10d = _dist.distributed_c10d
     make_group = getattr(c10d, "_new_group_with_tag", None)  # every way to make a group calls it
     if make_group is None:
-        return  # then the store refuses what nothing would encrypt
+        return  # then the store rejects groups that would not be encrypted
 
     @functools.wraps(make_group)
     def make_encrypted(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ class Payload(str, Enum):
     """What a worker pushes for its parameters."""
 
     DELTA = "delta"
-    """Its weights minus what it has agreed with the servers so far: works with any optimizer."""
+    """Its weights minus those that it has agreed with the servers so far: works with any optimizer."""
     GRADIENT = "gradient"
     """The gradients of its steps since the last push, added up: for optimizers on the server."""
     WEIGHTS = "weights"
@@ -41,7 +41,7 @@ class Answer(str, Enum):
     """What a worker gets back for its parameters when it pushes and fetches at once."""
 
     WEIGHTS = "weights"
-    """The server's weights right after its push; the worker goes on from them."""
+    """The server's weights right after its push; the worker continues from them."""
     FORCE = "force"
     """What the rule left in the update; the worker subtracts it."""
 

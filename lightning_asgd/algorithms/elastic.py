@@ -9,7 +9,7 @@ References:
 Departures:
     The paper's worker fetches *w* and computes *E* itself; here it sends :math:`x_i` and the server computes *E* with
     the centre of that moment, in one round trip and never stale. At sync points every worker holds the centre, which is
-    what is validated and saved; training goes on from the worker's own weights.
+    what is validated and saved; training continues from the worker's own weights.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ References:
     C. Chen et al., "Stochastic Gradient MCMC with Stale Gradients", NIPS 2016 (arXiv 1610.06664): what staleness does.
 
 Departures:
-    Of the first paper only the abstract was at hand: the protocols are put together from it, from Downpour SGD and from
+    Only the abstract of the first paper was available: the protocols are derived from it, from Downpour SGD and from
     EASGD. The elastic centre has no noise of its own, as Springenberg's has.
 """
 
@@ -49,7 +49,7 @@ __all__ = ["SGMCMC", "ElasticSGMCMC"]
 
 @dataclass(frozen=True)
 class _Collects(Algorithm):
-    """What both protocols have in common: which versions are samples, and what would spoil them."""
+    """The common part of both protocols: which versions are samples, and which settings would spoil them."""
 
     burn_in: int = field(default=1000, kw_only=True)
     thin: int = field(default=100, kw_only=True)

@@ -118,7 +118,7 @@ class GapAware(Transform):
 
     Departures:
         The paper averages squared momentum and takes the largest learning rate so far; a server of differences knows
-        neither, so it averages what was pushed, from the first push on without bias.
+        neither, so it averages the pushes, from the first push on without bias.
     """
 
     decay: float = 0.999
@@ -222,10 +222,10 @@ class Rennala(Transform):
 
 @dataclass(frozen=True)
 class StaleSynchronous(Transform):
-    """Let a worker wait that is more than ``bound`` exchanges ahead of the slowest one that trains: SSP [Ho 2013].
+    """A worker waits if it is more than ``bound`` exchanges ahead of the slowest worker that trains: SSP [Ho 2013].
 
-    A worker's clock is the number of its pushes since the last sync point; nobody gets more than ``bound + 1`` ahead.
-    ``bound=0`` is bulk synchronous.
+    A worker's clock is the number of its pushes since the last sync point; no worker gets more than ``bound + 1``
+    ahead. ``bound=0`` is bulk synchronous.
 
     Args:
         bound: the paper's *s*.

@@ -42,7 +42,7 @@ def plan(
     simulate: int = 100,
     picture: Path | None = None,
 ) -> int:
-    """Say how well a job scales, and what it needs.
+    """Print how well a job scales, and what it needs.
 
     Describe the job by numbers (--parameters, --step-s, --batch-size), or give a LightningModule to measure (--module).
 
@@ -61,7 +61,7 @@ def plan(
         worker_link_gbit_s: speed of a worker's link. The default is that of a server's.
         latency_s: seconds that a small message takes, one way.
         sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
-        exchange_s: seconds that training stands still for each exchange.
+        exchange_s: seconds that training pauses for each exchange.
         server_gbyte_s: GB of parameters that a server can take in and send back per second.
         simulate: largest number of workers to simulate.
         picture: PNG file for a picture of the scaling.

@@ -78,12 +78,12 @@ def _look(transport: Transport) -> Status:
 
 
 def tables(run: str, view: Status, before: Status | None = None) -> RenderableType:
-    """A run as users want to see it.
+    """A run's status as tables.
 
     Args:
         run: its name.
-        view: what the coordinator says.
-        before: what it said some time ago: rates are over the time since then. None: since training began.
+        view: the coordinator's status.
+        before: an earlier status: rates are over the time since then. None: since training began.
     """
     from rich.console import Group
     from rich.markup import escape

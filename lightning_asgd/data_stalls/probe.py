@@ -1,7 +1,7 @@
 """Measures the data stalls of a module and its loader: the differential technique of Mohan et al. (2021).
 
-The same steps are taken three times: on one batch that stays on the device; on samples that lie in memory; and on
-samples that come from storage. What each takes longer than the one before is what its part costs.
+The same steps are taken three times: on one batch that stays on the device; on samples that are in memory; and on
+samples that come from storage. The time that each takes beyond the one before is the cost of its part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stalls(
 
     What is fetched and what is prepared is known where the loader's dataset is a :class:`CachedDataset`, or holds one
     as ``dataset``: what its source does is fetching. Elsewhere it is what the second reading of the same samples saves,
-    since the operating system keeps files in memory; then name the ``files``, or they may lie there from the beginning.
+    since the operating system keeps files in memory; then name the ``files``: they may already be in memory.
 
     Args:
         module: a LightningModule.
@@ -50,7 +50,7 @@ def stalls(
         steps: to be timed, per pass; fewer if the loader has fewer batches.
         warm_up: steps before that. With loader processes at least two batches of each.
         repeats: of everything; the fastest of each pass counts, since what else a machine does only adds to it.
-        files: a folder, or a file, that is read from storage: the operating system is asked to forget it.
+        files: a folder, or a file, that is read from storage: the operating system is asked to drop it from memory.
         exchanges: of a fit, ``trainer.strategy.stats``, for the sync stall.
         clock: in seconds.
 

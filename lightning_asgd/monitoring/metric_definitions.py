@@ -1,4 +1,4 @@
-"""What workers' figures say: rates, means and shares between two moments, of one worker and of all together. Pure."""
+"""Rates, means and shares between two reports of metrics, for one worker and for all together. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["METRICS", "Metric", "Window", "Windows", "bars", "measures", "stalen
 
 @dataclass(frozen=True)
 class Window:
-    """Two figures of one worker, and the time between them.
+    """Two reports of one worker's metrics, and the time between them.
 
     Attributes:
-        after: the later ones.
-        before: the earlier ones; those of the beginning by default.
+        after: the later report.
+        before: the earlier report; by default all zero, as when training began.
     """
 
     after: WorkerMetrics
@@ -69,7 +69,7 @@ def _total(name: str) -> Callable[[Sequence[Window]], float]:
 
 
 def _mean(name: str) -> Callable[[Sequence[Window]], float | None]:
-    """Of those who know it: where it is above 0."""
+    """Over the workers that have a value above 0."""
 
     def value(windows: Sequence[Window]) -> float | None:
         known = [value for window in windows if (value := getattr(window.after, name)) > 0]
@@ -129,11 +129,11 @@ def measures(windows: Sequence[Window]) -> dict[str, float]:
 
 
 class Windows:
-    """Every worker's latest time of a certain length, from the figures that come in.
+    """A sliding window of every worker's metrics.
 
     Args:
-        seconds: length at least, where a worker has trained for so long. Figures that come soon after others, as at
-            sync points, would say nothing of a rate.
+        seconds: the least length of a window, once a worker has trained for that long. A rate over a shorter time, as
+            between two reports close to a sync point, would mean little.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Windows:
         self._figures: dict[int, deque[WorkerMetrics]] = {}
 
     def update(self, figures: Mapping[int, WorkerMetrics]) -> None:
-        """Take notice of figures, by worker; where they are not new the worker's window stays."""
+        """Add metrics, by worker; if they are not new, the worker's window stays as it is."""
         for worker, new in figures.items():
             known = self._figures.get(worker)
             if known is None or known[-1].began != new.began:  # it has begun, perhaps again

@@ -19,7 +19,7 @@ __all__ = ["exit_with", "failures", "is_failing"]
 log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
-_PATIENCE_S = 3.0  # without a word
+_PATIENCE_S = 3.0  # before the first log line
 _POLL_S = 0.05
 
 

@@ -1,4 +1,4 @@
-"""What workers say in collectives and at sync points."""
+"""Messages of workers in collectives and at sync points."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Place:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a worker says at a sync point.
+    """A worker's report at a sync point.
 
     Attributes:
-        moved: whether anything was pushed since the last one.
+        moved: whether anything was pushed since the last sync point.
         should_stop: whether training is to end.
         grown: whether there are trainable parameters that are not exchanged.
-        checkpoints: what this worker's checkpoint callbacks know of the files.
-        figures: this worker's.
+        checkpoints: what this worker's checkpoint callbacks know about the files.
+        figures: this worker's metrics.
         versions: per server, of the weights that this worker has taken already, since it knew that all had pushed;
             None if it has not.
         place: where it is; None outside of epochs.
-        trained: whether it has trained since the last one, with or without optimizer steps.
-        halts: whether it trains no more of the epoch, so that the others are to come soon.
+        trained: whether it has trained since the last sync point, with or without optimizer steps.
+        halts: whether it trains no more of the epoch, so that the others should arrive soon.
     """
 
     moved: bool
@@ -72,10 +72,10 @@ class Contribution(Request):
         kind: ``"barrier"``, ``"broadcast"``, ``"all_gather"``, ...: must be the same on all workers.
         name: what the caller calls it; must be the same on all workers.
         payload: a plain value, a tensor, or an object as :class:`Pickled`.
-        source: the one worker whose payload is delivered; None: everybody's.
-        target: the one worker that it is delivered to, the others get nothing; None: everybody.
+        source: the one worker whose payload is delivered; None: all workers'.
+        target: the one worker that it is delivered to, the others get nothing; None: all workers.
         timeout_s: seconds after which the servers give up on the missing workers.
-        stops: whether the worker trains no more, so that the others are to come soon.
+        stops: whether the worker trains no more, so that the others should arrive soon.
         answer: what the worker was answered by a coordinator that was lost since: it does not wait any more, and the
             others are to get the same. None if it waits.
     """

@@ -49,7 +49,7 @@ class LeaseHoldings:
         epoch: which one.
         granted: ranges of units, in the order in which they were granted.
         trained: number of these units that it has trained.
-        served: the last segment of which it was granted something.
+        served: the last sync interval in which it was granted units.
     """
 
     epoch: Epoch
@@ -60,12 +60,12 @@ class LeaseHoldings:
 
 @dataclass(frozen=True)
 class OpenEpoch(Request):
-    """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
+    """A worker begins an epoch, or asks for its progress; answered with the ranges of units that are done.
 
-    Where workers meet, the first claim begins it: see :class:`LeaseRequest`.
+    In a job the first lease request begins it: see :class:`LeaseRequest`.
 
     Attributes:
-        epoch: the first worker's says what it is, the others' must be the same.
+        epoch: defined by the first worker; the others' must be the same.
     """
 
     epoch: Epoch
@@ -77,20 +77,20 @@ class LeaseRequest(Request):
 
     Attributes:
         key: which epoch.
-        segment: number of times that all have met in it.
+        segment: number of sync intervals of the epoch that are over.
         trained: units that the worker has trained in it since it began or rejoined.
         applied: those of them whose updates the servers have.
-        unit_s: seconds that a unit takes it; 0 if it does not know yet.
-        rtt_s: seconds in which it is answered.
-        flush: seconds in which it pushes what is left when it has trained all that it was granted.
-        wait: whether the answer is to be held back until there is a unit for it, or the segment is over.
-        stop: whether it wants no more, and gives back what it has not trained.
+        unit_s: seconds that the worker needs for a unit; 0 if not known yet.
+        rtt_s: seconds from request to reply.
+        flush: seconds that its last push takes, after it has trained all that it was granted.
+        wait: whether the reply is to be blocked until there is a unit for it, or the sync interval is over.
+        stop: whether it requests no more, and gives back the units that it has not trained.
         halt: whether the others are to be granted no more of the epoch either.
         size: units of one of its optimizer steps.
-        opens: the epoch, with the first claim in it, where workers meet: see :class:`OpenEpoch`.
+        opens: in a job, the epoch that the first request opens: see :class:`OpenEpoch`.
     """
 
-    urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
+    urgent: ClassVar[bool] = True  # training needs the reply: it must not queue behind weights
 
     key: str
     segment: int
@@ -113,14 +113,13 @@ class LeaseGrant:
     Attributes:
         first: number of the first unit granted.
         last: one past the last; equal to ``first`` if there is none for this worker.
-        over: whether all units of the segment that were granted are trained and applied, and no more will be.
-        progress: units that all have trained so far, as far as is known.
-        ratio: units that all train while this worker trains one.
-        void: whether the units have been trained by others, and what the worker makes of them is not wanted: one that
-            comes late needs a batch to notice that a segment is over.
-        final: whether there is probably nothing more for this worker in the segment: when it has trained this it pushes
-            the rest, and waits.
-        halted: whether the segment is over since a worker has halted the epoch.
+        over: whether all granted units of the sync interval are trained and applied, and no more will be granted.
+        progress: units that all workers together have trained so far, as far as is known.
+        ratio: units that all workers together train while this worker trains one.
+        void: whether the grant is a dummy batch: its units are trained by others and its update is discarded. A worker
+            that arrives late needs a batch to notice that the sync interval is over.
+        final: whether this is probably the worker's last grant of the sync interval. Then it pushes and waits.
+        halted: whether the sync interval is over because a worker has halted the epoch.
         incarnations: see :class:`Reply`.
         left: see :class:`Reply`.
     """

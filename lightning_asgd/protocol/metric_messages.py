@@ -14,12 +14,12 @@ class WorkerMetrics:
 
     Rates are differences of two; see :mod:`lightning_asgd.monitoring.metric_definitions`.
 
-    All are sums since training began, unless something else is said. Seconds of computing and of the three kinds of
+    All are sums since training began, unless stated otherwise. Seconds of computing and of the three kinds of
     standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
 
     Attributes:
         began: when training began, in seconds since 1970 on the worker's clock.
-        at_s: seconds from then until these figures were taken.
+        at_s: seconds from then until these metrics were taken.
         epoch: epochs trained, with the fraction of the present one; not a sum.
         samples: samples trained.
         batches: batches trained.
@@ -32,7 +32,7 @@ class WorkerMetrics:
         data_wait_s: seconds in which it stood still for data.
         exchanges: exchanges that were answered.
         pushes: those of them with an update.
-        refused: updates that a server refused.
+        refused: updates that a server rejected.
         repeated: updates that a server had applied before.
         round_trip_s: seconds from the messages to the merging of their answers.
         bytes_pushed: bytes of updates.
@@ -72,7 +72,7 @@ class WorkerMetrics:
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """What is going on? Anybody may ask the coordinator, who need not take part. Answered with :class:`Status`."""
+    """A status request. The sender need not be a member of the session. Answered with :class:`Status`."""
 
     urgent: ClassVar[bool] = True
 
@@ -83,12 +83,12 @@ class WorkerStatus:
 
     Attributes:
         worker: its number.
-        about: its machine, process and device, where it came by itself.
-        away: why nobody waits for it; empty if it takes part.
+        about: its machine, process and device, if it joined an elastic run.
+        away: why no worker waits for it; empty if it takes part.
         silent_s: seconds since its last heartbeat.
         pace_s: seconds that it needs for an optimizer step; 0 if that is not known.
         trained: steps of the present epoch that it has trained.
-        figures: its latest, if it is monitored.
+        figures: its latest metrics, if it is monitored.
     """
 
     worker: int

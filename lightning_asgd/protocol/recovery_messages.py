@@ -36,10 +36,10 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class StateReport(Request):
-    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
+    """What a worker knows of a lost server, for the replacement. Answered when all workers have reported.
 
     Attributes:
-        shards: what it holds, per fragment.
+        shards: the worker's copies, per fragment.
         answered: number of its latest collective that was answered.
         part: of the present epoch, if there is one.
         incarnation: how often the lost server had declared this worker away when it joined last.

@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 BOOTSTRAPPED = "founded"
-"""Name of the :class:`RunMetadata` that says that a run has weights."""
+"""Name of the :class:`RunMetadata` which shows that a run has weights."""
 
 PROTOCOL = 20
-"""Version of these messages. A server refuses a worker that speaks another one."""
+"""Version of these messages. A server rejects a worker with another version."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Policy:
     Attributes:
         silence_s: seconds without a heartbeat after which a worker counts as away; 0: never.
         min_workers: with fewer of them the session is ended.
-        abort: whether the session is ended as soon as one is away or gone.
+        abort: whether the session ends as soon as a worker is away or gone.
     """
 
     silence_s: float = 0.0
@@ -52,13 +52,13 @@ class Join(Request):
     """A worker enters a session.
 
     Attributes:
-        world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
+        world_size: number of workers of the session; 0 in an elastic run, see :class:`Attach`.
         policy: the same from all workers; the first one's counts.
-        again: whether the worker was told that it counts as away, and starts over with the servers' weights.
-        after: the session that this one goes on from, with the same workers; who is gone there is gone here.
+        again: whether the worker has learned that it was suspected, and starts over with the servers' weights.
+        after: the session that this one continues, with the same workers; workers that are gone there are gone here.
         server: number of the server that this is sent to.
         restore: whether this server replaces one that was lost during the session.
-        holding: where workers come and go, those that hold the weights, as far as this one knows.
+        holding: in an elastic run, the workers that hold the weights, as far as this one knows.
         admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
     """
@@ -89,14 +89,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Attach:
-    """A worker asks to take part in a run whose workers come and go.
+    """A worker asks to join an elastic run.
 
     Answered once the run has weights, or once this worker is to bring them.
 
     Attributes:
         session: name of the run.
         about: the worker's machine, process and device, as a text for users.
-        policy: what the run does about workers that are silent; the first worker's counts.
+        policy: what the run does about workers that miss their heartbeats; the first worker's policy applies.
         protocol: version of the messages the worker speaks.
         process: see :class:`Request`.
     """
@@ -115,8 +115,8 @@ class Attached:
     Attributes:
         worker: the worker's number, which no other has had or will have.
         bootstraps: whether the run has no weights yet: this worker brings them, and the others wait for that.
-        notes: what the workers have told each other: see :class:`RunMetadata`.
-        heard: number of news that were there before.
+        notes: what the workers have published for each other: see :class:`RunMetadata`.
+        heard: number of events before the worker joined.
         chief: the worker that logs and writes checkpoints.
     """
 
@@ -129,11 +129,11 @@ class Attached:
 
 @dataclass(frozen=True)
 class RunMetadata(Request):
-    """What the workers of a run tell each other, and workers that join later. The last write wins.
+    """What the workers of a run publish for each other, and for workers that join later. The last write wins.
 
     Attributes:
-        name: what it is about; :data:`BOOTSTRAPPED` is the one that servers read.
-        value: a plain value, or an object as :class:`Pickled`; None to ask only.
+        name: its key; servers read only :data:`BOOTSTRAPPED`.
+        value: a plain value, or an object as :class:`Pickled`; None to read only.
         first: whether an earlier value stays, if there is one (put-if-absent).
     """
 
@@ -147,11 +147,11 @@ class Heartbeat(Request):
     """Sent a few times within :attr:`Policy.silence_s`.
 
     Attributes:
-        heard: number of events that the worker has heard of.
-        figures: the worker's latest, for the coordinator; None if it takes none.
+        heard: number of events that the worker has received.
+        figures: the worker's latest metrics, for the coordinator; None if it has none.
     """
 
-    urgent: ClassVar[bool] = True  # behind weights it might come too late
+    urgent: ClassVar[bool] = True  # behind weights it might arrive too late
 
     heard: int = 0
     figures: WorkerMetrics | None = None
@@ -164,9 +164,9 @@ class HeartbeatReply:
     Attributes:
         news: events of workers since the last heartbeat, as texts for users.
         living: workers that take part.
-        figures: the latest ones of every worker, for the chief, which logs them; empty for the others.
+        figures: the latest metrics of every worker, for the chief, which logs them; empty for the others.
         chief: the worker that logs and writes checkpoints.
-        holding: where workers come and go, those that hold the weights.
+        holding: in an elastic run, the workers that hold the weights.
         admitted: the highest number that one of them was given.
         fenced: whether the sender must join again before it trains.
         needed: number of the first collective whose result a worker that is away may still ask for; workers repeat
@@ -192,7 +192,7 @@ class DisconnectWatch(Request):
 
 @dataclass(frozen=True)
 class Leave(Request):
-    """A worker leaves a session, or somebody who knows reports that it is gone.
+    """A worker leaves a session, or another process reports that it is gone.
 
     Attributes:
         reason: why; empty for an orderly end.

@@ -34,7 +34,7 @@ class SharedRef:
         host: identity of the machine and of its process and network namespaces.
         pid: process that owns the block.
         fd: the block's file descriptor in that process.
-        nonce: bytes that stand at the block's start, so that a stale reference is noticed.
+        nonce: bytes at the block's start, by which a stale reference is noticed.
         nbytes: size of the block, header included.
     """
 
@@ -78,19 +78,19 @@ class Exchange(Request):
         push: whether an update is sent.
         fetch: whether the weights are wanted back.
         update: the update by value, per group a tensor or what a compression has made of it; None if nothing is pushed
-            or if it lies in the shared block.
+            or if it is in the shared block.
         steps: optimizer steps in the update.
         lr: the worker's learning rate.
         speed: the worker's optimizer steps per second; 0 if it does not know yet.
-        nsync: steps between two exchanges, as the worker was told by the user.
-        may_wait: whether the answer may be held back until others have come so far.
-        rest: whether the worker stops at a sync point now, so that nobody waits for it.
+        nsync: steps between two exchanges, as the user has set them.
+        may_wait: whether the reply may be blocked until the other workers have caught up.
+        rest: whether the worker stops at a sync point now, so that no worker waits for it.
         shared: whether update and answer go through the shared block.
         within_bounds: whether the worker has seen, while the update was in its cache, that all of it is finite and
             below the bound; it counts for shared memory only.
         fragment: number of the part of the module that is exchanged.
         full: whether the weights are wanted as they are, not compressed.
-        common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
+        common: at a sync point the digest of the last sync point's weights, if this worker holds them, else empty:
             those are wanted that all take; None elsewhere. See ``streams.Common``.
         epoch: the epoch that the worker claims units of; empty if it does not.
         units: units of it that the worker has trained since it began or rejoined, those of this push included.
@@ -131,11 +131,11 @@ class Reply:
         version: number of updates the shard has applied, this one included.
         staleness: updates applied between the fetch the push was based on and the push; 0 without a push.
         verdict: what became of the push.
-        weights: the shard by value, as the update; None if not asked for or if it lies in the shared block.
-        nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
+        weights: the shard by value, like the update; None if not asked for or if it is in the shared block.
+        nsync: optimizer steps until the worker's next exchange; 0 if the server does not set it.
         busy_s: seconds that the server was busy with it.
         pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
-        epoch: the epoch that ``done`` is about: that of the message, or in a run whose workers come and go the latest.
+        epoch: the epoch that ``done`` is about: that of the message, or in an elastic run the latest.
         done: ranges of units of it whose updates the weights hold.
         incarnations: how often each worker was declared away; those that never were are left out.
         left: workers that are gone, and why.
@@ -163,11 +163,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class ShardState(Request):
-    """Ask for what a shard keeps beside its weights, or put it back.
+    """Fetch the state that a shard keeps besides its weights, or restore it.
 
     Attributes:
         fragment: number of the part of the module.
-        state: what was answered when a checkpoint was written; None to ask.
+        state: the reply from when the checkpoint was written; None to fetch it.
     """
 
     fragment: int = 0

@@ -1,7 +1,7 @@
 """The collectives of a session's workers. A pure state machine: no network, no threads, time as an argument.
 
 Workers number their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and
-name, so a worker that skips, repeats or reorders one gets an error at once, and nobody hangs. A collective is
+name, so a worker that skips, repeats or reorders one gets an error at once, and no worker hangs. A collective is
 completed by the workers that the membership awaits. The results of collectives that a suspected worker missed are kept
 for it: when it rejoins it gets the results that the others got, and takes part again from the first collective that is
 still open.

@@ -31,7 +31,7 @@ class Epochs:
         self._all_train = all_train
         self._known: dict[int, Leases] = {}  # by number
         self._fit = ""
-        self._latest = -1  # number of the latest that anybody has begun
+        self._latest = -1  # number of the latest epoch that any worker has begun
         self._held: dict[str, Ranges] = {}  # by key, of epochs that restored weights hold units of
 
     def __iter__(self) -> Iterator[Leases]:

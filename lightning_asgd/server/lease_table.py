@@ -123,7 +123,7 @@ class Leases:
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
     def stop_waiting_for(self, numbers: Collection[int], now: float) -> list[Completion]:
-        """Reserve nothing for workers that have finished the segment, as a lost server told them."""
+        """Reserve nothing for workers that have finished the sync interval, as a lost server had announced."""
         for number in numbers:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
@@ -231,7 +231,7 @@ class Leases:
         return max(least, units) if all(w.unit_s for w in others) else least
 
     def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
-        """How many steps to grant, by everybody's speed."""
+        """How many steps to grant, from the workers' speeds."""
         known = [w.unit_s for w in (worker, *others) if w.unit_s]
         if not worker.unit_s:
             return 1

@@ -72,7 +72,7 @@ class RunRegistry:
 
     @property
     def lost(self) -> ServerLostError:
-        """The error of workers that join a run whose weights nobody has."""
+        """The error of workers that join a run whose weights are lost."""
         return ServerLostError(
             f"The weights of run {self.name!r} were lost: a server ended while the run had no workers. Start "
             "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to continue from a checkpoint. With "

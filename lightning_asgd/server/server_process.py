@@ -1,4 +1,4 @@
-"""The server process: start the transport, publish the address, serve until told to stop. Never imports Lightning.
+"""The server process: start the transport, publish the address, serve until it is stopped. Never imports Lightning.
 
 Run by the supervisor as ``python -m lightning_asgd.server.server_process '{"key": ..., ...}'``.
 """
@@ -28,7 +28,7 @@ __all__ = ["ServerArguments", "ServerSettings", "run_server"]
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
-_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+_FAREWELL_S = 2.0  # time to tell workers on other machines that the main process is gone
 
 _SHUT = (
     "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
@@ -45,7 +45,7 @@ class ServerSettings:
         transport: how messages reach them.
         job: the job's name; empty for an elastic run.
         run: name of the only run that they serve, if it is elastic; see :class:`Service`.
-        snapshots: folder that they write snapshots to, and go on from; empty for none.
+        snapshots: folder that they write snapshots to, and continue from; empty for none.
         snapshot_every_s: seconds between two; 0 for none.
     """
 
@@ -93,7 +93,7 @@ class ServerArguments:
 
 
 def run_server(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
+    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if no process can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
@@ -127,8 +127,8 @@ def run_server(argv: list[str] | None = None) -> int:
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
                 f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
-            time.sleep(_LAST_WORDS_S)
-    if shut:  # as if it was killed: who waits for an answer is to get it from another one
+            time.sleep(_FAREWELL_S)
+    if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
         sys.stderr.write(_SHUT)
         sys.stderr.flush()
         os._exit(1)

@@ -42,7 +42,7 @@ class ServerState:
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
         if self.recovery.replaces and self.recovery.phase.lost:
             return True  # it knows nothing that would not be reported to another one
         held = self.session is not None and self.session.held_by_workers

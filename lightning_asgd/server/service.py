@@ -160,7 +160,7 @@ class Service:
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
         with self._lock:
             return self.state.replaceable
 
@@ -299,7 +299,7 @@ class Service:
     def _leave(self, message: Leave) -> bool:
         session = self.session
         if session is not None and not session.members.is_process(message.worker, message.process):
-            return False  # a process that was refused ends
+            return False  # a process that was rejected ends
         if message.final:
             self.state.registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):
@@ -349,7 +349,7 @@ class Service:
                 self._members_changed(session)
 
     def _reject_waiting(self) -> None:
-        """No worker is left to report what the lost server knew: go on from a snapshot, or reject joining workers."""
+        """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
         waiting = self._pending.of(Attach, Exchange)
         if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
             return

@@ -32,7 +32,7 @@ __all__ = ["SessionState"]
 
 @dataclass
 class SessionState:
-    """One session. Epochs are not part of it: a new layout in the midst of one changes nothing about them."""
+    """One session. Epochs are not part of it: a new layout in the middle of an epoch does not change it."""
 
     members: Membership
     collectives: CollectiveTable = field(init=False)
@@ -62,7 +62,7 @@ class SessionState:
         return list(self.shards[0].samples) if 0 in self.shards else []
 
     def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """What a worker is told of the session when it sends its metrics."""
+        """The state of the session that a worker gets when it sends its metrics."""
         members, worker = self.members, message.worker
         if members.aborted:
             raise WorkerLostError(members.aborted)
@@ -113,8 +113,8 @@ class SessionState:
         return due
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good."""
-        if self.members.elastic:  # a run that goes on for long would remember all that ever joined
+        """Keep nothing for a worker that has left permanently."""
+        if self.members.elastic:  # otherwise a long run would remember every worker that ever joined
             self.members.metrics.pop(worker, None)
             for shard in self.shards.values():
                 shard.forget(worker)
@@ -135,7 +135,7 @@ class SessionState:
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
-        """Take the newest state that workers report, and from a snapshot what the algorithm keeps beside the weights.
+        """Take the newest state that workers report, and the algorithm's other state from a snapshot.
 
         No worker holds that.
         """

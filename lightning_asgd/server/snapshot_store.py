@@ -112,7 +112,7 @@ class Snapshots:
         )
 
     def check(self, run: str, servers: int) -> int | None:
-        """The first server's version, if ``servers`` servers can go on with a run; None if the run is to begin."""
+        """The first server's version, if ``servers`` servers can continue a run; None if the run is to begin."""
         first = self.read(0)
         if first is None:
             return None
@@ -139,10 +139,10 @@ def keep(
     *,
     at_end: bool = True,
 ) -> None:
-    """Write snapshots until told to stop, and with ``at_end`` a last one.
+    """Write snapshots until stopped, and with ``at_end`` a last one.
 
     Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
-    ``complain`` is called with what is wrong with the folder: training goes on, and the next one may be written.
+    ``complain`` is called with what is wrong with the folder: training continues, and the next snapshot may succeed.
     """
     last = False
     while not last:

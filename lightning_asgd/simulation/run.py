@@ -31,7 +31,7 @@ from lightning_asgd.worker.session_client import SessionClient
 __all__ = ["Crash", "Simulation"]
 
 _SESSION = "simulation"
-_OBSERVER = -1  # who asks the servers for their weights, to report the loss
+_OBSERVER = -1  # fetches the servers' weights, to report the loss
 _POINTS = 100  # of the reported loss
 
 
@@ -77,11 +77,11 @@ class Simulation:
         optimizer: makes a worker's own optimizer; None for ``SGD(lr=0.1)``.
         speed: how long steps take: of every worker, or one per worker.
         network: the links.
-        exchange_s: seconds that the training stands still when an answer is merged, in which the packing of the update
+        exchange_s: seconds that training pauses when a reply is merged, in which the packing of the update
             is to be counted.
         epoch_s: seconds between an epoch's sync point and the next epoch's first batch, such as a validation's.
         crashes: workers that end before their time.
-        evaluate_every: steps of all workers together between two looks at the servers' loss; None for 100 looks.
+        evaluate_every: steps of all workers together between two evaluations of the servers' loss; None: 100 of them.
         seed: of all random numbers.
 
     Raises:
@@ -141,8 +141,8 @@ class Simulation:
         """Simulate.
 
         Raises:
-            ASGDError: what a worker of a real run would have got; or the workers wait for each other for ever.
-            ConfigurationError: the algorithm is not for such a run.
+            ASGDError: what a worker of a real run would have raised; or the workers wait for each other forever.
+            ConfigurationError: the algorithm does not suit such a run.
         """
         return _Running(self).run()
 
@@ -220,7 +220,7 @@ class _Running:
     # ------------------------------------------------------------------ what happens
 
     def go_on(self, worker: SimulatedWorker, life: Life) -> None:
-        """Let a worker do what it can without waiting."""
+        """Run a worker until it has to wait."""
         while not worker.crashed:
             wish = next(life, None)
             if wish is None:
@@ -236,7 +236,7 @@ class _Running:
                 return
 
     def wait(self, worker: SimulatedWorker, life: Life, futures: list[Future[Any]]) -> None:
-        """Let a worker go on once all futures are done."""
+        """Resume a worker once all futures are done."""
         for future in futures:
             if not future.done():
                 future.add_done_callback(lambda _: self.clock.after(0.0, partial(self.wait, worker, life, futures)))
@@ -250,7 +250,7 @@ class _Running:
             self.evaluate()
 
     def crash(self, crash: Crash) -> None:
-        """End a worker; the servers are told later."""
+        """End a worker; the servers learn of it later."""
         worker = self.workers[crash.worker]
         if worker.ended_s is not None:
             return
@@ -260,7 +260,7 @@ class _Running:
         for service in self.services:
             self.clock.after(crash.detection_s, partial(service.handle, leave))
 
-    # ------------------------------------------------------------------ what is found out
+    # ------------------------------------------------------------------ results
 
     def weights(self) -> tuple[Tensor, list[int]]:
         """The servers' weights and versions."""
@@ -276,7 +276,7 @@ class _Running:
         self.losses.append(Point(now, self.steps, self.plan.problem.loss(self.weights()[0])))
 
     def check_that_all_have_ended(self) -> None:
-        """Raise an error if workers wait for ever."""
+        """Raise an error if workers wait forever."""
         waiting = [w.rank for w in self.workers if w.ended_s is None]
         if waiting:
             raise ASGDError(

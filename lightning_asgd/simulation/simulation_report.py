@@ -17,7 +17,7 @@ class Point:
     Attributes:
         time_s: when.
         steps: optimizer steps that all workers together had taken.
-        loss: what the problem says.
+        loss: the problem's loss.
     """
 
     time_s: float
@@ -36,7 +36,7 @@ class WorkerReport:
         steps: optimizer steps it took.
         exchanges: exchanges that were answered.
         pushes: those of them with an update.
-        deferred: times an exchange was due while the one before was still under way.
+        deferred: times an exchange was due while the one before was still in flight.
         wait_s: time in which it stood still for an answer, sync points not counted.
         sync_wait_s: time at sync points in which it stood still for the servers.
         meeting_s: time at sync points in which it stood still for the other workers.
@@ -44,7 +44,7 @@ class WorkerReport:
         staleness_max: of its pushes, in versions.
         staleness_histogram: number of its pushes by staleness, in versions.
         bytes_sent: bytes of tensors that it sent, to all servers together.
-        bytes_received: bytes of tensors that came to it.
+        bytes_received: bytes of tensors that it received.
     """
 
     worker: int
@@ -75,7 +75,7 @@ class Report:
         losses: the loss at the servers' weights, from the beginning to the end.
         weights: the servers' weights at the end, shape ``(n,)``.
         versions: per server, number of updates that it applied.
-        server_bytes: per server, bytes of tensors that came in and that went out.
+        server_bytes: per server, bytes of tensors received and sent.
     """
 
     time_s: float

@@ -20,7 +20,7 @@ __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
-_REFUSALS = 2  # in a row: one more means that the server has ended
+_REFUSALS = 2  # in a row: after one more the server counts as ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
 
 

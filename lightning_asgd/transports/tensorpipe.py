@@ -200,7 +200,7 @@ def reachable(address: str) -> bool:
 def listening_sockets() -> int:
     """Number of sockets that this process listens on.
 
-    TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
+    TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
     scanner, or of a worker that was killed while it joined.
     """
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))

@@ -127,5 +127,5 @@ class ExchangeLog:
         self._replica.await_arrival()
         updates = self._replica.updates()
         futures = self._shards.exchange(self.seq, self.versions, push=False, fetch=True, updates=updates, full=True)
-        replies = self._shards.replies(futures)  # never refused: only pushes are
+        replies = self._shards.replies(futures)  # never rejected: only pushes are
         return replies, self._shards.answers(replies, self._replica.wire)

@@ -176,7 +176,7 @@ class ShardClient:
         )
 
     def record(self, exchange: InFlight, *, round_trip_s: float, wait_s: float) -> ExchangeRecord:
-        """What users are told of an exchange that was answered."""
+        """The record of an answered exchange for users."""
         replies = exchange.replies
         return ExchangeRecord(
             step=exchange.step,
