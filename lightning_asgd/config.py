@@ -21,11 +21,11 @@ _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long to wait, in seconds. A process that dies is noticed at once; these are for those that hang."""
+    """How long to wait, in seconds. A process that dies is noticed at once; these are for processes that hang."""
 
     silence_s: float = 10.0
-    """For a worker's heartbeat. A worker that sends none counts as away: the others continue without it until it
-    rejoins. Raise it if your network may be interrupted for longer and you would rather wait."""
+    """For a worker's heartbeat. A worker that sends none is excluded: the others continue without it until it rejoins.
+    Raise it if your network may be interrupted for longer and the others should wait."""
 
     start_s: float = 120.0
     """For servers and workers to start. Raise it if importing your script takes minutes."""
@@ -52,14 +52,14 @@ class ExchangeConfig:
     auto: bool = False
     """Whether a worker chooses both by itself; these are its first values."""
     overlap: bool = True
-    """Train on while an exchange is under way."""
+    """Continue training while an exchange is in flight."""
     max_offline_steps: int = 1000
-    """Steps a worker takes alone while an exchange is under way before it waits for the answer."""
+    """Steps a worker takes alone while an exchange is in flight before it waits for the reply."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
     """Code of what goes over the network."""
     snapshot_every_s: float = 60.0
-    """Seconds between two snapshots of what the algorithm keeps on the servers beside the weights."""
+    """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
 
     @property
     def algorithm_name(self) -> str:

@@ -56,7 +56,7 @@ class ExchangeStats:
     """Sums over all exchanges of a fit, and the last 10,000 records in :attr:`records`.
 
     ``staleness_mean`` and ``staleness_max`` are over pushes, in versions; ``wait_s`` is the time in which the training
-    thread waited for answers, sync points not counted.
+    thread waited for replies, without sync points.
     """
 
     records: deque[ExchangeRecord] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -78,7 +78,7 @@ class ExchangeStats:
     nsync: int = 0  # optimizer steps between two exchanges, as of the latest
     distance: float = 0.0  # norm of this worker's parameters minus the servers', when measured last; 0 before
     lost_workers: dict[int, str] = field(default_factory=dict)  # on worker 0, at the end of the fit
-    servers_replaced: int = 0  # times a lost server was, while this worker trained
+    servers_replaced: int = 0  # lost servers that were replaced while this worker trained
 
     def add(self, record: ExchangeRecord, *, pushed: bool, fetched: bool) -> None:
         """Count an exchange."""

@@ -26,7 +26,7 @@ class Waited(NamedTuple):
     """Seconds in which the training thread has stood still so far."""
 
     exchange_s: float = 0.0
-    """For the servers' answers while it trained."""
+    """For the servers' replies while it trained."""
     sync_s: float = 0.0
     """At sync points, for the servers and the other workers."""
     data_s: float = 0.0
@@ -39,7 +39,7 @@ class Meter:
     Args:
         stats: gives what the exchanges were like.
         waited: gives the seconds waited.
-        epoch: gives the epochs trained, with the fraction of the present one.
+        epoch: gives the epochs trained, including the fraction of the current one.
         clock: seconds; given by tests.
     """
 

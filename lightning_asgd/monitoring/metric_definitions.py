@@ -90,30 +90,30 @@ _WAITS = ("exchange_wait_s", "sync_wait_s", "data_wait_s")
 _BYTES = ("bytes_pushed", "bytes_fetched")
 
 METRICS: dict[str, Metric] = {
-    "epoch": Metric("epochs", "epochs trained, with the fraction of the present one", _mean("epoch")),
+    "epoch": Metric("epochs", "epochs trained, including the fraction of the current one", _mean("epoch")),
     "samples_per_s": Metric("samples/s", "samples trained per second", _rate("samples")),
     "train_loss": Metric("", "mean training loss", _ratio(["loss_sum"], ["losses"])),
     "updates_per_s": Metric("1/s", "updates that the servers applied per second", _updates_per_s),
-    "updates/refused": Metric("updates", "refused so far: they held NaN or infinity", _total("refused")),
-    "updates/repeated": Metric("updates", "sent again so far that a server had applied before", _total("repeated")),
+    "updates/refused": Metric("updates", "rejected so far, because they held NaN or infinity", _total("refused")),
+    "updates/repeated": Metric("updates", "duplicates so far, already applied by a server", _total("repeated")),
     "staleness/mean": Metric("versions", "mean staleness of the updates", _ratio(["staleness_sum"], ["pushes"])),
     "staleness/max": Metric("versions", "largest staleness so far", _largest_staleness),
     "exchange/round_trip_s": Metric(
-        "s", "mean time from an exchange's message until its answer is merged", _ratio(["round_trip_s"], ["exchanges"])
+        "s", "mean time from sending an exchange until its reply is merged", _ratio(["round_trip_s"], ["exchanges"])
     ),
     "exchange/wait_s": Metric(
-        "s", "mean time in which training stood still for an exchange", _ratio(["exchange_wait_s"], ["exchanges"])
+        "s", "mean time that training waited for an exchange", _ratio(["exchange_wait_s"], ["exchanges"])
     ),
-    "exchange/bytes": Metric("bytes", "mean size of an exchange, both ways", _ratio(_BYTES, ["exchanges"])),
-    "traffic/bytes_per_s": Metric("bytes/s", "bytes exchanged per second, both ways", _rate(*_BYTES)),
-    "wait/share": Metric("", "share of the training thread's time in which it stood still", _ratio(_WAITS, ["at_s"])),
-    "wait/exchange": Metric("", "part of it for the servers' answers", _ratio(["exchange_wait_s"], ["at_s"])),
+    "exchange/bytes": Metric("bytes", "mean size of an exchange, both directions", _ratio(_BYTES, ["exchanges"])),
+    "traffic/bytes_per_s": Metric("bytes/s", "bytes exchanged per second, both directions", _rate(*_BYTES)),
+    "wait/share": Metric("", "share of the training thread's time that it spent waiting", _ratio(_WAITS, ["at_s"])),
+    "wait/exchange": Metric("", "part of that share: for the servers' replies", _ratio(["exchange_wait_s"], ["at_s"])),
     "wait/sync": Metric(
-        "", "part of it at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
+        "", "part of that share: at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
     ),
-    "wait/data": Metric("", "part of it for data", _ratio(["data_wait_s"], ["at_s"])),
-    "nsync": Metric("steps", "optimizer steps between two exchanges, as of now", _mean("nsync")),
-    "distance": Metric("", "norm of the worker's parameters minus the servers', as of late", _mean("distance")),
+    "wait/data": Metric("", "part of that share: for data", _ratio(["data_wait_s"], ["at_s"])),
+    "nsync": Metric("steps", "current number of optimizer steps between two exchanges", _mean("nsync")),
+    "distance": Metric("", "norm of the worker's parameters minus the servers', measured recently", _mean("distance")),
 }
 """By name. Those with a mean are over all workers' exchanges, batches or seconds, not a mean of the workers' means."""
 

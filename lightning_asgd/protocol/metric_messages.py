@@ -20,27 +20,27 @@ class WorkerMetrics:
     Attributes:
         began: when training began, in seconds since 1970 on the worker's clock.
         at_s: seconds from then until these metrics were taken.
-        epoch: epochs trained, with the fraction of the present one; not a sum.
+        epoch: epochs trained, including the fraction of the current one; not a sum.
         samples: samples trained.
         batches: batches trained.
         steps: optimizer steps taken.
         loss_sum: training loss of the batches that had a finite one.
         losses: number of these batches.
         train_s: seconds of computing.
-        exchange_wait_s: seconds in which training stood still for the servers' answers.
-        sync_wait_s: seconds in which it stood still at sync points, for the servers and the other workers.
-        data_wait_s: seconds in which it stood still for data.
+        exchange_wait_s: seconds in which training waited for the servers' replies.
+        sync_wait_s: seconds in which it waited at sync points, for the servers and the other workers.
+        data_wait_s: seconds in which it waited for data.
         exchanges: exchanges that were answered.
         pushes: those of them with an update.
         refused: updates that a server rejected.
         repeated: updates that a server had applied before.
-        round_trip_s: seconds from the messages to the merging of their answers.
+        round_trip_s: seconds from sending the messages to merging the replies.
         bytes_pushed: bytes of updates.
         bytes_fetched: bytes of weights.
         staleness_sum: staleness, in versions, of all pushes.
         staleness_max: the largest; not a sum.
         staleness: pushes by staleness; above 15 by the power of two below it.
-        nsync: optimizer steps between two exchanges, as of now.
+        nsync: current number of optimizer steps between two exchanges.
         distance: norm of the worker's parameters minus the servers', when it was measured last; 0 before.
     """
 
