@@ -4,8 +4,8 @@
     python benchmarks/race.py --scenario straggler --repeats 1
     sudo python benchmarks/race.py --scenario cable-10       # two "machines" joined at 10 Mbit/s
     python benchmarks/race.py --codes                        # accuracy and bytes with every compression
-    python benchmarks/race.py --epoch # an epoch's time compared with the ideal, with slow workers python
-    benchmarks/race.py --epoch --work cnn # the same for throughput.py's network alone
+    python benchmarks/race.py --epoch                        # an epoch's time, compared with the ideal
+    python benchmarks/race.py --epoch --work cnn             # the same for throughput.py's network alone
 
 The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
