@@ -70,6 +70,7 @@ class ServerArguments:
         parent: process to stop with.
         succeeds: see :class:`Service`.
         server: the server's number, of one that does not succeed another.
+        path: folders in which the process that starts it finds modules: an algorithm may be a user's own.
     """
 
     settings: ServerSettings
@@ -80,6 +81,7 @@ class ServerArguments:
     parent: int
     succeeds: bool = False
     server: int = 0
+    path: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """For the command line."""
@@ -89,13 +91,14 @@ class ServerArguments:
     def from_json(cls, text: str) -> ServerArguments:
         """What :meth:`to_json` wrote."""
         told = json.loads(text)
-        return cls(**{**told, "settings": ServerSettings(**told["settings"])})
+        return cls(**{**told, "settings": ServerSettings(**told["settings"]), "path": tuple(told["path"])})
 
 
 def run_server(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if no process can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
+    sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
