@@ -101,7 +101,7 @@ class Weights:
         return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
 
     def hold(self, weights: Sequence[Tensor]) -> None:
-        """Go on from weights that both ends have got in another way."""
+        """Continue from weights that both ends already have."""
         if self.compression.differences:
             self._known = {i: w.clone() for i, (w, coded) in enumerate(zip(weights, self._coded, strict=True)) if coded}
 

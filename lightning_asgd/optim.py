@@ -128,7 +128,7 @@ class PosteriorSampler(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         The random stream continues where it was. If the state is another worker's, as in a checkpoint that was written
         in the middle of an epoch, a stream begins that belongs to this worker and to that state alone.
@@ -355,7 +355,7 @@ class SGHMC(PosteriorSampler):
         between("SGHMC(friction)", friction, 0, 1)
         if friction == 0:
             raise ConfigurationError(
-                "SGHMC(friction)=0: the momentum would never decay. Expected a number above 0, up to 1."
+                "SGHMC(friction)=0: momentum would never decay. Expected a number above 0, up to 1."
             )
         defaults = {
             "lr": lr,

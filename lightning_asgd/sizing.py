@@ -130,7 +130,7 @@ def cycle_s(job: Job) -> float:
 
     .. math:: \max(n T + c, \; 2 \max(x, y) + z + 2 l, \; N \max(y, z))
 
-    A worker has one exchange under way, so the next begins neither before its ``nsync`` steps are done nor before its
+    A worker has one exchange in flight, so the next begins neither before its ``nsync`` steps are done nor before its
     own answer is there; and a server takes :math:`N` exchanges per cycle.
 
     Returns:
@@ -222,7 +222,7 @@ def worker_memory_bytes(job: Job) -> float:
 
 
 def server_memory_bytes(job: Job) -> float:
-    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is under way."""
+    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is in flight."""
     return (1 + job.workers) * job.parameter_bytes / job.servers
 
 

@@ -32,7 +32,7 @@ class ExchangeRecord:
         staleness: per server, the updates applied between the fetch this push was based on and the push.
         verdicts: per server, what became of the push.
         round_trip_s: seconds from the message to the answer's being merged.
-        wait_s: seconds of these in which the training thread stood still.
+        wait_s: the part of these seconds in which the training thread waited.
         bytes_pushed: bytes of update sent.
         bytes_fetched: bytes of weights received.
         local_steps: optimizer steps in the push.

@@ -1,4 +1,4 @@
-"""A worker's membership in an elastic run: a Trainer attaches itself, and workers join and leave.
+"""A worker's membership in an elastic run, which workers join and leave.
 
 What a worker learns when it joins, and publishes to the others, is in ``worker/attachment.py``, without Lightning.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def check_is_one_worker(devices: int, num_nodes: int) -> None:
-    """Check that a Trainer which attaches itself is a single worker."""
+    """Check that a Trainer of an elastic run is a single worker."""
     if devices * num_nodes != 1:
         raise ConfigurationError(
             f"devices={devices} and num_nodes={num_nodes} were given with server=... Expected "

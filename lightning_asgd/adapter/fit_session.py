@@ -339,7 +339,7 @@ class FitSession:
                 count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
-        """The progress that a worker needs that attaches itself now."""
+        """The progress that a joining worker needs."""
         progress = progress_of(self._trainer)
         self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress

@@ -1,8 +1,8 @@
 """Lightning's training loop where every worker trains a part of the data of its own: nothing is leased.
 
-Nobody deals out iterable datasets, or samplers that Lightning does not replace: each worker trains what its own
-dataloader yields. That is right where the dataset divides itself, by ``torch.distributed``'s rank or by ``RANK``; any
-other is trained whole by every worker, which is said.
+The strategy does not divide iterable datasets, or samplers that Lightning does not replace: each worker trains what its
+own dataloader yields. That is right where the dataset divides itself, by ``torch.distributed``'s rank or by ``RANK``;
+any other is trained in full by every worker, and a warning says so.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class FixedFleet(Fleet):
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
     ) -> None:
         super().__init__(job, config, policy, board, alone=world_size == 1)
-        # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started

@@ -75,7 +75,7 @@ class TrainingJob:
         address: ``(host, port)`` of the rendezvous, None before the first launch.
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
-        run_id: name of the run, served elsewhere, that this process attaches itself to; empty for a job of its own.
+        run_id: name of the elastic run that this process joins; empty for a job.
     """
 
     num_servers: int
@@ -107,7 +107,7 @@ class TrainingJob:
 
     @property
     def attaches(self) -> bool:
-        """Whether this process attaches itself to a run that is served elsewhere."""
+        """Whether this process joins an elastic run."""
         return bool(self.run_id)
 
     @property

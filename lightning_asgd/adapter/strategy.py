@@ -67,9 +67,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         min_workers: training is ended when fewer than these are left.
-        on_worker_failure: ``"continue"``: when a worker dies or hangs the others take its data and go on; one that
-            hung joins again when it wakes. ``"abort"``: end training on all workers, and say why. Worker 0 logs and
-            writes the checkpoints: nothing goes on without it.
+        on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
+            worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
+            why. Worker 0 logs and writes the checkpoints: no worker continues without it.
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
@@ -177,7 +177,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @property
     def global_rank(self) -> int:
-        """The worker's. In a run whose workers come and go the chief's is 0, and that of others their number."""
+        """The worker's. In an elastic run the chief's is 0, and that of others their number."""
         return int(super().global_rank) if self._membership is None else self._membership.rank
 
     @property
@@ -205,7 +205,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ starting and stopping
 
     def _make_launcher(self) -> Any:
-        """The launcher; None if this process attaches itself to a run."""
+        """The launcher; None in an elastic run."""
         self._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
@@ -269,8 +269,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         fitting = self._is_fitting(trainer)
         if fitting and private_names.layer_sync.of(self):
             rank_zero_warn(
-                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
-                "is no common batch. Each normalises by its own batches; the running statistics are averaged."
+                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so no "
+                "batch spans all workers. Each normalises by its own batches; the running statistics are averaged."
             )
         world.check_module(self.lightning_module)
         self.precision_plugin.convert_module(self.model)

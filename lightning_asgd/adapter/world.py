@@ -164,10 +164,7 @@ def _create(options: Any, _: Any) -> Any:
     if ranks and len(ranks) not in (1, _place.world_size):
         instead = f"Give new_group(ranks={ranks}, backend='gloo') to have torch's own group."
         if _place.encrypted:
-            instead = (
-                "With transport='zmq' there is no other kind of group: a group of torch's own would send its data "
-                "unencrypted."
-            )
+            instead = "With transport='zmq' there are no others: torch's own groups would send data unencrypted."
         raise CollectiveUnavailableError(
             f"torch.distributed.new_group({ranks}) was called among {_place.world_size} workers of A-SGD. Expected all "
             f"ranks or a single one. {instead}"

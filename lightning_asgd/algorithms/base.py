@@ -202,9 +202,7 @@ class Algorithm(Configurable):
                 )
         if sum(t.gathers for t in (*given, *self.always)) > 1:
             names = ", ".join(type(t).__name__ for t in (*given, *self.always) if t.gathers)
-            raise ConfigurationError(
-                f"{name} was given several transforms that aggregate pushes: {names}. Expected one."
-            )
+            raise ConfigurationError(f"{name} was given several transforms that aggregate: {names}. Expected one.")
         object.__setattr__(self, "transforms", (*(t for t in given if t not in self.always), *self.always))
 
     @property

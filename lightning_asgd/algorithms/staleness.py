@@ -68,7 +68,7 @@ class StalenessAware(Transform):
     r"""Divide a push by its staleness, :math:`\alpha(\tau) = 1/\tau`, or take it whole if fresh [Zhang 2016, eq. 6].
 
     Between equal workers every push is about N - 1 versions stale, so this is mostly a smaller learning rate there; it
-    tells apart where speeds differ.
+    distinguishes if speeds differ.
 
     Example:
         >>> StalenessAware().weigh(Push(staleness=4)), StalenessAware().weigh(Push(staleness=0))
@@ -177,10 +177,10 @@ class DelayCompensation(Transform):
 
 @dataclass(frozen=True)
 class SoftSync(Transform):
-    """Apply the mean of every ``floor(N / splits)`` pushes: n-softsync [Zhang 2016, eq. 3]. Nobody waits.
+    """Apply the mean of every ``floor(N / splits)`` pushes: n-softsync [Zhang 2016, eq. 3]. No worker waits.
 
     ``splits=1`` is loosely synchronous, ``splits=N`` plain asynchronous. The paper's learning rate is
-    :class:`StalenessAware`, given beside it.
+    :class:`StalenessAware`, passed together with it.
 
     Args:
         splits: the paper's *n*: updates per round of N pushes.

@@ -23,7 +23,7 @@ _EXACT = 16  # staleness below is counted by itself: histograms stay small howev
 
 
 class Waited(NamedTuple):
-    """Seconds in which the training thread has stood still so far."""
+    """Seconds that the training thread has waited so far."""
 
     exchange_s: float = 0.0
     """For the servers' replies while it trained."""

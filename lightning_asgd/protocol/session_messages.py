@@ -168,7 +168,7 @@ class HeartbeatReply:
         chief: the worker that logs and writes checkpoints.
         holding: in an elastic run, the workers that hold the weights.
         admitted: the highest number that one of them was given.
-        fenced: whether the sender must join again before it trains.
+        fenced: whether the sender must rejoin before it trains.
         needed: number of the first collective whose result a worker that is away may still ask for; workers repeat
             these results if this server is lost.
     """

@@ -78,7 +78,7 @@ class CollectiveTable:
             self.members.welcome(worker)
 
     def resume(self, answered: int) -> None:
-        """Go on where a lost server was; ``answered`` is the latest collective that it answered any worker.
+        """Continue for a lost server; ``answered`` is the latest collective that it answered any worker.
 
         Some workers may lack its result: all make that call again. Workers report the results of earlier collectives if
         a worker that missed them needs them.

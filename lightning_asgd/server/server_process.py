@@ -31,8 +31,8 @@ _LOOK_S = 2.0  # interval of the listen-socket check
 _FAREWELL_S = 2.0  # time to tell workers on other machines that the main process is gone
 
 _SHUT = (
-    "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
-    "RPC accepts no more connections. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
+    "No process can connect to this server any more: a connection to it ended before it was set up, after which "
+    "torch's RPC accepts no more. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
 )
 
 

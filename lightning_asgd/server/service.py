@@ -172,7 +172,7 @@ class Service:
                 self.session.members.publish(what)
 
     def restore_from_snapshot(self, server: int) -> bool:
-        """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
+        """Restore the latest snapshot of the server with this number, without its workers; returns whether it did."""
         with self._lock:
             restored = self.state.restore_from_snapshot(server, self._clock())
             if restored and self.session is not None:
@@ -372,7 +372,7 @@ class Service:
         self._recover(session)
 
     def _recover(self, session: SessionState) -> None:
-        """Go on from what the workers hold of a lost server's state, once all have reported."""
+        """Continue from the workers' copies of a lost server's state, once all have reported."""
         recovery, members = self.state.recovery, session.members
         if recovery.complete(members.living):
             stale = self.state.recover(session)

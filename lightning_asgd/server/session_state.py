@@ -129,7 +129,7 @@ class SessionState:
         return Snapshot(*about, dict(metadata), epochs, shards)
 
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        """Go on from a snapshot, without the workers."""
+        """Continue from a snapshot, without the workers."""
         self.members.restore(now, admitted=snapshot.admitted)
         self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
@@ -146,9 +146,7 @@ class SessionState:
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.publish(
-                f"Server {members.index} had no snapshot: the state that its algorithm keeps there starts from zero."
-            )
+            members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)

@@ -2,8 +2,8 @@
 
 A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
 worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
-chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
-own update.
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker gets the version right after its own
+update.
 
 A transform may aggregate pushes, to apply them together, and may block replies. So a call returns the replies that
 have become due, which may be none, and may be other workers'.

@@ -44,7 +44,7 @@ class StateRecovery:
     INTACT, LOST such a worker joins                               COLLECTING
     COLLECTING   all living workers have reported                  RESTORED
     any          a snapshot, or a worker's first weights, replace  INTACT
-                 what was lost; nobody can report; a job's next
+                 what was lost; no worker can report; a job's next
                  session begins
     ============ ================================================= ==========
     """

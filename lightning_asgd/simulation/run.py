@@ -168,7 +168,7 @@ class Simulation:
 
 
 class _Running:
-    """A simulation under way."""
+    """A running simulation."""
 
     def __init__(self, plan: Simulation) -> None:
         self.plan = plan

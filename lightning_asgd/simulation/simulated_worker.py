@@ -53,7 +53,7 @@ class SimulatedWorker:
         crashed: whether it has ended before its time; set from outside.
         ended_s: when it ended, None before; set from outside.
         epochs_s: when its epochs' sync points were over.
-        meeting_s: seconds in which it stood still for other workers at sync points.
+        meeting_s: seconds in which it waited for other workers at sync points.
     """
 
     def __init__(

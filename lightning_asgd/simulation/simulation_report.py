@@ -37,9 +37,9 @@ class WorkerReport:
         exchanges: exchanges that were answered.
         pushes: those of them with an update.
         deferred: times an exchange was due while the one before was still in flight.
-        wait_s: time in which it stood still for an answer, sync points not counted.
-        sync_wait_s: time at sync points in which it stood still for the servers.
-        meeting_s: time at sync points in which it stood still for the other workers.
+        wait_s: time in which it waited for a reply, without sync points.
+        sync_wait_s: time at sync points in which it waited for the servers.
+        meeting_s: time at sync points in which it waited for the other workers.
         staleness_mean: of its pushes, in versions.
         staleness_max: of its pushes, in versions.
         staleness_histogram: number of its pushes by staleness, in versions.
@@ -118,12 +118,12 @@ class Report:
 
     @property
     def wait_s(self) -> float:
-        """Time in which workers stood still for answers, sync points not counted, over all workers."""
+        """Time in which workers waited for replies, without sync points, over all workers."""
         return sum(w.wait_s for w in self.workers)
 
     @property
     def sync_wait_s(self) -> float:
-        """Time in which workers stood still at sync points, for servers and for each other, over all workers."""
+        """Time in which workers waited at sync points, for servers and for each other, over all workers."""
         return sum(w.sync_wait_s + w.meeting_s for w in self.workers)
 
     @property

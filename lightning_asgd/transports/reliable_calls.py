@@ -112,7 +112,7 @@ class ServerLink:
         self._numbers = itertools.count(1)
         # Changed by single operations that are atomic, so without a lock; by number.
         self._pending: dict[int, Call] = {}
-        self._reconnected: dict[bool, str] = {}  # why a connection was made again; until a reply arrives on it
+        self._reconnected: dict[bool, str] = {}  # why a connection was reopened; until a reply arrives on it
 
     def prepare(self, message: Any, timeout_s: float) -> Call:
         """Number and pack a call for :meth:`post`. Raises what packing raises."""

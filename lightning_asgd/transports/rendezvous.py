@@ -146,7 +146,7 @@ class Rendezvous:
     def peek(self, key: str, kind: type = object) -> Any:
         """A published value of this type, or None.
 
-        What is not one of this job's values is as if it were not there: any process that reaches the store can write.
+        Values that are not this job's are ignored: any process that reaches the store can write.
         """
         found = unseal(key, self._store.get(key), self._secret) if self._store.check([key]) else None
         if found is not None and isinstance(found, kind):

@@ -1,6 +1,6 @@
 """The transport over ``torch.distributed.rpc``.
 
-A connection that breaks is made again, and the calls that were lost with it are repeated over the new one (see
+A broken connection is reopened, and the calls that were lost with it are repeated over the new connection (see
 :mod:`lightning_asgd.transports.reliable_calls`) until they time out or connections are refused, which shows that the
 server's process has ended.
 """

@@ -1,7 +1,7 @@
 """The TensorPipe agent of ``torch.distributed.rpc``: the only file that imports it, and that uses its private names.
 
 Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
-addresses it was told, and those that replace lost ones. So joining involves only a worker and the servers that it
+addresses it was given, and replacements of lost servers. So joining involves only a worker and the servers that it
 connects to: there is no common roster that a dead process could invalidate and no barrier, and reconnecting involves no
 other worker. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
 

@@ -62,7 +62,7 @@ class ExchangeLog:
         if self.in_flight is not None:
             if self.in_flight.push:
                 if server != COORDINATOR and not self._waits:
-                    # If it goes on without this worker, no other server may have this push.
+                    # If it has excluded this worker, no other server may have this push.
                     self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
                 self._replica.pack_again(server)
             self.in_flight.answers = []

@@ -189,7 +189,7 @@ class FailoverClient:
         """Workers that may have pushed: a server that was restored without one of them could lack half a push.
 
         Living servers know of workers that joined recently, since every worker fetches from all servers before its
-        first push. If no server lives, the reported weights hold no push of a worker that this one has not heard of.
+        first push. If no server lives, the reported weights hold no push of a worker that this one does not know.
         """
         holding: set[int] = set()
         for server in set(self._connection.servers) - self._connection.being_restored:

@@ -103,7 +103,7 @@ class ShardClient:
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
-        An update is None where it lies in a shared block. ``common`` names the weights of the last sync point.
+        An update is None if it is in a shared block. ``common`` names the weights of the last sync point.
         """
         self.latest = [
             Exchange(

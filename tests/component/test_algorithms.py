@@ -552,7 +552,7 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
         (lambda: EASGD(transforms=[ScaleByStaleness()]), "ScaleByStaleness cannot be used with EASGD"),
         (
             lambda: ASGD(transforms=[Barrier(), SoftSync()]),
-            "transforms that aggregate pushes: Barrier, SoftSync",
+            "several transforms that aggregate: Barrier, SoftSync",
         ),
         (lambda: LocalSGD(transforms=[SoftSync()]), "several transforms that aggregate"),
         (lambda: ASGD(transforms=["drop"]), "was given the transform 'drop'"),

@@ -359,7 +359,7 @@ def restored(service: Service, worker: int, holding: tuple[int, ...]) -> Any:
 def test_a_restored_server_waits_for_all_that_any_worker_knows_of() -> None:
     service = Service(Clock(), run="s", succeeds=True)
     service.handle(Join("s", 1, 0, server=1, restore=True))
-    second = restored(service, 2, holding=(2, 3))  # but the first one has not heard of the third
+    second = restored(service, 2, holding=(2, 3))  # but the first one does not know of the third
     first = restored(service, 1, holding=(1, 2))
     assert not first.done()
     third = restored(service, 3, holding=(3,))

@@ -222,8 +222,8 @@ def batch_norm(lab: Lab) -> Any:
 @case(
     GROUP,
     "`sync_batchnorm=True`",
-    note="It has no effect, and a warning says so: workers take their steps at different times, so there is no common "
-    "batch. Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
+    note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
+    "workers. Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
     differs=("layers",),
     ddp=False,
 )
