@@ -226,7 +226,7 @@ def first_of_three() -> Iterator[RankInfo]:
 
 
 def test_what_nothing_would_encrypt_is_refused(first_of_three: RankInfo) -> None:
-    with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there is no other"):
+    with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there are no others"):
         dist.new_group([0, 1], backend="gloo")
     with pytest.raises(CollectiveUnavailableError, match="with transport='zmq', and its traffic would not"):
         dist.new_group(backend="cpu:gloo,cuda:gloo")

@@ -202,7 +202,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         main.join()
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
-    assert "Nobody can connect to this server any more" in output
+    assert "No process can connect to this server any more" in output
 
 
 @pytest.mark.parametrize(
