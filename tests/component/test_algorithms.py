@@ -547,7 +547,7 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
     [
         (
             lambda: ASGD(transforms=[DelayCompensation()]),
-            "DelayCompensation cannot be used with ASGD: workers push",
+            "DelayCompensation cannot be used with ASGD: its workers push",
         ),
         (lambda: EASGD(transforms=[ScaleByStaleness()]), "ScaleByStaleness cannot be used with EASGD"),
         (
@@ -567,7 +567,7 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
         (lambda: Downpour("torch.optim.Muon").check(Run(2)), "Muon.*Expected .* a class .* that works on vectors"),
         (
             lambda: Downpour("torch.optim.Adafactor").check(Run(2)),
-            "element by element: a part of a vector moves",
+            "element by element: a slice of a vector is updated",
         ),
         (lambda: Downpour("nadagrad"), "Expected 'sgd', 'adagrad', 'adadelta', 'adam', or a class"),
         (lambda: Downpour("sgd", options={"betas": 1}), "Expected arguments that the optimizer accepts"),
