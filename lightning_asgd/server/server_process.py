@@ -38,50 +38,29 @@ _SHUT = (
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all servers of a job have in common.
+    """What all servers of a job have in common."""
 
-    Attributes:
-        interface: network interface they listen on.
-        transport: how messages reach them.
-        job: the job's name; empty for an elastic run.
-        run: name of the only run that they serve, if it is elastic; see :class:`Service`.
-        snapshots: folder that they write snapshots to, and continue from; empty for none.
-        snapshot_every_s: seconds between two; 0 for none.
-    """
-
-    interface: str = "lo"
-    transport: str = "rpc"
-    job: str = ""
-    run: str = ""
-    snapshots: str = ""
-    snapshot_every_s: float = 0.0
+    interface: str = "lo"  # network interface they listen on
+    transport: str = "rpc"  # how messages reach them
+    job: str = ""  # the job's name; empty for an elastic run
+    run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
+    snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
+    snapshot_every_s: float = 0.0  # seconds between two; 0 for none
 
 
 @dataclass(frozen=True)
 class ServerArguments:
-    """What a server process needs to know.
+    """What a server process needs to know."""
 
-    Attributes:
-        settings: those of all.
-        name: the server's name in error texts.
-        key: rendezvous key under which it publishes its address.
-        host: where the rendezvous is.
-        port: where the rendezvous is.
-        parent: process to stop with.
-        succeeds: see :class:`Service`.
-        server: the server's number, of one that does not succeed another.
-        path: folders in which the process that starts it finds modules: an algorithm may be a user's own.
-    """
-
-    settings: ServerSettings
-    name: str
-    key: str
-    host: str
-    port: int
-    parent: int
-    succeeds: bool = False
-    server: int = 0
-    path: tuple[str, ...] = ()
+    settings: ServerSettings  # those of all
+    name: str  # the server's name in error texts
+    key: str  # rendezvous key under which it publishes its address
+    host: str  # where the rendezvous is
+    port: int  # where the rendezvous is
+    parent: int  # process to stop with
+    succeeds: bool = False  # see `Service`
+    server: int = 0  # the server's number, of one that does not succeed another
+    path: tuple[str, ...] = ()  # where its starter finds modules: an algorithm may be a user's own
 
     def to_json(self) -> str:
         """For the command line."""
