@@ -75,7 +75,7 @@ class TrainingJob:
         address: ``(host, port)`` of the rendezvous, None before the first launch.
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
-        run_id: name of the run, served elsewhere, that this process attaches itself to; empty for a job of its own.
+        run_id: name of the elastic run that this process joins; empty for a job.
     """
 
     num_servers: int
@@ -107,7 +107,7 @@ class TrainingJob:
 
     @property
     def attaches(self) -> bool:
-        """Whether this process attaches itself to a run that is served elsewhere."""
+        """Whether this process joins an elastic run."""
         return bool(self.run_id)
 
     @property
@@ -179,7 +179,7 @@ class TrainingJob:
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
-        lost = f"Server {server} is gone, and none has taken its place"
+        lost = f"Server {server} is gone, and no replacement has started"
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
@@ -250,7 +250,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             raise ConfigurationError(
                 f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
-                "Trainer of a script the same devices, or make those with fewer on the first ranks only."
+                f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
         self.job.begin(environment, self.num_nodes, is_main=rank == 0)
         if not external:

@@ -45,7 +45,7 @@ def serve(
         snapshot_every_s: seconds between two snapshots. If all servers are lost at once, the updates since the latest
             snapshot are lost.
     """
-    # Here, since torch comes with them: help and other commands do without.
+    # Here, since they import torch, which help and other commands do not need.
     from lightning_asgd.config import seconds
     from lightning_asgd.processes import supervisor
     from lightning_asgd.server.server_process import ServerSettings
@@ -94,12 +94,12 @@ def _signals() -> list[int]:
 
 
 def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None, version: int | None) -> None:
-    """Say how workers find the run, and what it goes on from."""
+    """Print how workers find the run, and the snapshots that it continues from."""
     servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
     sys.stdout.write(
-        f"Run {run_id!r} has {servers} at {address}. Workers attach themselves with\n"
+        f"Run {run_id!r} has {servers} at {address}. Workers attach with\n"
         f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
     )
     if version is not None:
-        sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
+        sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
     sys.stdout.flush()

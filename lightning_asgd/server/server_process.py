@@ -1,4 +1,4 @@
-"""The server process: start the transport, publish the address, serve until told to stop. Never imports Lightning.
+"""The server process: start the transport, publish the address, serve until it is stopped. Never imports Lightning.
 
 Run by the supervisor as ``python -m lightning_asgd.server.server_process '{"key": ..., ...}'``.
 """
@@ -28,11 +28,11 @@ __all__ = ["ServerArguments", "ServerSettings", "run_server"]
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
-_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+_FAREWELL_S = 2.0  # time to tell workers on other machines that the main process is gone
 
 _SHUT = (
-    "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
-    "RPC closes the door. Perhaps somebody scanned its port. ASGDStrategy(transport='zmq') keeps it open.\n"
+    "No process can connect to this server any more: a connection to it ended before it was set up, after which "
+    "torch's RPC accepts no more. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
 )
 
 
@@ -44,7 +44,7 @@ class ServerSettings:
     transport: str = "rpc"  # how messages reach them
     job: str = ""  # the job's name; empty for an elastic run
     run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
-    snapshots: str = ""  # folder that they write snapshots to, and go on from; empty for none
+    snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
     snapshot_every_s: float = 0.0  # seconds between two; 0 for none
 
 
@@ -74,7 +74,7 @@ class ServerArguments:
 
 
 def run_server(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
+    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if no process can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
     sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
@@ -106,11 +106,11 @@ def run_server(argv: list[str] | None = None) -> int:
                 shut = not server.accepts() and service.replaceable
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
-                f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
-                "at its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+                f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
+                f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
-            time.sleep(_LAST_WORDS_S)
-    if shut:  # as if it was killed: who waits for an answer is to get it from another one
+            time.sleep(_FAREWELL_S)
+    if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
         sys.stderr.write(_SHUT)
         sys.stderr.flush()
         os._exit(1)

@@ -2,10 +2,10 @@
 
 A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
 worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
-chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
-own update.
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker gets the version right after its own
+update.
 
-A transform may gather pushes, to apply them together, and may hold answers back. So a call returns the answers that
+A transform may aggregate pushes, to apply them together, and may block replies. So a call returns the replies that
 have become due, which may be none, and may be other workers'.
 """
 
@@ -83,7 +83,7 @@ class Shard:
     _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
     _pending: list[Tensor | None] = field(default_factory=list)
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
-    _lr: float = 0.0  # sums over the gathered pushes
+    _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
 
     @property
@@ -144,7 +144,7 @@ class Shard:
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
-        """A shard that goes on from a snapshot, with other workers."""
+        """A shard that continues from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
@@ -172,7 +172,7 @@ class Shard:
                         tensor.copy_(theirs[name])
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good: its number is not used again."""
+        """Keep nothing for a worker that has left permanently: its number is not used again."""
         for kept in (
             self._last_seq,
             self._refused,
@@ -186,7 +186,7 @@ class Shard:
         self.table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now: nobody waits for a worker that is gone."""
+        """Note which workers take part now: no worker waits for a worker that is gone."""
         self.table.living = set(living)
         return self._due() if self.weights else []
 
@@ -252,7 +252,7 @@ class Shard:
         return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
 
     def _take(self, asked: _Asked, update: Buffer) -> None:
-        """Weigh a push, and apply it or put it to the gathered ones."""
+        """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
         among = self._counted
         push = Push(
@@ -293,7 +293,7 @@ class Shard:
         asked.filled = copy_back
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
-        """A push's way through the transforms, and into the weights or to the gathered pushes."""
+        """Pass a push through the transforms, and into the weights or the aggregate."""
         algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
@@ -323,7 +323,7 @@ class Shard:
                 u.copy_(w)
 
     def _apply_gathered(self) -> None:
-        """Apply the mean of the gathered pushes as one update."""
+        """Apply the mean of the aggregated pushes as one update."""
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
         push = Push(
@@ -356,7 +356,7 @@ class Shard:
     # ------------------------------------------------------------------ answers
 
     def _due(self) -> list[Completion]:
-        """Apply what has been gathered if it is time, and answer everybody who need not wait."""
+        """Apply the aggregated pushes if it is time, and answer every worker that need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
             self._apply_gathered()

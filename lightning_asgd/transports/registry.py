@@ -88,8 +88,8 @@ class _Zmq(TransportKind):
             ) from error
         if not zmq.has("curve"):
             raise ConfigurationError(
-                f"libzmq {zmq.zmq_version()} was built without CURVE. Expected one that encrypts: pip's wheels of "
-                "pyzmq do."
+                f"libzmq {zmq.zmq_version()} was built without CURVE. Expected a build that encrypts, such as the one "
+                f"in pip's wheels of pyzmq."
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
@@ -113,7 +113,8 @@ class _Zmq(TransportKind):
             given = "is not set" if secret is None else f"has {len(secret)} characters"
             raise ConfigurationError(
                 f"transport='zmq', but the environment variable {SECRET_ENV} {given}. Expected the same secret of at "
-                f"least {_LEAST} characters on all machines: make one with `openssl rand -hex 32`, and set it on each."
+                f"least {_LEAST} characters on all machines: create one with `openssl rand -hex 32`, and set it on "
+                f"each."
             )
         return secret
 

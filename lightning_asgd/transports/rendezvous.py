@@ -59,7 +59,7 @@ class Rendezvous:
                 return cls(store, (host, port))
             raise LaunchError(
                 f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
-                "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, on all machines alike."
+                "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
             ) from error
         port = listener.getsockname()[1]
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
@@ -103,7 +103,7 @@ class Rendezvous:
             thread.start()
             thread.join(timeout_s + _GRACE_S)
         if not found:
-            cause = cause or (failed[0] if failed else "somebody else listens there")
+            cause = cause or (failed[0] if failed else "another program listens there")
             raise LaunchError(
                 f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
                 f"it. Check that it runs, and that {hint}."
@@ -146,7 +146,7 @@ class Rendezvous:
     def peek(self, key: str, kind: type = object) -> Any:
         """A published value of this type, or None.
 
-        What is not one of this job's values is as if it were not there: any process that reaches the store can write.
+        Values that are not this job's are ignored: any process that reaches the store can write.
         """
         found = unseal(key, self._store.get(key), self._secret) if self._store.check([key]) else None
         if found is not None and isinstance(found, kind):
@@ -159,7 +159,7 @@ class Rendezvous:
         except RuntimeError as error:  # of torch's store
             raise LaunchError(
                 f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected "
-                "it to live until its workers have ended. Look at its output."
+                f"it to run until its workers have ended. Look at its output."
             ) from error
 
     def get(
@@ -201,7 +201,7 @@ class Rendezvous:
             seen.add(key)
         answer: dict[str, Any] = self.peek(key, dict) or {}
         if "error" in answer:
-            raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+            raise LaunchError(f"{answer['error']}\nExpected it to start. Fix the cause shown in its output.")
         return answer
 
 

@@ -117,7 +117,7 @@ class DataLeases(WorkFeed):
         self._served = -1  # the last segment of which anything was
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
-        self._dry = False  # whether the loader was told that the segment is over
+        self._dry = False  # whether the loader knows that the sync interval is over
         self._final = False  # whether there are probably no more units before the next sync point
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
@@ -190,7 +190,7 @@ class DataLeases(WorkFeed):
 
     @property
     def dry(self) -> bool:
-        """Whether the loader was told that the segment is over, and has no batch in flight."""
+        """Whether the loader knows that the sync interval is over, and has no batch in flight."""
         return self._dry and not self._loading
 
     @property
@@ -416,7 +416,7 @@ class DataLeases(WorkFeed):
         ):  # a restored server does not know of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
-        if asked.timeout_s is None:  # else it was held back
+        if asked.timeout_s is None:  # else it was blocked
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
         self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final

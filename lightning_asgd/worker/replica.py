@@ -12,7 +12,8 @@ value on its way to the device, where it takes one vector more, from the first m
 
 Written with the module's weights *x* (all sums element-wise):
 
-* :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if nobody else pushes: the
+* :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if no other worker pushes:
+the
   same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
 * :meth:`Replica.merge` of an answer *r*: ``x -= base - r; base = r``: steps taken since the push stay in *x* and are
   part of the next push (the *rebase* of asynchronous updates). The answer to a worker that trains alone is ``base``, so

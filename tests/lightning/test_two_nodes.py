@@ -113,7 +113,7 @@ def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines
             job.kill()
             job.wait()
     said = (tmp_path / "output1").read_text()
-    assert re.search("WorkerLostError: The main process .* has ended without a word", said), said
+    assert re.search("WorkerLostError: The main process .* has ended unexpectedly", said), said
 
 
 # ---------------------------------------------------------------------- a run that workers attach themselves to
