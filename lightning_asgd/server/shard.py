@@ -206,10 +206,20 @@ class Shard:
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
-            asked.verdict = self._judge(message, buffer)
-            if asked.verdict is Verdict.APPLIED:
-                asked.staleness = max(0, self.version - message.base_version)
+            # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
+            trusted = message.shared and message.within_bounds
+            last = self._last_seq.get(worker, 0)
+            self._last_seq[worker] = max(last, message.seq)
+            if message.seq <= last:
+                asked.verdict = Verdict.REPEATED
+                self.counts.repeated += 1
+            elif trusted or all(map(self._is_within_bounds, range(len(self.groups)), buffer)):
+                self._refused.pop(worker, None)
+                asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
+            else:
+                asked.verdict = Verdict.REFUSED
+                self._refuse(worker)
         if message.rest:
             table.resting.add(worker)
             table.clocks.pop(worker, None)
@@ -224,24 +234,15 @@ class Shard:
 
     # ------------------------------------------------------------------ a push
 
-    def _judge(self, message: Exchange, update: Buffer) -> Verdict:
-        if message.seq <= self._last_seq.get(message.worker, 0):
-            self.counts.repeated += 1
-            return Verdict.REPEATED
-        self._last_seq[message.worker] = message.seq
-        # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
-        trusted = message.shared and message.within_bounds
-        if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
-            self._refused.pop(message.worker, None)
-            return Verdict.APPLIED
+    def _refuse(self, worker: int) -> None:
+        """Count an update that cannot be applied, and stop a worker that has sent too many of them."""
         self.counts.refused += 1
-        refused = self._refused[message.worker] = self._refused.get(message.worker, 0) + 1
+        refused = self._refused[worker] = self._refused.get(worker, 0) + 1
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
-                f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
+                f"Worker {worker} was stopped: its last {refused} updates held NaN, infinity or values above "
                 f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
-        return Verdict.REFUSED
 
     def _is_within_bounds(self, index: int, update: Tensor) -> bool:
         """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""

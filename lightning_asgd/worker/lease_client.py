@@ -86,11 +86,6 @@ class DataLeases(WorkFeed):
     """A worker's part of the shared epochs.
 
     ``rejoin`` rejoins the session when this worker was fenced, and calls :meth:`revoke`.
-
-    Attributes:
-        granted_wait_s: seconds in which training waited for a lease.
-        others_wait_s: seconds in which it waited for the others to train their leases.
-        halted: whether a worker has ended the present epoch early for all.
     """
 
     def __init__(
@@ -105,14 +100,16 @@ class DataLeases(WorkFeed):
         self._timeout_s = timeout_s
         self._rejoin = rejoin
         self._clock = clock
-        self.granted_wait_s = self.others_wait_s = 0.0
+        self.granted_wait_s = 0.0  # in which training waited for a lease
+        self.others_wait_s = 0.0  # in which it waited for the others to train their leases
         self._exchange_s = 0.0  # round trip of a request
         self.reset()
 
     def reset(self, plan: Plan | None = None) -> None:
         """Forget the present epoch."""
         self._plan = plan
-        self.segment, self.halted = 0, False
+        self.segment = 0
+        self.halted = False  # whether a worker has ended the present epoch early for all
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
