@@ -218,7 +218,7 @@ class World:
         return fingerprint((members.session, *who, heard, weights, self.service.state.epochs))
 
     def check(self) -> None:
-        weights = (self.shard.weights or ())[0]
+        weights = self.shard.weights[0]
         assert weights.max() <= 1, f"a push was applied twice: {weights.tolist()}"
         latest = self.service.state.epochs.latest
         if latest is not None:

@@ -75,7 +75,7 @@ def test_what_replaces_the_weights_of_a_shard_does_not_reach_a_copy() -> None:
         lambda shard: shard.snapshot()[1].finish(),
     ):
         shard = trained(ASGD("sum"))
-        expected = [w.tolist() for w in shard.weights or ()]
+        expected = [w.tolist() for w in shard.weights]
         kept, copy = shard.snapshot()
         copy.step()
         replaces(shard)
