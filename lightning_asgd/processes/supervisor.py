@@ -179,7 +179,7 @@ class Supervisor:
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
         with contextlib.suppress(psutil.Error):
-            self._tell_reaper(f"add {pid} {psutil.Process(pid).create_time()}")
+            self._tell_reaper(f"add {pid} {reaper.started(pid)}")
 
     def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
