@@ -111,7 +111,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ sync points: the strategy has taken figures
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log: all workers have told theirs."""
+        """Log: all workers have reported their metrics."""
         self._pause(trainer, over=False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -120,7 +120,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             self._meter.resume()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log: all workers have told theirs."""
+        """Log: all workers have reported their metrics."""
         self._pause(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -144,15 +144,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ logging, on worker 0
 
     def _log(self, trainer: Any, step: int) -> dict[str, float]:
-        """Log the metrics that are new.
-
-        Args:
-            trainer: the Trainer.
-            step: to log it with.
-
-        Returns:
-            the metrics of all workers together.
-        """
+        """Log the metrics that are new, with a step. Returns those of all workers together."""
         board = trainer.strategy.board
         figures, living = board.figures, board.living
         mine = board.mine

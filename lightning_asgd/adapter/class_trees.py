@@ -65,10 +65,7 @@ _PRIVATE = {
 class Tree:
     """One of Lightning's two class trees. Its names are attributes, imported when they are first used.
 
-    Args:
-        package: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-        fabric: the part below it.
-        distribution: what pip calls it.
+    ``fabric`` is the package below it; ``distribution`` is what pip calls it.
     """
 
     def __init__(self, package: str, fabric: str, distribution: str) -> None:
@@ -126,7 +123,7 @@ class Tree:
         if self.version in MALICIOUS:
             raise ConfigurationError(
                 f"{self.distribution} {self.version} is a malicious release. Expected another version. Uninstall it "
-                "and replace the passwords and keys that this machine can read: its code has been run."
+                "and replace the passwords and keys that this machine can read: its code has run."
             )
 
     def info(self, message: str) -> None:

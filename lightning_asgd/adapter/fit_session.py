@@ -37,7 +37,7 @@ from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, synchronize
-from lightning_asgd.worker.synchronizer import Synchronizer, Training
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
 __all__ = ["FitSession"]
@@ -201,9 +201,10 @@ class FitSession:
                 self._run.refuse_a_search()
             if self._has_grown():
                 self.set_up_again()
-            self.synchronizer.begin()
+            run(self.synchronizer.begin())
             self._collectives.phase = Phase.ASYNC
-        self.synchronizer.advance()
+        for _ in self.synchronizer.advance():
+            pass  # what it yields it waits for itself
         self.data.before_batch(batch)
 
     def after_step(self) -> None:
@@ -220,14 +221,14 @@ class FitSession:
     def _discard(self) -> None:
         """Discard the update of a batch that other workers have trained."""
         if self.synchronizer.moved:  # else the module may hold a callback's weights, which the servers do not have
-            self.synchronizer.fetch()
+            run(self.synchronizer.fetch())
         self._module.zero_grad()
 
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
         rank = self._trainer.global_rank
-        log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
-        self.synchronizer.come_back()
+        log.warning("Worker %d missed its heartbeats and was excluded; it rejoins with the servers' weights.", rank)
+        run(self.synchronizer.come_back())
 
     def _lr(self) -> float:
         """Learning rate of the first parameter group; 0 if there is no optimizer."""
@@ -237,7 +238,7 @@ class FitSession:
     def _reset_nonfinite_state(self) -> None:
         """After a rejected update: zero non-finite optimizer state, or the next update would be rejected too."""
         log.warning(
-            "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
+            "[worker %d step %d] The servers rejected an update with NaN or infinity (%d so far); training continues "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
             self._trainer.global_rank,
             self.synchronizer.stats.steps,
@@ -292,7 +293,7 @@ class FitSession:
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.attachment.update()
-        synchronizer.flush()
+        run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
@@ -339,7 +340,7 @@ class FitSession:
                 count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
-        """The progress that a worker needs that attaches itself now."""
+        """The progress that a joining worker needs."""
         progress = progress_of(self._trainer)
         self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress
@@ -358,7 +359,7 @@ class FitSession:
         self._report_losses()
 
     def _report_losses(self) -> None:
-        """Let nobody take a fit that lost workers or servers for an undisturbed one."""
+        """Log which workers and servers were lost during the fit."""
         stats, membership = self.synchronizer.stats, self._membership
         stats.servers_replaced = sum(membership.client.connection.restored)
         if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:

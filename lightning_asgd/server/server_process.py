@@ -1,4 +1,4 @@
-"""The server process: start the transport, publish the address, serve until told to stop. Never imports Lightning.
+"""The server process: start the transport, publish the address, serve until it is stopped. Never imports Lightning.
 
 Run by the supervisor as ``python -m lightning_asgd.server.server_process '{"key": ..., ...}'``.
 """
@@ -28,63 +28,44 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import NetworkDownError
 
-__all__ = ["ServerArguments", "ServerSettings", "run_server"]
+__all__ = ["ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
 
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
-_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+_FAREWELL_S = 2.0  # time to tell workers on other machines that the main process is gone
 
 _SHUT = (
-    "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
-    "RPC closes the door. Perhaps somebody scanned its port. ASGDStrategy(transport='zmq') keeps it open.\n"
+    "No process can connect to this server any more: a connection to it ended before it was set up, after which "
+    "torch's RPC accepts no more. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
 )
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all servers of a job have in common.
+    """What all servers of a job have in common."""
 
-    Attributes:
-        interface: network interface they listen on.
-        transport: how messages reach them.
-        job: the job's name; empty for an elastic run.
-        run: name of the only run that they serve, if it is elastic; see :class:`Service`.
-        snapshots: folder that they write snapshots to, and go on from; empty for none.
-        snapshot_every_s: seconds between two; 0 for none.
-    """
-
-    interface: str = "lo"
-    transport: str = "rpc"
-    job: str = ""
-    run: str = ""
-    snapshots: str = ""
-    snapshot_every_s: float = 0.0
+    interface: str = "lo"  # network interface they listen on
+    transport: str = "rpc"  # how messages reach them
+    job: str = ""  # the job's name; empty for an elastic run
+    run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
+    snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
+    snapshot_every_s: float = 0.0  # seconds between two; 0 for none
 
 
 @dataclass(frozen=True)
 class ServerArguments:
-    """What a server process needs to know.
+    """What a server process needs to know."""
 
-    Attributes:
-        settings: those of all.
-        name: the server's name in error texts.
-        key: rendezvous key under which it publishes its address.
-        host: where the rendezvous is.
-        port: where the rendezvous is.
-        parent: process to stop with.
-        succeeds: see :class:`Service`.
-        server: the server's number, of one that does not succeed another.
-    """
-
-    settings: ServerSettings
-    name: str
-    key: str
-    host: str
-    port: int
-    parent: int
-    succeeds: bool = False
-    server: int = 0
+    settings: ServerSettings  # those of all
+    name: str  # the server's name in error texts
+    key: str  # rendezvous key under which it publishes its address
+    host: str  # where the rendezvous is
+    port: int  # where the rendezvous is
+    parent: int  # process to stop with
+    succeeds: bool = False  # see `Service`
+    server: int = 0  # the server's number, of one that does not succeed another
+    path: tuple[str, ...] = ()  # where its starter finds modules: an algorithm may be a user's own
 
     def to_json(self) -> str:
         """For the command line."""
@@ -94,20 +75,21 @@ class ServerArguments:
     def from_json(cls, text: str) -> ServerArguments:
         """What :meth:`to_json` wrote."""
         told = json.loads(text)
-        return cls(**{**told, "settings": ServerSettings(**told["settings"])})
+        return cls(**{**told, "settings": ServerSettings(**told["settings"]), "path": tuple(told["path"])})
 
 
 def run_server(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
+    """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if no process can connect."""
     gc.freeze()  # what was imported: to look through it takes 0.09 s, in which no worker is answered
     gc.enable()
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
+    sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers
-    _allow_many_connections()
+    allow_many_connections()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots else None
     remembered = None if snapshots is None else snapshots.read
     service = Service(run=settings.run, job=settings.job, succeeds=arguments.succeeds, remembered=remembered)
@@ -118,8 +100,8 @@ def run_server(argv: list[str] | None = None) -> int:
         server = kind.serve(service.handle, arguments.name, settings.interface)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
-    rendezvous = Rendezvous.connect(arguments.host, arguments.port, _START_S)
-    rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
+    with Rendezvous.connect(arguments.host, arguments.port, _START_S) as rendezvous:
+        rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):
         looked, shut = time.monotonic(), False
@@ -131,11 +113,11 @@ def run_server(argv: list[str] | None = None) -> int:
                 shut = not server.accepts() and service.replaceable
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
-                f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
-                "at its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+                f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
+                f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
-            time.sleep(_LAST_WORDS_S)
-    if shut:  # as if it was killed: who waits for an answer is to get it from another one
+            time.sleep(_FAREWELL_S)
+    if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
         sys.stderr.write(_SHUT)
         sys.stderr.flush()
         os._exit(1)
@@ -144,7 +126,7 @@ def run_server(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Raise the limit of open files to what the system allows: idle connections of strangers take one each."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not Unix, or a limit that is none
         import resource

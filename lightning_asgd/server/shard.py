@@ -2,10 +2,10 @@
 
 A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
 worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
-chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
-own update.
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker gets the version right after its own
+update.
 
-A transform may gather pushes, to apply them together, and may hold answers back. So a call returns the answers that
+A transform may aggregate pushes, to apply them together, and may block replies. So a call returns the replies that
 have become due, which may be none, and may be other workers'.
 """
 
@@ -28,7 +28,7 @@ from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -54,8 +54,8 @@ class _Asked:
 
     message: Exchange
     buffer: Buffer | None
-    staleness: int
-    verdict: Verdict
+    staleness: int = 0
+    verdict: Verdict = Verdict.NONE
     filled: bool = False  # whether the buffer holds the answer already
 
 
@@ -70,7 +70,7 @@ class Shard:
     algorithm: Algorithm
     comes_and_goes: bool = False
     version: int = 0
-    weights: tuple[Tensor, ...] | None = None
+    weights: tuple[Tensor, ...] = ()  # none before :meth:`initialise`
     counts: _Counts = field(default_factory=_Counts)
     table: Table = field(default_factory=Table)
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
@@ -83,7 +83,7 @@ class Shard:
     _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
     _pending: list[Tensor | None] = field(default_factory=list)
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
-    _lr: float = 0.0  # sums over the gathered pushes
+    _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
 
     @property
@@ -94,11 +94,11 @@ class Shard:
     @property
     def initialised(self) -> bool:
         """Whether the shard has weights."""
-        return self.weights is not None
+        return bool(self.weights)
 
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
         """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
-        self._check(weights)
+        check_form(weights, self.groups)
         self.weights = tuple(weights)
         self.version = version
         parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
@@ -120,10 +120,10 @@ class Shard:
 
         ``pushes`` are the latest of each worker that these weights hold.
         """
-        if self.weights is None:
+        if not self.weights:
             self.initialise(weights, version)
         else:  # it was revived
-            self._check(weights)
+            check_form(weights, self.groups)
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
@@ -135,7 +135,7 @@ class Shard:
             "groups": self.groups,
             "algorithm": self.algorithm,
             "version": self.version,
-            "weights": tuple(w.clone() for w in self._weights),
+            "weights": tuple(w.clone() for w in self.weights),
             "state": self.state(),
             "pending": [None if p is None else p.clone() for p in self._pending],
             "gathered": (self.table.count, self._lr, self._steps),
@@ -144,7 +144,7 @@ class Shard:
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
-        """A shard that goes on from a snapshot, with other workers."""
+        """A shard that continues from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
@@ -172,7 +172,7 @@ class Shard:
                         tensor.copy_(theirs[name])
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good: its number is not used again."""
+        """Keep nothing for a worker that has left permanently: its number is not used again."""
         for kept in (
             self._last_seq,
             self._refused,
@@ -186,80 +186,73 @@ class Shard:
         self.table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now: nobody waits for a worker that is gone."""
+        """Note which workers take part now: no worker waits for a worker that is gone."""
         self.table.living = set(living)
-        return self._due() if self.weights is not None else []
+        return self._due() if self.weights else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
-        The buffer holds the update on entry and the answer on return; it is None if the message brings no update and
-        there is no shared block. This answer is not always among those that become due.
+        The buffer, of the shard's form, holds the update on entry and the answer on return; it is None if the message
+        brings no update and there is no shared block. This answer is not always among those that become due.
         """
-        if self.weights is None:
+        if not self.weights:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
+        table, worker, asked = self.table, message.worker, _Asked(message, buffer)
         if message.batch:
-            self.table.batches[message.worker] = message.batch
-        asked = _Asked(message, buffer, 0, Verdict.NONE)
+            table.batches[worker] = message.batch
         if message.push:
             if buffer is None:
-                raise ProtocolError(f"Worker {message.worker} pushed nothing: expected an update of {self.groups}.")
-            self._check(buffer)
-            asked.verdict = self._judge(message, buffer)
-            if asked.verdict is Verdict.APPLIED:
-                asked.staleness = max(0, self.version - message.base_version)
+                raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
+            # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
+            trusted = message.shared and message.within_bounds
+            last = self._last_seq.get(worker, 0)
+            self._last_seq[worker] = max(last, message.seq)
+            if message.seq <= last:
+                asked.verdict = Verdict.REPEATED
+                self.counts.repeated += 1
+            elif trusted or all(map(self._is_within_bounds, range(len(self.groups)), buffer)):
+                self._refused.pop(worker, None)
+                asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
-        self._note(message)
+            else:
+                asked.verdict = Verdict.REFUSED
+                self._refuse(worker)
+        if message.rest:
+            table.resting.add(worker)
+            table.clocks.pop(worker, None)
+        else:
+            table.resting.discard(worker)
+            table.clocks[worker] += message.push
+        table.steps[worker] += message.steps
+        if message.speed > 0:
+            table.speeds[worker] = message.speed
         self._asked.append(asked)
         return self._due()
 
-    # ------------------------------------------------------------------ who
+    # ------------------------------------------------------------------ a push
 
-    def _note(self, message: Exchange) -> None:
-        table = self.table
-        if message.rest:
-            table.resting.add(message.worker)
-            table.clocks.pop(message.worker, None)
-        else:
-            table.resting.discard(message.worker)
-        if message.push and not message.rest:
-            table.clocks[message.worker] += 1
-        table.steps[message.worker] += message.steps
-        if message.speed > 0:
-            table.speeds[message.worker] = message.speed
-
-    def _judge(self, message: Exchange, update: Buffer) -> Verdict:
-        if message.seq <= self._last_seq.get(message.worker, 0):
-            self.counts.repeated += 1
-            return Verdict.REPEATED
-        self._last_seq[message.worker] = message.seq
-        # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
-        trusted = message.shared and message.within_bounds
-        if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
-            self._refused.pop(message.worker, None)
-            return Verdict.APPLIED
+    def _refuse(self, worker: int) -> None:
+        """Count an update that cannot be applied, and stop a worker that has sent too many of them."""
         self.counts.refused += 1
-        refused = self._refused[message.worker] = self._refused.get(message.worker, 0) + 1
+        refused = self._refused[worker] = self._refused.get(worker, 0) + 1
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
-                f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
+                f"Worker {worker} was stopped: its last {refused} updates held NaN, infinity or values above "
                 f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
-        return Verdict.REFUSED
 
     def _is_within_bounds(self, index: int, update: Tensor) -> bool:
         """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
         if not update.dtype.is_floating_point:
             return is_finite(update)
         size = largest(update)
-        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self._weights[index]) < math.inf
-
-    # ------------------------------------------------------------------ a push
+        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
 
     def _take(self, asked: _Asked, update: Buffer) -> None:
-        """Weigh a push, and apply it or put it to the gathered ones."""
+        """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
         among = self._counted
         push = Push(
@@ -300,8 +293,8 @@ class Shard:
         asked.filled = copy_back
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
-        """A push's way through the transforms, and into the weights or to the gathered pushes."""
-        algorithm, weights, pending = self.algorithm, self._weights[index], self._pending[index]
+        """Pass a push through the transforms, and into the weights or the aggregate."""
+        algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
         for part in self._parts(weights.numel()):
@@ -321,7 +314,7 @@ class Shard:
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
         for part in self._parts(update.numel()):
-            w, u = self._weights[index][part], update[part]
+            w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
             else:
@@ -330,7 +323,7 @@ class Shard:
                 u.copy_(w)
 
     def _apply_gathered(self) -> None:
-        """Apply the mean of the gathered pushes as one update."""
+        """Apply the mean of the aggregated pushes as one update."""
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
         push = Push(
@@ -342,7 +335,7 @@ class Shard:
             count=count,
             version=self.version,
         )
-        for weights, slots, pending in zip(self._weights, self._slots, self._pending, strict=True):
+        for weights, slots, pending in zip(self.weights, self._slots, self._pending, strict=True):
             if pending is None:
                 continue
             for part in self._parts(weights.numel()):
@@ -358,12 +351,12 @@ class Shard:
         """An update has been applied."""
         self.version += 1
         if self.algorithm.keeps(self.version):
-            self.samples.append((self.version, tuple(w.clone() for w in self._weights)))
+            self.samples.append((self.version, tuple(w.clone() for w in self.weights)))
 
     # ------------------------------------------------------------------ answers
 
     def _due(self) -> list[Completion]:
-        """Apply what has been gathered if it is time, and answer everybody who need not wait."""
+        """Apply the aggregated pushes if it is time, and answer every worker that need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
             self._apply_gathered()
@@ -383,7 +376,7 @@ class Shard:
         if message.fetch:
             self.counts.fetched += 1
             if buffer is None:
-                buffer = tuple(t.clone() for t in self._weights)
+                buffer = tuple(t.clone() for t in self.weights)
             elif not asked.filled:
                 self._fill(asked, buffer)
             self._back_up(message.worker)
@@ -396,7 +389,7 @@ class Shard:
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
-        for (role, _, _), weights, out in zip(self.groups, self._weights, buffer, strict=True):
+        for (role, _, _), weights, out in zip(self.groups, self.weights, buffer, strict=True):
             if not force or role is not Role.PARAMETER:
                 out.copy_(weights)
             elif asked.verdict is not Verdict.APPLIED:
@@ -406,8 +399,8 @@ class Shard:
         """Note what a worker starts from, if a transform wants to know."""
         if not any(t.backup for t in self.algorithm.transforms):
             return
-        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self._weights])
-        for backup, weights in zip(kept, self._weights, strict=True):
+        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self.weights])
+        for backup, weights in zip(kept, self.weights, strict=True):
             backup.copy_(weights)
 
     # ------------------------------------------------------------------ helpers
@@ -424,24 +417,22 @@ class Shard:
         mine = batches.get(worker, 0)
         return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
 
-    @property
-    def _weights(self) -> tuple[Tensor, ...]:
-        return self.weights or ()
-
     def _parts(self, n: int) -> list[slice]:
         """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""
         if not self.algorithm.chunked or n <= CHUNK:
             return [slice(0, n)]
         return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
 
-    def _check(self, tensors: Buffer) -> None:
-        got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
-        expected = tuple((dtype, n) for _, dtype, n in self.groups)
-        if got != expected:
-            raise ProtocolError(
-                f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
-                "All workers and servers of a run must use the same module and version of this package."
-            )
+
+def check_form(tensors: Buffer, groups: Groups) -> None:
+    """Raise unless tensors that a worker sent are those of a shard's groups."""
+    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
+    expected = tuple((dtype, n) for _, dtype, n in groups)
+    if got != expected:
+        raise ProtocolError(
+            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
+            "All workers and servers of a run must use the same module and version of this package."
+        )
 
 
 def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:

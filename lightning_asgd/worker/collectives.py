@@ -142,7 +142,7 @@ class Collectives:
                     raise CollectiveTimeoutError(
                         f"{message.kind} {message.name!r} of worker {message.worker} was not answered within {limit:g} "
                         f"s by server {COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop "
-                        "the job and look at its machine."
+                        f"the job and check the server's machine."
                     )
                 answer: dict[int, Any] = connection.result(COORDINATOR, future)
                 return answer

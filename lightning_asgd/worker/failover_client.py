@@ -32,6 +32,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.synchronizer import run
 
 __all__ = ["FailoverClient"]
 
@@ -116,7 +117,7 @@ class FailoverClient:
                 awaited.error = error
             except Exception as error:
                 awaited.error = self._connection.lost(
-                    f"Server {server} is gone. Another one was not reached: {error!r}."
+                    f"Server {server} is gone. No replacement was reached: {error!r}."
                 )
             finally:
                 self._connection.interrupt(server)
@@ -169,7 +170,7 @@ class FailoverClient:
                 for log in logs:
                     log.replay(server)
         except WorkerAwayError:
-            self._exchanger.come_back()
+            run(self._exchanger.come_back())
         if COORDINATOR in servers:
             self._collectives.repeat(connection)
         connection.ask_together({server: ReplayDone(*connection.sender) for server in servers})
@@ -189,7 +190,7 @@ class FailoverClient:
         """Workers that may have pushed: a server that was restored without one of them could lack half a push.
 
         Living servers know of workers that joined recently, since every worker fetches from all servers before its
-        first push. If no server lives, the reported weights hold no push of a worker that this one has not heard of.
+        first push. If no server lives, the reported weights hold no push of a worker that this one does not know.
         """
         holding: set[int] = set()
         for server in set(self._connection.servers) - self._connection.being_restored:
@@ -219,7 +220,7 @@ class FailoverClient:
     def _check_not_fenced(self) -> None:
         """Ask the coordinator, which is authoritative, whether this worker was excluded: others may not know."""
         if self._beat(COORDINATOR).fenced:
-            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to rejoin.")
 
     def _beat(self, server: int) -> HeartbeatReply:
         beaten: HeartbeatReply = self._connection.result(

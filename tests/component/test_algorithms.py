@@ -37,6 +37,7 @@ from lightning_asgd.algorithms import (
     ScaleByStaleness,
     SoftSync,
     StaleSynchronous,
+    StreamingDiLoCo,
     Transform,
     WarmStart,
     find,
@@ -48,7 +49,8 @@ from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.stats import Verdict
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.algorithms import EVERY, ON_SERVERS
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
@@ -196,15 +198,15 @@ def test_a_worker_alone_trains(name: str, shared: bool) -> None:
         0, {"w": w}, nsync=1, algorithm=ON_SERVERS[name], shared=shared, overlap=False, lr=lambda: 0.2
     )
     optimizer = torch.optim.SGD([w], lr=0.2)
-    exchanger.begin()
+    run(exchanger.begin())
     for _ in range(LONGER.get(name, 60)):
         optimizer.zero_grad()
         ((w - 1) ** 2).sum().backward()
         optimizer.step()
         exchanger.count_step()
-        exchanger.advance()
-    exchanger.flush()
-    exchanger.fetch(park=True)
+        run(exchanger.advance())
+    run(exchanger.flush())
+    run(exchanger.fetch(park=True))
     far = {"downpour_adadelta": 4.0, "downpour_adagrad": 0.1, "downpour_adam": 0.1, "ringmaster": 0.01}
     assert float(((w.detach() - 1) ** 2).sum()) < far.get(name, 1e-3)
     exchanger.close()
@@ -350,21 +352,21 @@ def test_a_refused_elastic_push_exerts_no_force() -> None:
 def test_an_elastic_worker_shows_the_centre_at_a_sync_point_and_goes_on_from_its_own_weights() -> None:
     w = torch.zeros(4)
     exchanger = Cluster().enter(0, {"w": w}, nsync=100, algorithm=EASGD(0.5), overlap=False)
-    exchanger.begin()
+    run(exchanger.begin())
     w += 8
     exchanger.count_step()
     for _ in range(2):  # two sync points in a row, as a validation at an epoch's end
-        exchanger.flush()
-        exchanger.fetch(park=True)
+        run(exchanger.flush())
+        run(exchanger.fetch(park=True))
         assert w.tolist() == [4.0] * 4
-    exchanger.begin()
+    run(exchanger.begin())
     assert w.tolist() == [4.0] * 4  # 8 - 0.5 * 8
     w += 1
     exchanger.count_step()
-    exchanger.flush()
-    exchanger.fetch(park=True)
+    run(exchanger.flush())
+    run(exchanger.fetch(park=True))
     assert w.tolist() == [4.5] * 4  # the centre: 4 + 0.5 * (5 - 4)
-    exchanger.begin()
+    run(exchanger.begin())
     assert w.tolist() == [4.5] * 4
     exchanger.close()
 
@@ -547,11 +549,14 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
     [
         (
             lambda: ASGD(transforms=[DelayCompensation()]),
-            "DelayCompensation cannot be used with ASGD: workers push",
+            "DelayCompensation cannot be used with ASGD: its workers push",
         ),
         (lambda: EASGD(transforms=[ScaleByStaleness()]), "ScaleByStaleness cannot be used with EASGD"),
-        (lambda: ASGD(transforms=[Barrier(), SoftSync()]), "several transforms that gather pushes: Barrier, SoftSync"),
-        (lambda: LocalSGD(transforms=[SoftSync()]), "several transforms that gather"),
+        (
+            lambda: ASGD(transforms=[Barrier(), SoftSync()]),
+            "several transforms that aggregate: Barrier, SoftSync",
+        ),
+        (lambda: LocalSGD(transforms=[SoftSync()]), "several transforms that aggregate"),
         (lambda: ASGD(transforms=["drop"]), "was given the transform 'drop'"),
         (lambda: EASGD(beta=1.5), r"EASGD\(beta\)=1.5. Expected a number above 0 to 1"),
         (lambda: EASGD(alpha=0.0), r"EASGD\(alpha\)=0.0"),
@@ -564,15 +569,15 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
         (lambda: Downpour("torch.optim.Muon").check(Run(2)), "Muon.*Expected .* a class .* that works on vectors"),
         (
             lambda: Downpour("torch.optim.Adafactor").check(Run(2)),
-            "element by element: a part of a vector moves",
+            "element by element: a slice of a vector is updated",
         ),
         (lambda: Downpour("nadagrad"), "Expected 'sgd', 'adagrad', 'adadelta', 'adam', or a class"),
-        (lambda: Downpour("sgd", options={"betas": 1}), "Expected arguments that the optimizer knows"),
+        (lambda: Downpour("sgd", options={"betas": 1}), "Expected arguments that the optimizer accepts"),
         (lambda: Downpour(accrued="median"), r"accrued='median'"),
         (lambda: Downpour(lr=0.0), r"Downpour\(lr\)=0.0"),
         (lambda: find("sgd"), "algorithm='sgd' is unknown. Expected an object such as ASGD"),
         (lambda: find(3), "algorithm=3 is unknown"),
-        (lambda: find(EASGD(), "mean"), "scale='mean' was given beside algorithm="),
+        (lambda: find(EASGD(), "mean"), "scale='mean' was given together with algorithm="),
         (lambda: EASGD(alpha=0.5).check(Run(4)), r"with 4 workers: alpha times workers is 2.*Expected at most 0.25"),
         (lambda: algorithms.EAMSGD().check(Run(2, optimizers=sgd())), "EAMSGD was given the optimizer SGD"),
         (lambda: DANASlim().check(Run(2, nsync=1, optimizers=sgd(momentum=0.9))), "Expected torch.optim.SGD"),
@@ -608,7 +613,7 @@ def test_every_public_algorithm_has_a_short_name_and_every_transform_is_in_the_b
 def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: float) -> None:
     w = torch.tensor([3.0])
     layout = build_layout([("w", w)], [], 1)
-    replica = Replica(layout, lambda: [w], [None], alpha)
+    replica = replica_for(StreamingDiLoCo(alpha=alpha), layout, [([w], 0)], [None])
     replica.merge([(torch.tensor([5.0]),)])
     assert w.item() == expected
     replica.pack()

@@ -76,7 +76,7 @@ def reply(version: int) -> Reply:
 def exchange(c: SessionClient) -> list[Reply]:
     updates = [(torch.zeros(2),), (torch.ones(2),)]
     shards = ShardClient(c)
-    return shards.replies(shards.exchange(5, [1, 2], push=True, fetch=True, updates=updates))
+    return shards.replies(shards.exchange(Exchange(*c.connection.sender, 5, 0, True, True), [1, 2], updates))
 
 
 CALLS: dict[str, Any] = {
@@ -105,7 +105,8 @@ def test_every_server_is_sent_its_own_part() -> None:
 
 def test_a_fetch_sends_no_update() -> None:
     transport = Answers(reply(0), reply(0))
-    ShardClient(client(transport)).exchange(5, [1, 2], push=False, fetch=True, updates=[(torch.zeros(2),)] * 2)
+    message = Exchange("s", 3, 5, 0, push=False, fetch=True)
+    ShardClient(client(transport)).exchange(message, [1, 2], [(torch.zeros(2),)] * 2)
     assert [m.update for _, m, _ in transport.sent] == [None, None]
 
 
