@@ -5,6 +5,11 @@ Run by the supervisor as ``python -m lightning_asgd.server.server_process '{"key
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # importing torch makes nearly 200,000 objects, and all of them stay
+
 import contextlib
 import json
 import os
@@ -75,6 +80,8 @@ class ServerArguments:
 
 def run_server(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if no process can connect."""
+    gc.freeze()  # what was imported: to look through it takes 0.09 s, in which no worker is answered
+    gc.enable()
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
     sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
