@@ -303,11 +303,14 @@ def with_last_output(text: str) -> str:
 def _at_exit() -> None:
     """Set the script's exit code if workers have failed, then stop the servers."""
     failed: dict[int, int] = {}
+    rendezvous = None if _current is None else _current.rendezvous
     try:
         if _current is not None and _current_pid == os.getpid() and not exit_code.is_failing():
             failed = _current.failures()  # before the servers are stopped: workers may still need them
     finally:
         close_current()
+        if rendezvous is not None:
+            rendezvous.close()
     if failed:
         exit_code.exit_with(failed)
 
