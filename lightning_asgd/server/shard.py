@@ -295,7 +295,8 @@ class Shard:
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
         for part in self._parts(weights.numel()):
-            self._copy.before_change(index, part)
+            if self._copy.left:
+                self._copy.before_change(index, part)
             w, u = weights[part], update[part]
             for transform, own in zip(algorithm.transforms, kept, strict=True):
                 mine = {**_slice(own, part), "backup": backup[part]} if transform.backup else _slice(own, part)
@@ -312,7 +313,8 @@ class Shard:
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
         for part in self._parts(update.numel()):
-            self._copy.before_change(index, part)
+            if self._copy.left:
+                self._copy.before_change(index, part)
             w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
@@ -338,7 +340,8 @@ class Shard:
             if pending is None:
                 continue
             for part in self._parts(weights.numel()):
-                self._copy.before_change(index, part)
+                if self._copy.left:
+                    self._copy.before_change(index, part)
                 mean = pending[part].div_(count)
                 algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
                 mean.zero_()

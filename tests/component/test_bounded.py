@@ -14,6 +14,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     Attach,
+    DisconnectWatch,
     Epoch,
     Exchange,
     Failure,
@@ -51,6 +52,7 @@ class Run:
         worker: int = attached.worker
         weights = (torch.zeros(2),) if attached.bootstraps else None
         self.say(InitShard("r", worker, GROUPS, ASGD(), weights))
+        self.watched = self.say(DisconnectWatch("r", worker))
         if attached.bootstraps:
             self.say(RunMetadata("r", worker, "founded", True))
         self.say(OpenEpoch("r", worker, EPOCH))
@@ -104,6 +106,15 @@ def test_two_thousand_workers_that_came_and_went_cost_nothing_any_more(vanish: b
     assert session is not None
     assert session.members.living == {run.first, *(gone[-3:] if vanish else [])} - set(session.members.suspected)
     assert session.shards[0].version == run.pushed
+
+
+def test_nothing_of_a_worker_that_left_waits_on() -> None:
+    run = Run()
+    early = run.join()
+    watched, pending = run.watched, vars(run.service)["_pending"]
+    run.say(Leave("r", early))
+    assert watched.value() is None, "an error would mean that the server was lost"
+    assert {request.worker for request in pending.of(object)} == {run.first}
 
 
 def test_a_worker_that_is_forgotten_trains_no_more() -> None:
