@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import job_address, world
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
@@ -35,7 +35,7 @@ __all__ = ["FixedFleet", "Fleet", "end_idle_membership", "idle_membership", "rel
 
 log = logging.getLogger(__name__)
 
-_NEWS_S = 1.0  # until worker 0 tells people what has happened to another one
+_NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
 _TRACEBACK_LINES = 20
 
 
@@ -55,7 +55,7 @@ class Fleet:
     """
 
     comes_and_goes = False
-    """Whether workers do. Then each of them comes to sync points by itself."""
+    """Whether workers join and leave. Then each of them reaches sync points by itself."""
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
@@ -132,7 +132,7 @@ class Fleet:
             self.end_membership()
 
     def end_membership(self) -> None:
-        """Leave the session for good."""
+        """Leave the session permanently."""
         self._stop()
         if not self._failed:
             self._failed = True  # send the others nothing any more
@@ -143,7 +143,7 @@ class Fleet:
             overseer.on_worker_exit(None)
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure at once, so that no worker waits for this one, and worker 0 can tell people of it."""
+        """Report a failure at once, so that no worker waits for this one, and worker 0 can log it."""
         self._failed = True
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
@@ -177,7 +177,7 @@ class FixedFleet(Fleet):
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
     ) -> None:
         super().__init__(job, config, policy, board, alone=world_size == 1)
-        # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started
@@ -251,7 +251,7 @@ class FixedFleet(Fleet):
         """The workers that are not there at the end of a fit, and why."""
         client = self.client
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it was silent, and has not rejoined")
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:
@@ -283,7 +283,7 @@ def idle_membership() -> Fleet | None:
 
 @atexit.register
 def end_idle_membership() -> None:
-    """Leave the latest session for good: another one begins, or the process ends."""
+    """Leave the latest session permanently: another session begins, or the process ends."""
     global _idle
     membership, _idle = _idle, None
     if membership is not None:
@@ -293,6 +293,7 @@ def end_idle_membership() -> None:
 def release_process_group() -> None:
     """Release the default process group to another strategy of this process, which is about to make its own."""
     end_idle_membership()
+    job_address.release_port()
     if world.is_ours():
         world.withdraw()
 

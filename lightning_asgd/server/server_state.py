@@ -43,7 +43,7 @@ class ServerState:
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
         if self.recovery.replaces and self.recovery.phase.lost:
             return True  # it knows nothing that would not be reported to another one
         held = self.session is not None and self.session.held_by_workers
@@ -59,7 +59,7 @@ class ServerState:
         return session.snapshot(run.metadata, self.epochs.progress)
 
     def restore_from_snapshot(self, server: int, now: float) -> bool:
-        """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
+        """Restore the latest snapshot of the server with this number, without its workers; returns whether it did."""
         run = self.registry
         snapshot = None if self._remembered is None or not run.name else self._remembered(server)
         if snapshot is None or (snapshot.run, snapshot.server) != (run.name, server):
@@ -128,7 +128,7 @@ class ServerState:
         return session.initialise(message)
 
     def recover(self, session: SessionState) -> set[int]:
-        """Go on from the newest state that workers report; returns the workers whose reports are stale."""
+        """Continue from the newest state that workers report; returns the workers whose reports are stale."""
         recovery, index = self.recovery, session.members.index
         newest = recovery.take()
         session.resume(newest, recovery, self._remembered(index) if self._remembered else None)

@@ -33,7 +33,7 @@ __all__ = ["SessionState"]
 
 @dataclass
 class SessionState:
-    """One session. Epochs are not part of it: a new layout in the midst of one changes nothing about them."""
+    """One session. Epochs are not part of it: a new layout in the middle of an epoch does not change it."""
 
     members: Membership
     collectives: CollectiveTable = field(init=False)
@@ -63,7 +63,7 @@ class SessionState:
         return list(self.shards[0].samples) if 0 in self.shards else []
 
     def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """What a worker is told of the session when it sends its metrics."""
+        """The state of the session that a worker gets when it sends its metrics."""
         members, worker = self.members, message.worker
         if members.aborted:
             raise WorkerLostError(members.aborted)
@@ -103,7 +103,7 @@ class SessionState:
         """Return what a checkpoint holds of a shard, or restore it from that."""
         shard = self.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
+            raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
         return shard.state() if message.state is None else shard.restore(message.state)
 
     def members_changed(self) -> list[Completion]:
@@ -114,8 +114,8 @@ class SessionState:
         return due
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good."""
-        if self.members.elastic:  # a run that goes on for long would remember all that ever joined
+        """Keep nothing for a worker that has left permanently."""
+        if self.members.elastic:  # otherwise a long run would remember every worker that ever joined
             self.members.metrics.pop(worker, None)
             for shard in self.shards.values():
                 shard.forget(worker)
@@ -131,13 +131,13 @@ class SessionState:
         return Snapshot(*about, dict(metadata), epochs, kept), [copy for _, copy in shards.values()]
 
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        """Go on from a snapshot, without the workers."""
+        """Continue from a snapshot, without the workers."""
         self.members.restore(now, admitted=snapshot.admitted)
-        self.members.publish(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
+        self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
-        """Take the newest state that workers report, and from a snapshot what the algorithm keeps beside the weights.
+        """Take the newest state that workers report, and the algorithm's other state from a snapshot.
 
         No worker holds that.
         """
@@ -148,7 +148,7 @@ class SessionState:
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.publish(f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero.")
+            members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)

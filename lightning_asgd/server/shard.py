@@ -2,10 +2,10 @@
 
 A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
 worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
-chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
-own update.
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker gets the version right after its own
+update.
 
-A transform may gather pushes, to apply them together, and may hold answers back. So a call returns the answers that
+A transform may aggregate pushes, to apply them together, and may block replies. So a call returns the replies that
 have become due, which may be none, and may be other workers'.
 """
 
@@ -83,7 +83,7 @@ class Shard:
     _pending: list[Tensor | None] = field(default_factory=list)
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
     _copy: ShardCopy = field(default_factory=ShardCopy)  # for the latest snapshot
-    _lr: float = 0.0  # sums over the gathered pushes
+    _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
 
     @property
@@ -147,7 +147,7 @@ class Shard:
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
-        """A shard that goes on from a snapshot, with other workers."""
+        """A shard that continues from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
@@ -177,14 +177,14 @@ class Shard:
                         tensor.copy_(theirs[name])
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good: its number is not used again."""
+        """Keep nothing for a worker that has left permanently: its number is not used again."""
         table, mine = self.table, (self._last_seq, self._refused, self._backups)
         for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
         table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now: nobody waits for a worker that is gone."""
+        """Note which workers take part now: no worker waits for a worker that is gone."""
         self.table.living = set(living)
         return self._due() if self.weights else []
 
@@ -204,10 +204,20 @@ class Shard:
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
-            asked.verdict = self._judge(message, buffer)
-            if asked.verdict is Verdict.APPLIED:
-                asked.staleness = max(0, self.version - message.base_version)
+            # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
+            trusted = message.shared and message.within_bounds
+            last = self._last_seq.get(worker, 0)
+            self._last_seq[worker] = max(last, message.seq)
+            if message.seq <= last:
+                asked.verdict = Verdict.REPEATED
+                self.counts.repeated += 1
+            elif trusted or all(map(self._is_within_bounds, range(len(self.groups)), buffer)):
+                self._refused.pop(worker, None)
+                asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
+            else:
+                asked.verdict = Verdict.REFUSED
+                self._refuse(worker)
         if message.rest:
             table.resting.add(worker)
             table.clocks.pop(worker, None)
@@ -222,24 +232,15 @@ class Shard:
 
     # ------------------------------------------------------------------ a push
 
-    def _judge(self, message: Exchange, update: Buffer) -> Verdict:
-        if message.seq <= self._last_seq.get(message.worker, 0):
-            self.counts.repeated += 1
-            return Verdict.REPEATED
-        self._last_seq[message.worker] = message.seq
-        # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
-        trusted = message.shared and message.within_bounds
-        if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
-            self._refused.pop(message.worker, None)
-            return Verdict.APPLIED
+    def _refuse(self, worker: int) -> None:
+        """Count an update that cannot be applied, and stop a worker that has sent too many of them."""
         self.counts.refused += 1
-        refused = self._refused[message.worker] = self._refused.get(message.worker, 0) + 1
+        refused = self._refused[worker] = self._refused.get(worker, 0) + 1
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
-                f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
+                f"Worker {worker} was stopped: its last {refused} updates held NaN, infinity or values above "
                 f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
-        return Verdict.REFUSED
 
     def _is_within_bounds(self, index: int, update: Tensor) -> bool:
         """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
@@ -249,7 +250,7 @@ class Shard:
         return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
 
     def _take(self, asked: _Asked, update: Buffer) -> None:
-        """Weigh a push, and apply it or put it to the gathered ones."""
+        """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
         among = self._counted
         push = Push(
@@ -290,7 +291,7 @@ class Shard:
         asked.filled = copy_back
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
-        """A push's way through the transforms, and into the weights or to the gathered pushes."""
+        """Pass a push through the transforms, and into the weights or the aggregate."""
         algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
@@ -324,7 +325,7 @@ class Shard:
                 u.copy_(w)
 
     def _apply_gathered(self) -> None:
-        """Apply the mean of the gathered pushes as one update."""
+        """Apply the mean of the aggregated pushes as one update."""
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
         push = Push(
@@ -359,7 +360,7 @@ class Shard:
     # ------------------------------------------------------------------ answers
 
     def _due(self) -> list[Completion]:
-        """Apply what has been gathered if it is time, and answer everybody who need not wait."""
+        """Apply the aggregated pushes if it is time, and answer every worker that need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
             self._apply_gathered()

@@ -64,7 +64,7 @@ def unseal(key: str, data: bytes, secret: str | None) -> Any:
         if secret and not hmac.compare_digest(code.encode(), _code(key, text, secret).encode()):
             return None
         return json.loads(text)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # anybody may write anything there
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # any process may write anything there
         return None
 
 

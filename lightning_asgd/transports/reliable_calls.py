@@ -112,7 +112,7 @@ class ServerLink:
         self._numbers = itertools.count(1)
         # Changed by single operations that are atomic, so without a lock; by number.
         self._pending: dict[int, Call] = {}
-        self._reconnected: dict[bool, str] = {}  # why a connection was made again; until a reply arrives on it
+        self._reconnected: dict[bool, str] = {}  # why a connection was reopened; until a reply arrives on it
 
     def prepare(self, message: Any, timeout_s: float) -> Call:
         """Number and pack a call for :meth:`post`. Raises what packing raises."""
@@ -146,7 +146,7 @@ class ServerLink:
         """Complete a call. Large replies are acknowledged at once: a server need not keep them until the next call."""
         why = self._reconnected.pop(connection.urgent, None) if self._reconnected else None
         if why is not None:
-            log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
+            log.warning("The connection to server %d broke (%s) and was reopened.", self.server, why)
         call = self._pending.pop(number, None)
         if call is None:
             return

@@ -1,6 +1,6 @@
 """The transport over ``torch.distributed.rpc``.
 
-A connection that breaks is made again, and the calls that were lost with it are repeated over the new one (see
+A broken connection is reopened, and the calls that were lost with it are repeated over the new connection (see
 :mod:`lightning_asgd.transports.reliable_calls`) until they time out or connections are refused, which shows that the
 server's process has ended.
 """
@@ -20,7 +20,7 @@ __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
-_REFUSALS = 2  # in a row: one more means that the server has ended
+_REFUSALS = 2  # in a row: after one more the server counts as ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
 
 
@@ -209,7 +209,7 @@ _server: RpcServer | None = None  # this process's: TensorPipe calls functions, 
 
 def _serving() -> RpcServer:
     if _server is None:
-        raise RuntimeError("this process serves nothing any more")
+        raise RuntimeError("this process no longer serves")
     return _server
 
 

@@ -1,7 +1,7 @@
 """The TensorPipe agent of ``torch.distributed.rpc``: the only file that imports it, and that uses its private names.
 
 Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
-addresses it was told, and those that replace lost ones. So joining involves only a worker and the servers that it
+addresses it was given, and replacements of lost servers. So joining involves only a worker and the servers that it
 connects to: there is no common roster that a dead process could invalidate and no barrier, and reconnecting involves no
 other worker. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
 
@@ -83,7 +83,7 @@ def check_available() -> None:
         raise ConfigurationError(
             f"transport='rpc' does not work here: torch {torch.__version__} was built without torch.distributed.rpc. "
             "Expected a build that has it: the wheels for Linux and macOS do, those for Windows do not. Install one of "
-            "these, or use transport='zmq', which does without it."
+            "these, or use transport='zmq', which does not need it."
         )
 
 
@@ -213,7 +213,7 @@ def reachable(address: str) -> bool:
 def listening_sockets() -> int:
     """Number of sockets that this process listens on.
 
-    TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
+    TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
     scanner, or of a worker that was killed while it joined.
     """
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
@@ -226,7 +226,7 @@ def _await_network(interface: str) -> None:
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"The network interface {interface!r} of this machine has been down for {_DOWN_S:g} s. Expected it to "
-                "be up. Look at its cable, or set MASTER_ADDR to an address of another one."
+                "be up. Look at its cable, or set MASTER_ADDR to an address of another interface."
             )
         time.sleep(_LOOK_S)
 

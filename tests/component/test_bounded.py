@@ -52,7 +52,6 @@ class Run:
         worker: int = attached.worker
         weights = (torch.zeros(2),) if attached.bootstraps else None
         self.say(InitShard("r", worker, GROUPS, ASGD(), weights))
-        self.watched = self.say(DisconnectWatch("r", worker))
         if attached.bootstraps:
             self.say(RunMetadata("r", worker, "founded", True))
         self.say(OpenEpoch("r", worker, EPOCH))
@@ -67,6 +66,7 @@ class Run:
         for _ in range(number):
             found.append(self.join())
             if not vanish:
+                self.say(DisconnectWatch("r", found[-1]))
                 self.say(Leave("r", found[-1]))
             for _ in range(4):  # a server that looks more seldom takes itself for suspended
                 self.now += 1.0
@@ -111,10 +111,10 @@ def test_two_thousand_workers_that_came_and_went_cost_nothing_any_more(vanish: b
 def test_nothing_of_a_worker_that_left_waits_on() -> None:
     run = Run()
     early = run.join()
-    watched, pending = run.watched, vars(run.service)["_pending"]
+    watched, pending = run.say(DisconnectWatch("r", early)), vars(run.service)["_pending"]
     run.say(Leave("r", early))
     assert watched.value() is None, "an error would mean that the server was lost"
-    assert {request.worker for request in pending.of(object)} == {run.first}
+    assert pending.of(object) == []
 
 
 def test_a_worker_that_is_forgotten_trains_no_more() -> None:

@@ -219,7 +219,7 @@ def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.
     assert Collectives(second, 10.0).contribute("barrier", "x") == {0: None, 1: None}
     assert done_within(waiting, 10.0)
     assert waiting.wait() == {0: None, 1: None}
-    assert "The connection to server 0 broke (EOF: end of file) and was made again." in caplog.text
+    assert "The connection to server 0 broke (EOF: end of file) and was reopened." in caplog.text
 
 
 class Step:

@@ -149,7 +149,7 @@ def test_what_a_broken_connection_took_with_it_is_repeated_and_handled_once(
         wire.bring()
     assert (future.value(), later.value()) == (Answer("a"), Answer("b"))
     assert end.handled == {"a": 1, "b": 1}
-    assert caplog.messages == ["The connection to server 3 broke (the script broke it) and was made again."]
+    assert caplog.messages == ["The connection to server 3 broke (the script broke it) and was reopened."]
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
@@ -206,8 +206,8 @@ def test_what_cannot_be_packed_is_raised_and_its_acknowledgements_are_kept() -> 
 def test_a_connection_that_is_refused_fails_its_own_calls_and_may_be_tried_again() -> None:
     end = End()
     weights, sign = end.call("weights"), end.call("heartbeat", urgent=True)
-    end.link.connection_refused(end.wires[False], "nobody listens")
-    assert outcome(weights) == "nobody listens"
+    end.link.connection_refused(end.wires[False], "no process listens")
+    assert outcome(weights) == "no process listens"
     assert not sign.done()
     again = end.call("again")
     end.wires[False].deliver(1)

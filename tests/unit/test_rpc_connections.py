@@ -98,7 +98,7 @@ def test_a_broken_connection_gets_one_successor_that_repeats_all(
     assert [(args[1], args[3]) for _, _, args, _, _ in script.sent] == [(1, "a"), (2, "b"), (3, "c")]
     assert len({*broken, *(script.answers(number) for number in range(3))}) == 2
     assert [future.value() for future in futures] == [0, 1, 2]
-    assert caplog.messages == ["The connection to server 0 broke (EOF: end of file) and was made again."]
+    assert caplog.messages == ["The connection to server 0 broke (EOF: end of file) and was reopened."]
 
 
 def test_pauses_grow_until_the_time_is_up(transport: RpcTransport, script: Script, pauses: list[Any]) -> None:
