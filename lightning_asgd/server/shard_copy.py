@@ -1,4 +1,4 @@
-"""A shard's vectors at one version, copied piece by piece while pushes go on. No network, no clock, no threads.
+"""A shard's vectors at one version, copied piece by piece while pushes arrive. No network, no clock, no threads.
 
 Copying the whole shard under the server's lock would make every exchange wait for it. Instead a piece that is about to
 change is copied first, and all others are copied one at a time, with the lock released in between.

@@ -183,7 +183,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class ConnectionBrokenError(RuntimeError):
-    """A connection broke, or could not be made; ``refused`` if nobody listens at the address."""
+    """A connection broke, or could not be made; ``refused`` if no process listens at the address."""
 
     def __init__(self, why: str, *, refused: bool = False) -> None:
         super().__init__(why)
