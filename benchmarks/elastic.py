@@ -129,7 +129,7 @@ class Run:
         self.address = log.read_text().partition('server="')[2].partition('"')[0]
         host, _, port = self.address.rpartition(":")
         self.rendezvous = Rendezvous.connect(host, int(port), 10.0)
-        self.keys = self.rendezvous.get("session/counts", "The servers", 10.0)
+        self.keys = self.rendezvous.session("counts", "rpc", 10.0)
 
     def start(self, name: int) -> None:
         self.workers[name] = self.fork(target=work, args=(self.folder, name, self.address))

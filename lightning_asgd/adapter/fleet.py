@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import job_address, world
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
@@ -293,6 +293,7 @@ def end_idle_membership() -> None:
 def release_process_group() -> None:
     """Release the default process group to another strategy of this process, which is about to make its own."""
     end_idle_membership()
+    job_address.release_port()
     if world.is_ours():
         world.withdraw()
 

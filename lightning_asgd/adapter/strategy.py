@@ -73,7 +73,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
-            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each.
+            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` on several
+            machines that have both, else ``"rpc"``; one line at the start says which, and who could get in.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None means a separate job, whose workers start and end together.
@@ -136,7 +137,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         min_workers: int = 1,
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
-        transport: str = "rpc",
+        transport: str = "auto",
         server: str | None = None,
         run_id: str | None = None,
         monitor: bool = True,
@@ -238,6 +239,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             self._membership.join()
+            self.settings["transport"] = self._job.transport
         self.announce()
         self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
 

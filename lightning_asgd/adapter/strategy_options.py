@@ -14,7 +14,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Policy
-from lightning_asgd.transports.registry import kind_of
+from lightning_asgd.transports.registry import check_name
 
 __all__ = ["StrategyOptions"]
 
@@ -84,7 +84,7 @@ class StrategyOptions:
         if self.start_method not in _START_METHODS:
             expected = ", ".join(_START_METHODS)
             raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")
-        kind_of(self.transport)
+        check_name(self.transport)
         if self.data not in _DATA:
             raise ConfigurationError(f"data={self.data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         if self.on_worker_failure not in _ON_FAILURE:

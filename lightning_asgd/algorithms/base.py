@@ -237,8 +237,8 @@ class Algorithm(Configurable):
         return {}
 
     def save(self, slots: dict[str, Any]) -> dict[str, Any]:
-        """The part of :meth:`start`'s result for a checkpoint."""
-        return {name: tensor.clone() for name, tensor in slots.items()}
+        """The part of :meth:`start`'s result for a checkpoint. The caller copies it."""
+        return dict(slots)
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
         """Restore what :meth:`save` returned."""

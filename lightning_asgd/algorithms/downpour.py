@@ -21,7 +21,6 @@ Departures:
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class Downpour(Algorithm):
 
     def save(self, slots: dict[str, Any]) -> dict[str, Any]:
         """See :class:`Algorithm`."""
-        return {"optimizer": copy.deepcopy(slots["optimizer"].state_dict())}
+        return {"optimizer": slots["optimizer"].state_dict()}
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
         """See :class:`Algorithm`."""

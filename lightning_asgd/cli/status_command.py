@@ -60,7 +60,8 @@ def _connect(server: str) -> tuple[Transport, str]:
             "'zmq', or no secret: a foreign process may be answering there."
         )
     kind.check_available()
-    address = rendezvous.server(0, keys[0], _START_S)
+    with rendezvous:
+        address = rendezvous.server(0, keys[0], _START_S)
     return kind.connect([address], interface_of(local_address_towards(host))), run["run_id"]
 
 

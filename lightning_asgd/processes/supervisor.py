@@ -179,7 +179,7 @@ class Supervisor:
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
         with contextlib.suppress(psutil.Error):
-            self._tell_reaper(f"add {pid} {psutil.Process(pid).create_time()}")
+            self._tell_reaper(f"add {pid} {reaper.started(pid)}")
 
     def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
@@ -303,11 +303,14 @@ def with_last_output(text: str) -> str:
 def _at_exit() -> None:
     """Set the script's exit code if workers have failed, then stop the servers."""
     failed: dict[int, int] = {}
+    rendezvous = None if _current is None else _current.rendezvous
     try:
         if _current is not None and _current_pid == os.getpid() and not exit_code.is_failing():
             failed = _current.failures()  # before the servers are stopped: workers may still need them
     finally:
         close_current()
+        if rendezvous is not None:
+            rendezvous.close()
     if failed:
         exit_code.exit_with(failed)
 

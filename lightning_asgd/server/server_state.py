@@ -11,6 +11,7 @@ from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.run_registry import RunRegistry
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 
@@ -48,13 +49,13 @@ class ServerState:
         held = self.session is not None and self.session.held_by_workers
         return held or (self._remembered is not None and bool(self.registry.name))
 
-    def snapshot(self) -> Snapshot | None:
-        """What is to be written down; None if there are no weights yet."""
+    def snapshot(self) -> tuple[Snapshot | None, list[ShardCopy]]:
+        """What is to be written down once the copies are done; None if there are no weights yet."""
         session, run = self.session, self.registry
         if session is None or self.recovery.phase.lost or not session.initialised:
-            return None
+            return None, []
         if run.name and session.members.index == 0 and not run.bootstrapped:
-            return None
+            return None, []
         return session.snapshot(run.metadata, self.epochs.progress)
 
     def restore_from_snapshot(self, server: int, now: float) -> bool:

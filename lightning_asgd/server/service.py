@@ -48,6 +48,7 @@ from lightning_asgd.server.pending_replies import Completion, PendingReplies, fa
 from lightning_asgd.server.run_registry import goes_on_from
 from lightning_asgd.server.server_state import ServerState
 from lightning_asgd.server.session_state import SessionState
+from lightning_asgd.server.shard_copy import complete
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import RecoveryPhase
 from lightning_asgd.server.status_report import view
@@ -154,9 +155,10 @@ class Service:
     def snapshot(self) -> Snapshot | None:
         """What is to be written down; None if there are no weights yet, or nothing has happened since the last time."""
         with self._lock:
-            snapshot = self.state.snapshot() if self._changed else None
+            snapshot, copies = self.state.snapshot() if self._changed else (None, [])
             self._changed &= snapshot is None
-            return snapshot
+        complete(copies, self._lock)  # messages are handled meanwhile
+        return snapshot
 
     @property
     def replaceable(self) -> bool:

@@ -23,6 +23,7 @@ from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.server.update_buffers import Buffers
@@ -122,12 +123,13 @@ class SessionState:
             self.have_weights.discard(worker)
         self.buffers.forget(worker)
 
-    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> Snapshot:
-        """What is to be written down of the session."""
+    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
+        """What is to be written down of the session, once the copies that are returned too are done."""
         members = self.members
         shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
         about = members.session, members.index, members.policy, members.admitted
-        return Snapshot(*about, dict(metadata), epochs, shards)
+        kept = {fragment: kept for fragment, (kept, _) in shards.items()}
+        return Snapshot(*about, dict(metadata), epochs, kept), [copy for _, copy in shards.values()]
 
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
         """Continue from a snapshot, without the workers."""

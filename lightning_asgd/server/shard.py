@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +27,10 @@ from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 from lightning_asgd.stats import Verdict
 
 __all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
-
-CHUNK = 1 << 18
-"""Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
@@ -83,6 +82,7 @@ class Shard:
     _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
     _pending: list[Tensor | None] = field(default_factory=list)
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
+    _copy: ShardCopy | None = None  # for the latest snapshot
     _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
 
@@ -124,23 +124,26 @@ class Shard:
             self.initialise(weights, version)
         else:  # it was revived
             check_form(weights, self.groups)
+            self._finish_copy()
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
         self._last_seq = dict(pushes)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything but the workers' own state, as plain values, for :meth:`restore_from_snapshot`."""
+    def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
+        """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
+        self._finish_copy()
+        copy = self._copy = ShardCopy()
         return {
             "groups": self.groups,
             "algorithm": self.algorithm,
             "version": self.version,
-            "weights": tuple(w.clone() for w in self.weights),
-            "state": self.state(),
-            "pending": [None if p is None else p.clone() for p in self._pending],
+            "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
+            "state": [copy.of(i, kept) for i, kept in enumerate(self._state())],
+            "pending": [copy.of(i, p) for i, p in enumerate(self._pending)],
             "gathered": (self.table.count, self._lr, self._steps),
             "samples": list(self.samples),  # never changed
-        }
+        }, copy
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
@@ -155,15 +158,17 @@ class Shard:
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
+        return deepcopy(self._state())
+
+    def _state(self) -> list[dict[str, Any]]:
         return [
-            {"slots": self.algorithm.save(slots), "transforms": [{n: t.clone() for n, t in k.items()} for k in kept]}
-            if role is Role.PARAMETER
-            else {}
+            {"slots": self.algorithm.save(slots), "transforms": kept} if role is Role.PARAMETER else {}
             for (role, _, _), slots, kept in zip(self.groups, self._slots, self._kept, strict=True)
         ]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take what :meth:`state` returned."""
+        self._finish_copy()
         for saved, slots, kept in zip(state, self._slots, self._kept, strict=True):
             if saved:
                 self.algorithm.load(slots, saved["slots"])
@@ -173,17 +178,10 @@ class Shard:
 
     def forget(self, worker: int) -> None:
         """Keep nothing for a worker that has left permanently: its number is not used again."""
-        for kept in (
-            self._last_seq,
-            self._refused,
-            self._backups,
-            self.table.clocks,
-            self.table.steps,
-            self.table.speeds,
-            self.table.batches,
-        ):
+        table, mine = self.table, (self._last_seq, self._refused, self._backups)
+        for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
-        self.table.resting.discard(worker)
+        table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
         """Note which workers take part now: no worker waits for a worker that is gone."""
@@ -297,7 +295,7 @@ class Shard:
         algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
-        for part in self._parts(weights.numel()):
+        for part in self._parts(index):
             w, u = weights[part], update[part]
             for transform, own in zip(algorithm.transforms, kept, strict=True):
                 mine = {**_slice(own, part), "backup": backup[part]} if transform.backup else _slice(own, part)
@@ -313,7 +311,7 @@ class Shard:
 
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
-        for part in self._parts(update.numel()):
+        for part in self._parts(index):
             w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
@@ -335,10 +333,10 @@ class Shard:
             count=count,
             version=self.version,
         )
-        for weights, slots, pending in zip(self.weights, self._slots, self._pending, strict=True):
+        for index, (weights, slots, pending) in enumerate(zip(self.weights, self._slots, self._pending, strict=True)):
             if pending is None:
                 continue
-            for part in self._parts(weights.numel()):
+            for part in self._parts(index):
                 mean = pending[part].div_(count)
                 algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
                 mean.zero_()
@@ -417,11 +415,19 @@ class Shard:
         mine = batches.get(worker, 0)
         return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
 
-    def _parts(self, n: int) -> list[slice]:
-        """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""
-        if not self.algorithm.chunked or n <= CHUNK:
-            return [slice(0, n)]
-        return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+    def _parts(self, index: int) -> Iterator[slice]:
+        """Pieces to change one after the other, the whole where the algorithm does not work element by element."""
+        n = self.weights[index].numel()
+        size = CHUNK if self.algorithm.chunked else max(n, 1)
+        for start in range(0, max(n, 1), size):
+            part = slice(start, min(start + size, n))
+            if self._copy is not None:
+                self._copy.before_change(index, part)
+            yield part
+
+    def _finish_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.finish()
 
 
 def check_form(tensors: Buffer, groups: Groups) -> None:

@@ -36,7 +36,7 @@ class Snapshot:
         admitted: the highest number that was given to a worker.
         notes: see :class:`~lightning_asgd.protocol.RunMetadata`.
         epochs: those that workers may be in, with the units that are done.
-        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned.
+        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned first.
     """
 
     run: str

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.futures import Future
 
-from lightning_asgd.transports.transport import TIMED_OUT, Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = ["Acknowledgements", "Call", "LinkConnection", "LinkedTransport", "ReplyCache", "Route", "ServerLink"]
 
@@ -185,7 +185,7 @@ class ServerLink:
         now = self._clock()
         for call in self._pending.copy().values():
             if call.deadline < now:
-                self.failed(call.number, RuntimeError(f"{TIMED_OUT} of {call.timeout_s:g} s{why}"))
+                self.failed(call.number, CallTimeoutError(f"no answer within {call.timeout_s:g} s{why}"))
 
     def _calls(self, urgent: bool) -> list[Call]:
         return [call for call in self._pending.copy().values() if call.urgent == urgent]

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, error_from
 from lightning_asgd.protocol import Failure
-from lightning_asgd.transports.transport import TIMED_OUT, Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
 
@@ -195,7 +195,7 @@ class Connection:
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output is in the main process's error or log."
         )
-        if TIMED_OUT not in cause:  # else it may live, and is not replaced
+        if not isinstance(error, CallTimeoutError):  # else it may live, and is not replaced
             lost.server = server
         return lost
 

@@ -23,7 +23,7 @@ from lightning_asgd.protocol import (
     Reply,
 )
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.transport import Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 from lightning_asgd.worker import collectives as collectives_module
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker.collectives import Collectives
@@ -181,6 +181,14 @@ def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     with pytest.raises(ServerLostError, match=r"Server 1 did not answer worker 3 within 0.01 s.*timeouts.exchange_s"):
         call(client(Answers(first(call), None), timeout_s=0.01))
+
+
+@pytest.mark.parametrize("text", ["RPC ran for more than set timeout", "ECONNREFUSED"])
+def test_a_server_is_replaced_by_the_kind_of_the_error_not_by_its_text(text: str) -> None:
+    for kind, server in ((RuntimeError, 0), (CallTimeoutError, None)):  # one that was slow may live
+        with pytest.raises(ServerLostError, match="Server 0 is gone") as lost:
+            client(Answers(kind(text), True)).join()
+        assert lost.value.server == server
 
 
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
