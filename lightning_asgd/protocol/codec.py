@@ -90,8 +90,8 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         contents = {field: getattr(value, field) for field in fields}
         return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
     raise ProtocolError(
-        f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected an algorithm, "
-        "transform or compression, or plain values and tensors. ASGDStrategy(transport='rpc') sends any object."
+        f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected plain values, tensors, "
+        "or an algorithm, transform or compression of a module. ASGDStrategy(transport='rpc') sends any object."
     )
 
 
@@ -99,7 +99,9 @@ def _name_of(kind: type) -> str | None:
     """A class's name in messages; None if its objects cannot be sent."""
     if _CLASSES.get(kind.__name__) is kind:
         return kind.__name__
-    return f"{kind.__module__}:{kind.__name__}" if issubclass(kind, _RULES) and dataclasses.is_dataclass(kind) else None
+    importable = kind.__module__ != "__main__" and kind.__qualname__ == kind.__name__
+    is_rule = issubclass(kind, _RULES) and dataclasses.is_dataclass(kind)
+    return f"{kind.__module__}:{kind.__name__}" if is_rule and importable else None
 
 
 def _class_of(name: str) -> type:
