@@ -90,8 +90,8 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         contents = {field: getattr(value, field) for field in fields}
         return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
     raise ProtocolError(
-        f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected plain values, tensors, "
-        "or an algorithm, transform or compression of a module. ASGDStrategy(transport='rpc') sends any object."
+        f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected plain values, "
+        "tensors, or a module's algorithm, transform or compression. ASGDStrategy(transport='rpc') sends any object."
     )
 
 
