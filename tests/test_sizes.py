@@ -37,7 +37,8 @@ PUBLIC = {
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
 # 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
 # 250 are the identity of processes, what worker 0 says of failures elsewhere, and authenticated rendezvous entries.
-LINES = {"core": 18_950, "tools": 4_927}
+# 420 are another chief in a job, and the last checkpoint of one whose main process was killed.
+LINES = {"core": 19_370, "tools": 4_927}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -6,7 +6,7 @@ Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightni
 
 from __future__ import annotations
 
-from lightning_asgd.protocol.collective_messages import Contribution, Pickled, Place, SyncReport
+from lightning_asgd.protocol.collective_messages import Contribution, Pickled, Place, SyncReport, next_chief
 from lightning_asgd.protocol.lease_messages import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.protocol.metric_messages import Status, StatusRequest, WorkerMetrics, WorkerStatus
 from lightning_asgd.protocol.recovery_messages import ReplayDone, ReplicaState, StateReport
@@ -76,6 +76,7 @@ __all__ = [
     "WorkerMetrics",
     "WorkerStatus",
     "nbytes",
+    "next_chief",
 ]
 
 for _name in __all__:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
 from lightning_asgd.protocol.request import Request
 
-__all__ = ["Contribution", "Pickled", "Place", "SyncReport"]
+__all__ = ["Contribution", "Pickled", "Place", "SyncReport", "next_chief"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,16 @@ class Contribution(Request):
     timeout_s: float = 1800.0
     stops: bool = False
     answer: dict[int, Any] | None = None
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every worker sends a value and gets those of all."""
+        return self.source is None and self.target is None
+
+
+def next_chief(chief: int, took_part: Collection[int]) -> int:
+    """The chief of a job after a collective that these workers took part in.
+
+    A chief is left out only if it is gone. All workers compute it from the same results, so all have the same.
+    """
+    return chief if chief in took_part else min(took_part, default=chief)

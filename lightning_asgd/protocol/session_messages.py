@@ -28,7 +28,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` that says that a run has weights."""
 
-PROTOCOL = 20
+PROTOCOL = 21
 """Version of these messages. A server refuses a worker that speaks another one."""
 
 
@@ -40,11 +40,13 @@ class Policy:
         silence_s: seconds without a heartbeat after which a worker counts as away; 0: never.
         min_workers: with fewer of them the session is ended.
         abort: whether the session is ended as soon as one is away or gone.
+        another_chief: whether another worker becomes chief when the chief is gone. Else the session is ended.
     """
 
     silence_s: float = 0.0
     min_workers: int = 1
     abort: bool = False
+    another_chief: bool = False
 
 
 @dataclass(frozen=True)

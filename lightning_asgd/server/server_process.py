@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from lightning_asgd.protocol import StatusRequest
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
 from lightning_asgd.transports import registry
@@ -28,7 +29,7 @@ __all__ = ["ServerArguments", "ServerSettings", "run_server"]
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
-_LAST_WORDS_S = 2.0  # in which workers on other machines are told that the main process is gone
+_LAST_WORDS_S = 3.5  # at most, in which workers are told that the main process is gone, and fetch the weights
 
 _SHUT = (
     "Nobody can connect to this server any more: a connection to it ended before it was set up, after which torch's "
@@ -127,7 +128,9 @@ def run_server(argv: list[str] | None = None) -> int:
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended without a word. Look "
                 "at its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
-            time.sleep(_LAST_WORDS_S)
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while not stopped and service.handle(StatusRequest()).workers and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
     if shut:  # as if it was killed: who waits for an answer is to get it from another one
         sys.stderr.write(_SHUT)
         sys.stderr.flush()
