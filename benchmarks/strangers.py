@@ -1,14 +1,14 @@
-"""Connections and messages that no server expects, thousands of them: it serves on, and its memory stays flat.
+"""Thousands of unexpected connections and messages: the server keeps serving, and its memory stays constant.
 
-    python benchmarks/strangers.py               # 10,000 connections of strangers and 10,000 messages of a worker
+    python benchmarks/strangers.py               # 10,000 foreign connections and 10,000 messages of a worker
     python benchmarks/strangers.py --number 500  # a quick look
 
-Against a server process with transport="zmq". Strangers, who do not know the job's secret, connect and send nothing,
+Against a server process with transport="zmq". Foreign processes without the job's secret connect and send nothing,
 random bytes, greetings of ZeroMQ without encryption, broken handshakes, and frames that promise a terabyte; half of
-them reset the connection. Then somebody who knows the secret sends random bytes, headers that lie about what follows,
-values that are no messages, and real messages with one byte changed (none that begins another session: whoever knows
-the secret may). All the while a worker pushes ones: in the end
-the server must hold as many as were pushed, let a new worker in, and as many messages again may not make it larger.
+them reset the connection. Then a process with the secret sends random bytes, headers that do not match their content,
+values that are not messages, and real messages with one byte changed (except messages that begin a session, which such
+a process may do). Meanwhile a worker pushes ones. At the end the server must hold as many as were pushed and accept a
+new worker, and the same number of messages again may not increase its memory.
 
 Exits with 1 if not.
 """
@@ -179,9 +179,7 @@ def main() -> int:
             pusher.start()
             server = psutil.Process(process.pid)
             host, _, port = address.removeprefix("tcp://").rpartition(":")
-            good = attack(
-                server, "connections of strangers", args.number, lambda _: stranger((host, int(port)), chance)
-            )
+            good = attack(server, "foreign connections", args.number, lambda _: stranger((host, int(port)), chance))
             context = zmq.Context()
             peer = context.socket(zmq.DEALER)
             keys = keys_of(secret)

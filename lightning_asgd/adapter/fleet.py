@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import job_address, world
 from lightning_asgd.adapter.checkpointing import adopt_checkpoint_states, checkpoint_states
 from lightning_asgd.adapter.chief import chief_state, take_over
 from lightning_asgd.adapter.class_trees import become_global_zero
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _LAST = "last checkpoint"  # which worker writes it
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
-_NEWS_S = 1.0  # until worker 0 tells people what has happened to another one
+_NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
 _TRACEBACK_LINES = 20
 
 
@@ -61,7 +61,7 @@ class Fleet:
     """
 
     comes_and_goes = False
-    """Whether workers do. Then each of them comes to sync points by itself."""
+    """Whether workers join and leave. Then each of them reaches sync points by itself."""
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
@@ -143,7 +143,7 @@ class Fleet:
             self.end_membership()
 
     def end_membership(self) -> None:
-        """Leave the session for good."""
+        """Leave the session permanently."""
         self._stop()
         if not self._failed:
             self._failed = True  # send the others nothing any more
@@ -154,7 +154,7 @@ class Fleet:
             overseer.on_worker_exit(None)
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure at once, so that no worker waits for this one, and worker 0 can tell people of it."""
+        """Report a failure at once, so that no worker waits for this one, and worker 0 can log it."""
         self._failed = True
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
@@ -195,7 +195,7 @@ class FixedFleet(Fleet):
         trainer: Any,
     ) -> None:
         super().__init__(job, config, policy, board, alone=world_size == 1)
-        # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started
@@ -244,7 +244,7 @@ class FixedFleet(Fleet):
         """Raise at once if the session was ended; become chief if the chief is gone."""
         super().check_session()
         if self._main not in (None, os.getppid()):
-            raise WorkerLostError("The main process, which hosts the servers, has ended. Go on from a checkpoint.")
+            raise WorkerLostError("The main process, which hosts the servers, has ended. Resume from a checkpoint.")
         heard, agreed = self.client.heard, self.collectives.chief
         chief = agreed if agreed in heard.living or not heard.living else heard.chief
         if chief != self.chief and self._follow(chief):
@@ -274,7 +274,7 @@ class FixedFleet(Fleet):
         super().fail(error)
 
     def _write_last_checkpoint(self) -> None:
-        self._stop_restoring()  # nobody starts other servers
+        self._stop_restoring()  # no process starts other servers
         self.collectives.phase = Phase.OFFLINE
         try:
             writer = self.client.note(_LAST, self.rank, first=True)
@@ -335,7 +335,7 @@ class FixedFleet(Fleet):
         """The workers that are not there at the end of a fit, and why."""
         client = self.client
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it was silent, and has not rejoined")
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:
@@ -367,7 +367,7 @@ def idle_membership() -> Fleet | None:
 
 @atexit.register
 def end_idle_membership() -> None:
-    """Leave the latest session for good: another one begins, or the process ends."""
+    """Leave the latest session permanently: another session begins, or the process ends."""
     global _idle
     membership, _idle = _idle, None
     if membership is not None:
@@ -377,6 +377,7 @@ def end_idle_membership() -> None:
 def release_process_group() -> None:
     """Release the default process group to another strategy of this process, which is about to make its own."""
     end_idle_membership()
+    job_address.release_port()
     if world.is_ours():
         world.withdraw()
 

@@ -57,7 +57,7 @@ def write_last_checkpoint(trainer: Any, worker: int) -> None:
     session.last = last_state(session.synchronizer)
     trainer.save_checkpoint(path)
     log.error(
-        "The main process is gone. Worker %d has written the checkpoint %s. It holds %s. Go on from it with "
+        "The main process is gone. Worker %d has written the checkpoint %s. It holds %s. Resume from it with "
         "trainer.fit(..., ckpt_path=%r).",
         worker,
         path,

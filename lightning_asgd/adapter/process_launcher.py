@@ -1,6 +1,6 @@
 """Starting workers with Lightning's multi-processing launcher: the main process only waits for them.
 
-Any worker may fail while the others go on, worker 0 too. The main process takes the results of the chief.
+Any worker may fail while the others continue, worker 0 too. The main process takes the results of the chief.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Worker:
     Args:
         rank: the worker's.
         process: to which all other attributes are delegated.
-        code: the exit code that Lightning is told for this one's, which ends all workers if it is a failure.
+        code: the exit code that Lightning learns for this one's, which ends all workers if it is a failure.
     """
 
     def __init__(self, rank: int, process: Any, code: Callable[[_Worker], int | None]) -> None:
@@ -112,7 +112,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             processes[:] = [_Worker(rank, process, self._code_of) for rank, process in enumerate(processes)]
 
     def _code_of(self, worker: _Worker) -> int | None:
-        """A worker's exit code; 0 if it has failed and the others go on.
+        """A worker's exit code; 0 if it has failed and the others continue.
 
         The last worker's failure counts if none has sent results. Raises a :class:`WorkerLostError` if the others have
         ended without an error and without results.
@@ -149,7 +149,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         """Start the servers and the workers, wait for the workers, return the chief's result."""
         self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(self.strategy.cluster_environment, 1, is_main=True)
+        self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
