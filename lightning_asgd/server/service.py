@@ -188,8 +188,6 @@ class Service:
             self._end_session("the server was stopped")
             self._pending.complete_all(Attach, ServerLostError("The server was stopped."))
 
-    # ------------------------------------------------------------------ one method per message
-
     def _attach(self, message: Attach) -> Any:
         self.state.registry.check_can_join(message.session, message.about, message.protocol, elastic=True)
         future = self._pending.add(message)
@@ -309,6 +307,7 @@ class Service:
         self._complete(session.collectives.leave(message.worker, message.reason, message.details))
         self._members_changed(session)
         session.forget(message.worker)
+        self._pending.complete_all(DisconnectWatch, None, [message.worker])
         return True
 
     def _status(self, message: StatusRequest) -> Status:

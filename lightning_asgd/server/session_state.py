@@ -69,12 +69,13 @@ class SessionState:
             raise WorkerLostError(members.aborted)
         if isinstance(message.figures, WorkerMetrics):
             members.metrics[worker] = message.figures
+        living, chief = members.living, members.chief
         return HeartbeatReply(
             members.events_after(message.heard),
-            tuple(sorted(members.living)),
-            dict(members.metrics) if worker == members.chief else {},
-            members.chief,
-            tuple(sorted(members.living & self.have_weights)),
+            tuple(sorted(living)),
+            dict(members.metrics) if worker == chief else {},
+            chief,
+            tuple(sorted(living & self.have_weights)),
             members.admitted,
             worker in members.fenced,
             self.collectives.needed,

@@ -421,7 +421,7 @@ class Shard:
         size = CHUNK if self.algorithm.chunked else max(n, 1)
         for start in range(0, max(n, 1), size):
             part = slice(start, min(start + size, n))
-            if self._copy is not None:
+            if self._copy is not None and self._copy.left:
                 self._copy.before_change(index, part)
             yield part
 

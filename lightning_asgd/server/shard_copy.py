@@ -31,19 +31,15 @@ class ShardCopy:
 
     def __init__(self) -> None:
         self._vectors: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by group: copies and originals
-        self._left: dict[tuple[int, int], None] = {}  # pieces to copy: group and first scalar
-
-    @property
-    def done(self) -> bool:
-        """Whether all pieces are copied."""
-        return not self._left
+        self.left: dict[tuple[int, int], None] = {}
+        """The pieces that are not copied yet: group and first scalar."""
 
     def of(self, group: int, value: Any) -> Any:
         """The copy of something that a shard keeps for a group: its vectors piece by piece, the rest at once."""
         if isinstance(value, Tensor) and value.dim() == 1:
             made = value.new_empty(value.shape)
             self._vectors.setdefault(group, []).append((made, value))
-            self._left |= dict.fromkeys((group, start) for start in range(0, value.numel(), CHUNK))
+            self.left |= dict.fromkeys((group, start) for start in range(0, value.numel(), CHUNK))
             return made
         if isinstance(value, dict):
             return {key: self.of(group, each) for key, each in value.items()}
@@ -65,26 +61,26 @@ class ShardCopy:
 
     def before_change(self, group: int, part: slice) -> None:
         """Copy the pieces of a part of a group's vectors, unless they are copied already."""
-        for start in range(part.start, part.stop, CHUNK) if self._left else ():
+        for start in range(part.start, part.stop, CHUNK):
             self._copy(group, start)
 
     def step(self) -> None:
         """Copy one piece more."""
-        if self._left:
-            self._copy(*next(iter(self._left)))
+        if self.left:
+            self._copy(*next(iter(self.left)))
 
     def finish(self) -> None:
         """Copy all that is left."""
-        while self._left:
+        while self.left:
             self.step()
 
     def _copy(self, group: int, start: int) -> None:
-        if (group, start) not in self._left:
+        if (group, start) not in self.left:
             return
-        del self._left[group, start]
+        del self.left[group, start]
         for made, value in self._vectors[group]:
             made[start : start + CHUNK].copy_(value[start : start + CHUNK])
-        if not self._left:
+        if not self.left:
             self._vectors.clear()
 
 
@@ -92,7 +88,7 @@ def complete(copies: Collection[ShardCopy], lock: AbstractContextManager[Any]) -
     """Copy what is left, holding the lock for one piece at a time."""
     for each in copies:
         each.populate()
-        while not each.done:
+        while each.left:
             with lock:
                 each.step()
             time.sleep(_PAUSE_S)

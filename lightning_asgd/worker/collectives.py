@@ -88,10 +88,9 @@ class Collectives:
 
     def broadcast(self, value: T, source: int = 0, name: str = "") -> T:
         """Worker ``source``'s value."""
-        if not self.real or self.client is None:
+        if not self.real:
             return value
-        mine = value if self.client.connection.worker == source else None
-        answer: T = self.contribute("broadcast", name, mine, source=source)[source]
+        answer: T = self.contribute("broadcast", name, value if self.rank == source else None, source=source)[source]
         return answer
 
     def broadcast_of_chief(self, value: T, name: str = "") -> T:

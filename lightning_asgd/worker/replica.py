@@ -245,12 +245,7 @@ class Replica:
         return tuple(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs)
 
     def merge(
-        self,
-        answers: Sequence[tuple[Tensor, ...]],
-        *,
-        pushed: bool = True,
-        fresh: bool = False,
-        alone: bool = False,
+        self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False, alone: bool = False
     ) -> None:
         """Take the servers' weights and keep the steps since the push, if they answer one (``pushed``).
 

@@ -14,6 +14,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     Attach,
+    DisconnectWatch,
     Epoch,
     Exchange,
     Failure,
@@ -65,6 +66,7 @@ class Run:
         for _ in range(number):
             found.append(self.join())
             if not vanish:
+                self.say(DisconnectWatch("r", found[-1]))
                 self.say(Leave("r", found[-1]))
             for _ in range(2):  # a server that looks more seldom takes itself for suspended
                 self.now += 1.9
@@ -114,6 +116,15 @@ def test_two_thousand_workers_that_came_and_went_cost_nothing_any_more(vanish: b
     assert session is not None
     assert session.members.living == {run.first, *(gone[-3:] if vanish else [])} - set(session.members.suspected)
     assert session.shards[0].version == run.pushed
+
+
+def test_nothing_of_a_worker_that_left_waits_on() -> None:
+    run = Run()
+    early = run.join()
+    watched, pending = run.say(DisconnectWatch("r", early)), vars(run.service)["_pending"]
+    run.say(Leave("r", early))
+    assert watched.value() is None, "an error would mean that the server was lost"
+    assert pending.of(object) == []
 
 
 def test_a_worker_that_is_forgotten_trains_no_more() -> None:

@@ -50,7 +50,7 @@ def trained(rule: Algorithm) -> Shard:
 def test_a_copy_is_of_one_version_whenever_pushes_come(name: str) -> None:
     at_once, copy = trained(ON_SERVERS[name]).snapshot()
     pieces = 0
-    while not copy.done:
+    while copy.left:
         copy.step()
         pieces += 1
     assert pieces == 6
