@@ -4,7 +4,8 @@
     python benchmarks/chaos.py --faults 10     # a quick look
 
 Faults happen at random moments, by seed. Random workers get SIGSTOP, and SIGCONT after up to four times `silence_s`.
-Workers other than 0 get SIGKILL, as long as half of them are left, and so do random servers. Two programs are trained:
+Workers get SIGKILL, worker 0 first, as long as half of them are left, and so do random servers. A checkpoint is written
+at the end of each epoch; those that are kept must load. Two programs are trained:
 
 * a program that counts: training a sample adds 1 to that sample's parameter, and pushes are added in full. Every sample
 must
@@ -48,6 +49,7 @@ import psutil
 import pytorch_lightning as pl
 import torch
 from counts import Counts
+from pytorch_lightning.callbacks import ModelCheckpoint
 from ranks import clean_environment, told_of_errors
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,9 +123,8 @@ def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | No
         devices=workers,
         strategy=strategy,
         max_epochs=epochs or 1_000_000,
-        callbacks=[Report(folder, epochs)],
+        callbacks=[Report(folder, epochs), ModelCheckpoint(folder / "checkpoints", save_last=True)],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -194,8 +195,8 @@ class Job:
                 self.servers_killed.append(time.monotonic())
             return "SIGKILL of a server"
         kill = chance.random() < 0.2 and len(self.killed) < self.workers // 2
-        alive = [rank for rank in range(1 if kill else 0, self.workers) if rank not in self.killed]
-        rank = chance.choice(alive)
+        alive = [rank for rank in range(self.workers) if rank not in self.killed]
+        rank = chance.choice(alive) if self.killed or not kill else 0  # which logs and writes the checkpoints
         worker = psutil.Process(int((self.folder / f"worker{rank}").read_text()))
         if kill:
             self.killed.add(rank)
@@ -263,17 +264,29 @@ def disturbed(
                     break
             time.sleep(calm_s)
             result = job.end(600)
+            saved = load_all(Path(name) / "checkpoints")
         finally:
             job.close()
     counted = ", ".join(f"{count} x {what}" for what, count in sorted(done.items())) or "no faults"
     where = f"{program}, {servers} server{'s' * (servers > 1)}"
     came = f"{result['back']} times a worker rejoined, {result['restored']} times a server was replaced"
-    CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}")
+    chiefs = f"worker 0 {'was killed' if 0 in job.killed else 'lived'}, {saved} checkpoints load"
+    CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}; {chiefs}")
     pauses = _pauses(result["servers_killed"], result["pushes"])
     if servers == 1 and pauses:  # else the other server goes on taking pushes
         spread = f"{statistics.median(pauses):.1f} s ({min(pauses):.1f} to {max(pauses):.1f}, {len(pauses)} of them)"
         CONSOLE.print(f"  from a server's death to the next update that is applied: {spread}")
     return {**result, "killed": done["SIGKILL of a worker"]}
+
+
+def load_all(folder: Path) -> int:
+    """The number of checkpoints in a folder, all of which load. Raises if one does not, or if there is none."""
+    files = list(folder.glob("*.ckpt"))
+    if not files:
+        raise RuntimeError("No checkpoint was written.")
+    for file in files:
+        assert torch.load(file, weights_only=False)["state_dict"], file
+    return len(files)
 
 
 def _pauses(killed: list[float], pushes: list[float]) -> list[float]:

@@ -39,9 +39,10 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 100 of the tools are the command line over argparse: jsonargparse's help and errors spoke of Python, not of options.
 # 25 are algorithms of users' own.
 # 250 are the identity of processes, what worker 0 says of failures elsewhere, and authenticated rendezvous entries.
+# 420 are another chief in a job, and the last checkpoint of one whose main process was killed.
 # 435 are a rendezvous of our own for zmq beside torch's, and the choice of a transport with its line at the start.
 # 115 are a snapshot that is copied piece by piece: copying all at once kept every message waiting.
-LINES = {"core": 19_070, "tools": 5_030}
+LINES = {"core": 19_520, "tools": 5_030}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

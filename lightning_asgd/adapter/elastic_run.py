@@ -146,9 +146,10 @@ class ElasticFleet(Fleet):
         """This worker's own value: there is no collective in an elastic run."""
         return mine
 
-    def checkpoint_written(self, trainer: Any) -> None:
+    def publish_chief_state(self, trainer: Any) -> None:
         """Publish the state of the chief's checkpoint callbacks, for the next chief."""
-        self.attachment.publish_checkpoints(checkpoint_states(trainer))
+        if self.is_chief:
+            self.attachment.publish_checkpoints(checkpoint_states(trainer))
 
     def adopt_checkpoints(self, trainer: Any) -> None:
         """Give this worker's checkpoint callbacks the published state of the chief's."""

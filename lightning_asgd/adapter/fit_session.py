@@ -26,6 +26,7 @@ from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
 from lightning_asgd.adapter.fleet import FixedFleet
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
+from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
@@ -75,6 +76,7 @@ class FitSession:
         self._resume = resume
         self._meter: Meter | None = None  # None until metrics are collected
         self.samples: list[dict[str, Tensor]] = []
+        self.last: LastState | None = None  # set when the main process is gone
         waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
         self._splits = split or waits or membership.alone
         self._split = FixedSplit(trainer, membership)
@@ -112,6 +114,8 @@ class FitSession:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(trainer.global_rank)
+        if isinstance(self._membership, FixedFleet):
+            self._membership.publish_chief_state(trainer)
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
@@ -146,7 +150,7 @@ class FitSession:
         return synchronizer
 
     def set_up_again(self) -> None:
-        """Allocate the module's shards again, with worker 0's weights. All workers call it together."""
+        """Allocate the module's shards again, with the chief's weights. All workers call it together."""
         before = self.synchronizer
         if isinstance(self._membership, ElasticFleet):
             self._membership.refuse_another_layout()
@@ -300,7 +304,7 @@ class FitSession:
         grown = self._has_grown()
         self.report_metrics()
         board, waits = membership.board, self._config.algorithm.waits
-        checkpoints = checkpoint_states(trainer)
+        checkpoints, chief = checkpoint_states(trainer), self._collectives.chief
         mine = SyncReport(
             synchronizer.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt
         )
@@ -316,7 +320,10 @@ class FitSession:
         self.data.check_first_batches()
         board.update({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
         trainer.should_stop = any(m.should_stop for m in met.values())
-        adopt_checkpoint_states(trainer, met.get(0, mine).checkpoints)
+        if isinstance(membership, FixedFleet):
+            theirs = met[chief].checkpoints if chief in met else membership.published_checkpoints(checkpoints)
+            adopt_checkpoint_states(trainer, theirs)
+            membership.publish_chief_state(trainer)
         if any(m.grown for m in met.values()):
             self.set_up_again()
         if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
@@ -407,12 +414,12 @@ class FitSession:
 
     @property
     def _writes_alone(self) -> bool:
-        """Whether this worker writes checkpoints without asking the others: worker 0 between two sync points."""
+        """Whether this worker writes checkpoints without asking the others: the chief between two sync points."""
         return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
 
     def catch_up(self) -> dict[str, Tensor]:
-        """What a checkpoint holds instead of the module's tensors on worker 0 between sync points, by their keys."""
-        instead = self.synchronizer.catch_up() if self._writes_alone else {}
+        """What a checkpoint holds instead of the module's tensors on the chief between sync points, by their keys."""
+        instead = self.last.weights if self.last else self.synchronizer.catch_up() if self._writes_alone else {}
         if not instead:
             return {}
         names = {id(t): name for name, t in named_state(self._module).items()}
@@ -422,17 +429,17 @@ class FitSession:
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint what a fit needs to resume, with every worker's optimizers and schedulers.
 
-        In the asynchronous phase the others are not asked: they resume with worker 0's.
+        In the asynchronous phase the others are not asked: they resume with the chief's.
         """
         mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
         mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
         workers = self._membership.gather_optimizer_states(mine)
         is_writer = self._trainer.is_global_zero
-        servers = self.synchronizer.state() if is_writer else []
+        servers = self.last.servers if self.last else self.synchronizer.state() if is_writer else []
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
         if is_writer:
-            held = self.synchronizer.caught_up if self._writes_alone else None
-            self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
+            held = self.last.held if self.last else self.synchronizer.caught_up if self._writes_alone else None
+            self.data.save(entry, checkpoint["loops"]["fit_loop"], held, final=self.last is not None)
         checkpoint[KEY] = entry
 
 

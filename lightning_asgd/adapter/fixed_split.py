@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightning_asgd.adapter.class_trees import apply_to_collection, tree_of
 from lightning_asgd.adapter.fleet import Fleet
-from lightning_asgd.adapter.private_names import batch_in_epoch, count_batches, count_steps, training_loaders
+from lightning_asgd.adapter.loop_counters import count_batches, count_steps
+from lightning_asgd.adapter.private_names import batch_in_epoch, training_loaders
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["FixedSplit", "datasets_of", "is_dealt"]
@@ -143,7 +144,7 @@ class FixedSplit:
         """Whether the others have trained and pushed all is not known."""
         return False
 
-    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Any) -> None:
+    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Any, *, final: bool = False) -> None:
         """Lightning's own checkpoint holds how far an epoch is."""
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Starting a job: the rendezvous, the servers, and the workers with Lightning's own launchers.
+"""Starting a job: the rendezvous and the servers, and workers that run the script once more.
 
 Lightning's launchers start the workers. What is added here: servers come first, worker processes end with the main
 process, and one worker's death does not end the others (Lightning's observer would kill the job).
@@ -11,38 +11,25 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
-import signal
-import tempfile
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-from torch import Tensor
-
 from lightning_asgd.adapter import job_address, private_names
-from lightning_asgd.adapter.checkpointing import save_on_exception
 from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor
-from lightning_asgd.protocol import Policy
 from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, local_address_towards
 from lightning_asgd.transports.transport import Transport
 
-__all__ = ["MultiProcessLauncher", "ScriptLauncher", "TrainingJob"]
+__all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
+STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
 _connected = False  # whether this process has been a worker
 _transport: Transport | None = None  # kept from one call of the Trainer to the next
@@ -56,6 +43,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def has_connected() -> bool:
+    """Whether this process has been a worker."""
+    return _connected
 
 
 @atexit.register
@@ -202,7 +194,7 @@ class TrainingJob:
     def excuse(self, rank: int) -> None:
         """Report to the main process that a worker fails within a fit that continues without it."""
         if self.address is not None and not self.attaches and rank:
-            with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, _STOP_S) as rendezvous:
+            with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, STOP_S) as rendezvous:
                 rendezvous.put(supervisor.excuse_of(os.getpid()), True)  # unless the main process is gone
 
 
@@ -250,173 +242,3 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         if overseer is not None:
             overseer.excuse()
         super().kill(signum)
-
-
-class _Worker:
-    """The process of a worker.
-
-    Args:
-        session: that it trains in.
-        rank: the worker's.
-        process: to which all other attributes are delegated.
-        needed: whether the others cannot continue without it. If they can, its exit code never counts as a failure.
-    """
-
-    def __init__(self, session: str, rank: int, process: Any, *, needed: bool) -> None:
-        self._session = session
-        self._rank = rank
-        self._process = process
-        self._needed = needed
-        self._reported = False
-        self.on_end: Callable[[], None] | None = None
-        """Called once, when it has ended without an error."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
-
-    def terminate(self) -> None:
-        """End it soon: a stopped process would handle SIGTERM only once it continues."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
-                self._process.kill()
-        self._process.terminate()
-
-    @property
-    def exitcode(self) -> int | None:
-        code: int | None = self._process.exitcode
-        if code == 0 and self.on_end is not None:
-            on_end, self.on_end = self.on_end, None
-            on_end()
-        if self._needed:
-            return code
-        if code and not self._reported:
-            self._reported = True
-            overseer = supervisor.current()
-            if overseer is not None:
-                overseer.report_exit(self._session, self._rank, f"its process ended with exit code {code}")
-            if code < 0:  # else it has said why
-                log.warning("Worker %d ended with exit code %d; the others continue without it.", self._rank, code)
-        return 0 if code else code
-
-
-class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # type: ignore[misc]
-    """Starts the servers, then forks or spawns every worker; this process only waits for them.
-
-    Extends Lightning's multi-processing launcher.
-
-    Args:
-        job: shared with the strategy.
-        strategy: the strategy, whose copies the workers use.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        policy: whether the failure of any worker ends the others, and how long one may be silent.
-    """
-
-    def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:
-        super().__init__(strategy, start_method=start_method)
-        self.job = job
-        self.policy = policy
-        self._last: threading.Timer | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the processes: libraries save a strategy together with a model."""
-        return {**self.__dict__, "processes": [], "_last": None}
-
-    def watch(self, processes: list[Any]) -> None:
-        """Register the workers' processes with the reaper, and keep one's end from ending the others."""
-        if processes:
-            watch = supervisor.ensure_watch()
-            for process in processes:
-                watch.register(process.pid)
-            # In place: the list is that of torch's context, which ends all workers when one of them has failed.
-            needed = {0} if not self.policy.abort else set(range(len(processes)))
-            processes[:] = [_Worker(self.job.session, r, p, needed=r in needed) for r, p in enumerate(processes)]
-            processes[0].on_end = self._start_grace_period
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the servers and the workers, wait for the workers, return worker 0's result."""
-        self.strategy.check_trainer(trainer)
-        registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
-            # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
-            self.kill(signal.SIGTERM)
-            deadline = time.monotonic() + _STOP_S
-            for process in self.processes:
-                process.join(max(deadline - time.monotonic(), 0))
-            self.kill(signal.SIGKILL)
-            self.strategy.has_failed_elsewhere()
-            raise
-        finally:
-            if self._last is not None:
-                self._last.cancel()
-                self._last.join()
-                self._last = None
-            overseer = supervisor.current()
-            if overseer is not None:
-                overseer.rest()
-
-    def _start_grace_period(self) -> None:
-        """Worker 0 has finished: kill workers that hang, after a grace period."""
-        self._last = threading.Timer(self.policy.silence_s + _STOP_S, self.kill, (signal.SIGKILL,))
-        self._last.daemon = True
-        self._last.start()
-
-    def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
-        """Run Lightning's part of a worker's process."""
-        if self.start_method == "fork" and _connected:
-            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and code that
-            # waits for them hangs.
-            torch.set_num_threads(1)
-            os.environ["OMP_NUM_THREADS"] = "1"
-        with rank_variables.owning():
-            os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
-        try:
-            run()
-        except BaseException as error:
-            # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
-            # here.
-            self._save(trainer, error)
-            self.strategy.on_exception(error)
-            rank = int(os.environ.get("LOCAL_RANK", "0"))
-            if rank and not self.policy.abort and isinstance(error, Exception):
-                log.warning("Worker %d failed; the others continue without it.", rank, exc_info=True)
-            raise
-        finally:
-            self.strategy.leave_job()  # such a process ends without calling its atexit handlers
-
-    def _save(self, trainer: Any, error: BaseException) -> None:
-        """Let checkpoint callbacks save what worker 0 has trained."""
-        if trainer is None or not self.strategy.is_global_zero:
-            return
-        try:
-            self.strategy.go_offline()
-            save_on_exception(trainer, error)
-        except Exception:  # the program's own error is the one to report
-            log.warning("Worker 0 could not write a checkpoint after an exception.", exc_info=True)
-
-    def remove_weights(self, path: str | None) -> None:
-        """Remove the folder of the file with worker 0's weights, which Lightning leaves when it removes the file."""
-        if path is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(path))
-
-    def send_results(self, trainer: Any) -> dict[str, Any]:
-        """Send worker 0's statistics and samples along with Lightning's results.
-
-        In a file, as Lightning sends the weights: its queue is a pipe that the main process reads when all workers have
-        ended, and a worker that puts more there than the pipe takes (64 KiB) never ends.
-        """
-        strategy = trainer.strategy
-        descriptor, path = tempfile.mkstemp(prefix="lightning_asgd-")
-        with os.fdopen(descriptor, "wb") as file:
-            pickle.dump((strategy.stats, strategy.samples), file)
-        return {"lightning_asgd": path}
-
-    def take_results(self, trainer: Any, sent: dict[str, Any]) -> None:
-        """Keep worker 0's statistics and samples."""
-        path = Path(sent["lightning_asgd"])
-        results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(path.read_bytes())  # our own child's
-        path.unlink()
-        trainer.strategy.stats, trainer.strategy.samples = results

@@ -23,13 +23,19 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
 from lightning_asgd.adapter.elastic_run import AnyFleet
-from lightning_asgd.adapter.loop_counters import NEVER, BatchSchedules, set_global_step, steps_to_next_mark
+from lightning_asgd.adapter.loop_counters import (
+    NEVER,
+    BatchSchedules,
+    count_batches,
+    count_steps,
+    set_global_step,
+    show_expected,
+    steps_to_next_mark,
+)
 from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
     batches_begun,
-    count_batches,
     count_saved_batches,
-    count_steps,
     epochs_begun,
     expected_batches,
     keep_loading,
@@ -353,19 +359,22 @@ class LeasedLoop:
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
-    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None) -> None:
+    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
         """Add to a checkpoint the trained part of the present epoch, and the counts of batches.
 
-        ``held``: the units whose updates its weights hold, on worker 0 between two sync points.
+        ``held``: the units whose updates its weights hold, on the chief between two sync points. ``final``: the servers
+        answer no more.
         """
-        entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held)
+        entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held, final=final)
         self.to_ddp_counters(loops)
 
-    def _trained_of_epoch(self, held: Held | None) -> dict[str, Any]:
-        epoch, done = self.leases.plan.epoch, self.leases.done()
-        if held is not None:
-            done = held[1] if held[0] == epoch.key else done  # without what others have pushed since
-            done = tuple(merged(sorted([*done, *self.leases.own])))
+    def _trained_of_epoch(self, held: Held | None, *, final: bool) -> dict[str, Any]:
+        epoch = self.leases.plan.epoch
+        if held is None:
+            done = self.leases.done()
+        else:  # without what others have pushed since
+            others = held[1] if held[0] == epoch.key else () if final else self.leases.done()
+            done = tuple(merged(sorted([*others, *self.leases.own])))
         number = int(epoch.key.rpartition("/")[2])
         about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
         return {**about, "done": done}
@@ -397,7 +406,7 @@ class LeasedLoop:
     def _expect(self, batches: int) -> None:
         """Set how many batches this worker will probably train in this epoch."""
         expected_batches.set(self.trainer, batches)
-        private_names.show_expected(self.trainer.progress_bar_callback, batches)
+        show_expected(self.trainer.progress_bar_callback, batches)
 
     def _step_schedules(self) -> None:
         """Advance the schedules that step with batches to where all workers would be if equally fast."""

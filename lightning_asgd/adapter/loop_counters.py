@@ -6,12 +6,51 @@ import sys
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.private_names import count_steps, logged_step
+from lightning_asgd.adapter.private_names import (
+    automatic_steps,
+    batch_in_epoch,
+    batches_begun,
+    logged_step,
+    manual_steps,
+    rich_bar,
+    rich_task,
+    tqdm_bar,
+)
 
-__all__ = ["NEVER", "BatchSchedules", "set_global_step", "steps_to_next_mark"]
+__all__ = [
+    "NEVER",
+    "BatchSchedules",
+    "count_batches",
+    "count_steps",
+    "set_global_step",
+    "show_expected",
+    "steps_to_next_mark",
+]
 
 NEVER = sys.maxsize
 """A number of batches or steps that is not reached."""
+
+
+def count_steps(trainer: Any, step: int) -> None:
+    """Set the number of optimizer steps that Lightning and its loggers have counted."""
+    by = step - trainer.global_step
+    (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
+    logged_step.set(trainer, logged_step(trainer) + by)
+
+
+def count_batches(trainer: Any, batches: int) -> None:
+    """Set the number of batches of the present epoch that Lightning has counted."""
+    by = batches - batch_in_epoch(trainer)
+    batch_in_epoch.shift(trainer, by)
+    batches_begun.shift(trainer, by)
+
+
+def show_expected(bar: Any, batches: int) -> None:
+    """Set the number of batches that a progress bar expects."""
+    if tqdm_bar.of(bar) is not None:
+        tqdm_bar.of(bar).total = batches
+    elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
+        rich_bar.of(bar).update(rich_task.of(bar), total=batches)
 
 
 class BatchSchedules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -72,7 +73,7 @@ def _lacking(tree: Any, name: Name, trainer: Any) -> str:
             found = getattr(found, attribute)
         if arguments:
             try:
-                found = found([]) if arguments == "[])" else found()
+                found = found(*ast.literal_eval(f"[{arguments[:-1]}]"))
             except ImportError:  # the progress bar's library is not installed, so no Trainer has that bar
                 return ""
     given = [each for each in inspect.signature(found).parameters if each != "self"] if name.kind == SIGNATURE else []

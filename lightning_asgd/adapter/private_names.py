@@ -151,6 +151,10 @@ prefetching = Name("loops.fetchers:_PrefetchDataFetcher", MODULE, LEASES)
 sampler_wrapper = Name("fabric.utilities.distributed:DistributedSamplerWrapper", MODULE, LEASES)
 one_machine = Name("fabric.plugins.environments:LightningEnvironment", MODULE, STARTING)
 tensorboard = Name("loggers:TensorBoardLogger", MODULE, LOGGING, otherwise="TensorBoard gets no histograms")
+csv_logger = Name("loggers:CSVLogger", MODULE, LOGGING, otherwise="another chief may empty its files")
+csv_version = Name(
+    "fabric.loggers:CSVLogger('')._version", INSTANCE, LOGGING, otherwise="another chief may empty its files"
+)
 wandb_logger = Name("loggers:WandbLogger", MODULE, LOGGING, otherwise="Weights & Biases gets no histograms and tables")
 
 
@@ -190,14 +194,6 @@ _SHOWN = "the progress bar shows the number of batches that Lightning counts"
 tqdm_bar = Name("callbacks:TQDMProgressBar()._train_progress_bar", INSTANCE, BARS, otherwise=_SHOWN)
 rich_bar = Name("callbacks:RichProgressBar().progress", INSTANCE, BARS, otherwise=_SHOWN)
 rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, BARS, otherwise=_SHOWN)
-
-
-def show_expected(bar: Any, batches: int) -> None:
-    """Set the number of batches that a progress bar expects."""
-    if tqdm_bar.of(bar) is not None:
-        tqdm_bar.of(bar).total = batches
-    elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
-        rich_bar.of(bar).update(rich_task.of(bar), total=batches)
 
 
 # ---------------------------------------------------------------------- the Trainer
@@ -308,20 +304,6 @@ after_fetch = Name("fit_loop.epoch_loop._on_after_fetch()", SIGNATURE, STALLS)
 broadcast_sigterm = Name("fit_loop.epoch_loop._broadcast_sigterm_tensor()", SIGNATURE, SIGNALS, since="2.5.2")
 
 
-def count_steps(trainer: Any, step: int) -> None:
-    """Set the number of optimizer steps that Lightning and its loggers have counted."""
-    by = step - trainer.global_step
-    (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
-    logged_step.set(trainer, logged_step(trainer) + by)
-
-
-def count_batches(trainer: Any, batches: int) -> None:
-    """Set the number of batches of the present epoch that Lightning has counted."""
-    by = batches - batch_in_epoch(trainer)
-    batch_in_epoch.shift(trainer, by)
-    batches_begun.shift(trainer, by)
-
-
 def count_saved_batches(loops: dict[str, Any], batches: int, begun: int) -> None:
     """The same in a checkpoint, where ``loops`` is the fit loop's state, and ``begun`` counts batches of all epochs."""
     progress = loops["epoch_loop.batch_progress"]
@@ -338,6 +320,7 @@ _PASSED = (
     Name(f"{_PROCESSES}.__init__(strategy, start_method)", SIGNATURE, STARTING),
     Name(f"{_PROCESSES}._wrapping_function(process_idx, trainer)", SIGNATURE, STARTING),
     Name(f"{_PROCESSES}._recover_results_in_main_process(worker_output, trainer)", SIGNATURE, STARTING),
+    Name(f"{_PROCESSES}._collect_rank_zero_results(trainer, results)", SIGNATURE, STARTING),
     Name(f"{_PROCESSES}.get_extra_results(trainer)", SIGNATURE, STARTING),
     Name(f"{_PROCESSES}.update_main_process_results(trainer, extra)", SIGNATURE, STARTING),
     Name(f"{_STRATEGY}._configure_launcher()", SIGNATURE, STARTING),
@@ -396,21 +379,26 @@ class ProcessLauncherHooks:
         """How the workers are started."""
         return self._start_method
 
-    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: Any, *call: Any, **states: Any) -> None:
         run: Any = super()._wrapping_function  # type: ignore[misc]
-        self.run_worker(process_idx, trainer, lambda: run(process_idx, trainer, *args, **kwargs))  # type: ignore[attr-defined]
+        self._queue = next(each for each in call if hasattr(each, "put"))  # for the results
+        self.run_worker(process_idx, trainer, lambda: run(process_idx, trainer, *call, **states))  # type: ignore[attr-defined]
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        collect: Any = super()._collect_rank_zero_results  # type: ignore[misc]
+        return self.collect_results(lambda: collect(trainer, results), self._queue.put)  # type: ignore[attr-defined]
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         super()._recover_results_in_main_process(worker_output, trainer)  # type: ignore[misc]
         self.remove_weights(worker_output.weights_path)  # type: ignore[attr-defined]
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """Worker 0's results for the main process."""
+        """The chief's results for the main process."""
         mine = self.send_results(trainer)  # type: ignore[attr-defined]
         return {**super().get_extra_results(trainer), **mine}  # type: ignore[misc]
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        """Take worker 0's results, in the main process."""
+        """Take the chief's results, in the main process."""
         super().update_main_process_results(trainer, extra)  # type: ignore[misc]
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 

@@ -16,9 +16,10 @@ from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.fleet import FixedFleet, end_idle_membership, idle_membership
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
-from lightning_asgd.adapter.launchers import MultiProcessLauncher, ScriptLauncher, TrainingJob
+from lightning_asgd.adapter.launchers import ScriptLauncher, TrainingJob
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import RankInfo
+from lightning_asgd.adapter.process_launcher import MultiProcessLauncher
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.unattached import StrategyExtension
@@ -69,7 +70,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         min_workers: training is ended when fewer than these are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
             worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
-            why. Worker 0 logs and writes the checkpoints: no worker continues without it.
+            why. With ``"popen"`` none continues without worker 0.
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
@@ -183,8 +184,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker logs and writes checkpoints."""
-        return self.global_rank == 0
+        """Whether this worker is chief: it logs and writes checkpoints."""
+        return self.global_rank == 0 if self._membership is None else self._membership.is_chief
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.options.config, self.options.policy, self.board)
         if not self._job.attaches:
-            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size)
+            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size, trainer)
         elif self._is_fitting(trainer):
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
@@ -369,8 +370,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         self.collectives.barrier(name or "")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Worker ``src``'s object; this worker's own in the asynchronous phase."""
-        return self.collectives.broadcast(obj, src)
+        """Worker ``src``'s object, with 0 the chief's; this worker's own in the asynchronous phase."""
+        return self.collectives.broadcast(obj, src) if src else self.collectives.broadcast_of_chief(obj)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor over the living workers; this worker's own in the asynchronous phase."""
@@ -414,10 +415,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.fit_session.set_up_again()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the checkpoint on worker 0, with every worker's optimizer and scheduler state.
-
-        In the asynchronous phase the others are not asked: they resume with worker 0's.
-        """
+        """Write the checkpoint on the chief, with all workers' optimizers; between sync points with its own only."""
         if self._saves_nothing:
             log.warning(
                 "The main process has not trained, and does not write %s. Worker 0 writes it when it raises an "
@@ -426,11 +424,16 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
                 filepath,
             )
             return
-        if self.fit_session is not None and "optimizer_states" in checkpoint:
-            self.fit_session.complete(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if isinstance(self._membership, ElasticFleet) and self.is_global_zero:
-            self._membership.checkpoint_written(self.lightning_module.trainer)
+        chief = None
+        while chief != self.collectives.chief:  # else it died before it had written the checkpoint
+            chief = self.collectives.chief
+            if self.fit_session is not None and "optimizer_states" in checkpoint:
+                self.fit_session.complete(checkpoint)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self._membership is not None:
+                self._membership.publish_chief_state(self.lightning_module.trainer)
+            if self.options.policy.another_chief:
+                self.collectives.barrier("checkpoint")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""

@@ -17,7 +17,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["OWNER_ENV", "RANK_VARIABLES", "RENDEZVOUS_ENV", "address", "detect", "keep_address", "launching", "owning"]
+__all__ = [
+    "OWNER_ENV",
+    "RANK_VARIABLES",
+    "RENDEZVOUS_ENV",
+    "address",
+    "detect",
+    "keep_address",
+    "launching",
+    "main_process",
+    "note_main",
+    "owning",
+]
 
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
 """Variables that say which worker a process is."""
@@ -31,6 +42,7 @@ OWNER_ENV = "LIGHTNING_ASGD_OWNER"
 
 _VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 _address: str | None = None  # the address of the job's rendezvous
+_main: int | None = None  # the process that has started this worker and its servers
 
 
 def address() -> str | None:
@@ -42,6 +54,17 @@ def keep_address(value: str) -> None:
     """Note where this process hosts the rendezvous: its next Trainers use it too."""
     global _address
     _address = value
+
+
+def note_main() -> None:
+    """Note that this process's parent has started this worker and its servers."""
+    global _main
+    _main = os.getppid()
+
+
+def main_process() -> int | None:
+    """The process that has started this worker and its servers; None if that is not known."""
+    return _main
 
 
 @contextlib.contextmanager
@@ -75,6 +98,8 @@ def detect() -> bool:
     if launched is not None:
         told = json.loads(launched)
         _address = told["address"]
+        if os.environ.get("NODE_RANK", "0") == "0":  # elsewhere the parent has started no servers
+            note_main()
         _write_note({name: value for name, value in _present().items() if name not in told["given"]})
         return False
     if _note():

@@ -25,8 +25,8 @@ __all__ = ["reap", "start", "started"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or a scheduler sends to a whole job
 
 _POLL_S = 0.25
-_PATIENCE_S = 2.5  # for processes to end by themselves
-_GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_PATIENCE_S = 3.5  # for processes to end by themselves, and for one of them to write a last checkpoint
+_GRACE_S = 2.5  # between SIGTERM and SIGKILL
 _KILLED_S = 1.0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
 from lightning_asgd.protocol.request import Request
 
-__all__ = ["Contribution", "Pickled", "Place", "SyncReport"]
+__all__ = ["Contribution", "Pickled", "Place", "SyncReport", "next_chief"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,16 @@ class Contribution(Request):
     # What the worker was answered by a coordinator that was lost since: it does not wait any more, and the others are
     # to get the same. None if it waits.
     answer: dict[int, Any] | None = None
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every worker sends a value and gets those of all."""
+        return self.source is None and self.target is None
+
+
+def next_chief(chief: int, took_part: Collection[int]) -> int:
+    """The chief of a job after a collective that these workers took part in.
+
+    A chief is left out only if it is gone. All workers compute it from the same results, so all have the same.
+    """
+    return chief if chief in took_part else min(took_part, default=chief)

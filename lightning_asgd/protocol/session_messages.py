@@ -28,7 +28,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 20
+PROTOCOL = 21
 """Version of these messages. A server rejects a worker with another version."""
 
 
@@ -39,6 +39,7 @@ class Policy:
     silence_s: float = 0.0  # seconds without a heartbeat after which a worker counts as away; 0: never
     min_workers: int = 1  # with fewer of them the session is ended
     abort: bool = False  # whether the session ends as soon as a worker is away or gone
+    another_chief: bool = False  # whether another worker may become chief; if not, the chief's end ends the session
 
 
 @dataclass(frozen=True)

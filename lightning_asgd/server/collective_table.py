@@ -88,7 +88,8 @@ class CollectiveTable:
     def leave(self, worker: int, reason: str = "", details: str = "") -> list[Completion]:
         """Take a worker out; the others complete the collectives that waited for it alone.
 
-        A broadcast whose source left fails; so does everything once worker 0 left for a reason.
+        A broadcast whose source left fails; so does everything once the chief left for a reason, where no other worker
+        may become chief.
         """
         if not self.members.leave(worker, reason, details):
             return []
@@ -283,6 +284,8 @@ class CollectiveTable:
         operation = self._operations.pop(seq)
         self._note_stopped()
         self._completed = max(self._completed, seq)
+        if operation.first.reaches_all:
+            self.members.agree_on_chief(values)
         self._keep(operation.first, values, others - set(operation.contributions))
         target = operation.first.target
         return [

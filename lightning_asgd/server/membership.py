@@ -2,8 +2,9 @@
 
 A worker whose heartbeats do not arrive is *suspected*: the others continue without it. It is also *fenced*: its pushes
 are rejected until it rejoins. A worker that rejoins may have missed collectives; until it has their results it is
-*catching up*: it trains, but no worker waits for it. Worker 0, which logs and writes checkpoints, is the exception: at
-sync points it is waited for even while suspected, as long as it has not left.
+*catching up*: it trains, but no worker waits for it. The chief, which logs and writes checkpoints, is the exception: at
+sync points it is waited for even while suspected, as long as it has not left. A job's first chief is worker 0. When the
+chief has left, the workers agree on another one with the results of their next collective: all of them get the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.protocol import Join, Policy, WorkerMetrics
+from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
 
 __all__ = ["Membership"]
 
@@ -53,6 +54,7 @@ class Membership:
     admitted: int = 0  # the highest number that was given
     unheard: set[int] = field(default_factory=set)  # admitted, but perhaps not there any more
     descriptions: dict[int, str] = field(default_factory=dict)  # of workers that attached themselves
+    agreed_chief: int = 0  # the chief of a job, as the workers' latest collective has it
     aborted: str = ""  # why the session is over
     metrics: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
     _heard: dict[int, float] = field(default_factory=dict)  # when
@@ -82,7 +84,9 @@ class Membership:
                 left = {**left, **{worker: why for worker, why in before.left.items() if why}}
         left = {worker: why for worker, why in left.items() if worker < message.world_size}
         suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
-        return cls(message.session, message.world_size, message.policy, message.server, left, suspected)
+        members = cls(message.session, message.world_size, message.policy, message.server, left, suspected)
+        members.agreed_chief = before.agreed_chief if before is not None and message.after == before.session else 0
+        return members
 
     @property
     def elastic(self) -> bool:
@@ -113,7 +117,7 @@ class Membership:
     @property
     def awaited(self) -> set[int]:
         """Workers without which no collective is completed."""
-        return self.living | ({0} & self.expected - set(self.left))
+        return self.living | ({self.agreed_chief} & self.expected - set(self.left))
 
     @property
     def expected_back(self) -> set[int]:
@@ -123,7 +127,9 @@ class Membership:
     @property
     def chief(self) -> int:
         """The worker that logs and writes checkpoints; in an elastic run the one that has been there longest."""
-        return 0 if self.world_size else min(self.trusted - self.unheard or self.trusted or self.living, default=0)
+        if self.world_size and self.agreed_chief not in self.left:
+            return self.agreed_chief
+        return min(self.trusted - self.unheard or self.trusted or self.living, default=0)
 
     @property
     def composition(self) -> tuple[frozenset[int], ...]:
@@ -202,6 +208,11 @@ class Membership:
         del self.suspected[worker]
         self.catching_up.add(worker)
         return True
+
+    def agree_on_chief(self, values: Collection[int]) -> None:
+        """Note whom the workers that get these values of a collective take for the chief from now on."""
+        if self.policy.another_chief:
+            self.agreed_chief = next_chief(self.agreed_chief, values)
 
     def welcome(self, worker: int) -> None:
         """End a worker's absence: it is waited for again."""
@@ -310,8 +321,8 @@ class Membership:
         """End the session if it cannot or must not do without a worker."""
         left = len(self.living | self.catching_up)
         why = ""
-        if worker == 0 and 0 in self.left:
-            why = f"Worker 0, which logs and writes the checkpoints, {fate}."
+        if worker == self.agreed_chief and worker in self.left and not self.policy.another_chief:
+            why = f"Worker {worker}, which logs and writes the checkpoints, {fate}."
         elif self.policy.abort:
             why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
         elif 0 < left < self.policy.min_workers:  # with none left, it may be this process's network that is down

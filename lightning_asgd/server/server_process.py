@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from lightning_asgd.protocol import StatusRequest
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
 from lightning_asgd.transports import registry
@@ -33,7 +34,7 @@ __all__ = ["ServerArguments", "ServerSettings", "allow_many_connections", "run_s
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
-_FAREWELL_S = 2.0  # time to tell workers on other machines that the main process is gone
+_FAREWELL_S = 3.5  # at most, in which workers learn that the main process is gone, and fetch the weights
 
 _SHUT = (
     "No process can connect to this server any more: a connection to it ended before it was set up, after which "
@@ -116,7 +117,9 @@ def run_server(argv: list[str] | None = None) -> int:
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
                 f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
-            time.sleep(_FAREWELL_S)
+            deadline = time.monotonic() + _FAREWELL_S
+            while not stopped and service.handle(StatusRequest()).workers and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
     if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
         sys.stderr.write(_SHUT)
         sys.stderr.flush()

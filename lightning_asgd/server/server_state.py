@@ -93,6 +93,8 @@ class ServerState:
     def begin_session(self, members: Membership) -> None:
         """Make another session; the one before has ended."""
         self.recovery.begin_session(elastic=bool(self.registry.name))
+        if not self.registry.name:
+            self.registry.metadata.clear()  # of the session before
         self.session = SessionState(members)
 
     def join(self, session: SessionState, message: Join, now: float, *, begun: bool) -> list[Completion]:

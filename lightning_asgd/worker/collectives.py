@@ -1,7 +1,7 @@
 """Barrier, broadcast, reduce and gather among the living workers, through the coordinator.
 
 In the *asynchronous phase* workers take different numbers of steps, so calls could not pair up: there every collective
-is local to its worker, and worker 0's decisions are the ones that matter since it alone logs and writes. At *sync
+is local to its worker, and the chief's decisions are the ones that matter since it alone logs and writes. At *sync
 points* they are real.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError
-from lightning_asgd.protocol import Contribution
+from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, WorkerLostError
+from lightning_asgd.protocol import Contribution, next_chief
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection
 from lightning_asgd.worker.session_client import SessionClient, pickled, unpickled
 
@@ -43,6 +43,9 @@ class Collectives:
         self.timeout_s = timeout_s
         self.phase = Phase.OFFLINE if client is None else Phase.SYNC
         self.waited_s = 0.0  # of calls
+        self.chief = 0
+        """The worker that logs and writes checkpoints, the same one on all workers after each of their collectives."""
+        self.on_chief: Callable[[], None] = lambda: None
         self._seq = 0
         # Answered calls by number, with the answers: the latest, and those that other workers may still need.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
@@ -56,6 +59,11 @@ class Collectives:
     def rank(self) -> int:
         """This worker's."""
         return self.client.connection.worker if self.client is not None else 0
+
+    @property
+    def _succeeds(self) -> bool:
+        """Whether another worker becomes chief when the chief is gone."""
+        return self.client is not None and self.client.policy.another_chief
 
     @property
     def others_stopped(self) -> bool:
@@ -84,6 +92,19 @@ class Collectives:
             return value
         answer: T = self.contribute("broadcast", name, value if self.rank == source else None, source=source)[source]
         return answer
+
+    def broadcast_of_chief(self, value: T, name: str = "") -> T:
+        """The chief's value, or that of the next chief if the chief is gone. All workers must give one."""
+        while True:
+            chief = self.chief
+            try:
+                return self.broadcast(value, chief, name)
+            except WorkerLostError:
+                if not self._succeeds:
+                    raise
+                self.barrier("another chief")  # raises too if the session has ended
+                if self.chief == chief:
+                    raise
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
         """Combine all workers' tensors, see :func:`combine`; ``tensor`` itself where the collective is local."""
@@ -127,6 +148,10 @@ class Collectives:
         try:
             answer = self._answer(client.connection, message)
             self._remember(client, message, answer)
+            chief = next_chief(self.chief, answer) if message.reaches_all and self._succeeds else self.chief
+            if chief != self.chief:
+                self.chief = chief
+                self.on_chief()
             return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
         finally:
             self.waited_s += time.perf_counter() - begun

@@ -416,6 +416,11 @@ class Exchanger:
         for channel, kept in zip(self.channels, state, strict=True):
             channel.shards.state(kept)
 
+    def forget_exchanges(self) -> None:
+        """Drop the exchanges in flight: their session has ended."""
+        for channel in self.channels:
+            channel.log.in_flight = channel.leaving = None
+
     def close(self) -> None:
         """See :class:`Synchronizer`."""
         for channel in self.channels:

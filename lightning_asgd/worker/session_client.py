@@ -50,7 +50,7 @@ class SessionClient:
 
     def __init__(self, connection: Connection, *, policy: Policy | None = None, after: str = "") -> None:
         self.connection = connection
-        self._policy = policy or Policy()
+        self.policy = policy or Policy()
         self._after = after
         self.members = [Members() for _ in connection.servers]  # per server, what it has said about the workers
         self.heard = HeartbeatReply()  # the coordinator's latest answer to a heartbeat
@@ -68,13 +68,13 @@ class SessionClient:
 
     def join_message(self, server: int) -> Join:
         """What this worker joins a server with."""
-        about = (*self.connection.sender, self.connection.world_size, self._policy)
+        about = (*self.connection.sender, self.connection.world_size, self.policy)
         return Join(*about, after=self._after, server=server)
 
     def attach(self, about: str) -> Attached:
         """Enter an elastic run, described to people as ``about``; waits while another worker brings its weights."""
         connection = self.connection
-        message = Attach(connection.session, about, self._policy)
+        message = Attach(connection.session, about, self.policy)
         future = connection.post(COORDINATOR, message, connection.patience_s + GRACE_S)
         attached: Attached = connection.result(COORDINATOR, future, connection.patience_s)
         connection.worker, self.metadata = attached.worker, dict(attached.notes)

@@ -1,10 +1,10 @@
-"""How a worker enters a session: one layout for all, worker 0's weights on the servers and on every worker."""
+"""How a worker enters a session: one layout for all, the chief's weights on the servers and on every worker."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Start:
     """What a worker knows of its session when it enters."""
 
     versions: list[int] | None = None  # per server, the first versions; those of the first worker are used
-    fill: bool | None = None  # whether to send this worker's weights to the servers; None: if it is worker 0
+    fill: bool | None = None  # whether to send this worker's weights to the servers; None: if it is the chief
     layout: Any = None  # description of the layout on the servers; None if they have none
 
 
@@ -82,9 +82,13 @@ def set_up(
             late=late and not _tied(module),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
-    filled = [_fill(client, module, config, start, part, number) for number, part in enumerate(parts)]
+    chief = None
+    while chief != collectives.chief:  # else it died before it had brought the weights
+        chief = collectives.chief
+        about = start if start.fill is not None else replace(start, fill=collectives.rank == chief)
+        filled = [_fill(client, module, config, about, part, number) for number, part in enumerate(parts)]
+        collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
-    collectives.barrier("servers have the weights")
     run(exchanger.fetch())
     exchanger.stats = ExchangeStats()
     return exchanger
@@ -115,14 +119,13 @@ def _fill(
     blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
     replica = replica_for(algorithm, part, places_of(module, part), blocks, remembers=remembers)
-    first = connection.worker == 0 if start.fill is None else start.fill
     shards = ShardClient(client, number)
     seen = shards.initialise(
         part,
         algorithm,
         [block.ref if block is not None else None for block in blocks],
-        weights=replica.weights() if first else None,
-        versions=start.versions if first else None,
+        weights=replica.weights() if start.fill else None,
+        versions=start.versions if start.fill else None,
         compression=config.compression,
     )
     for server, sees in enumerate(seen):
@@ -154,8 +157,8 @@ def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
 def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
     """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
 
-    These are worker 0's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must give
-    the same names.
+    These are the chief's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must
+    give the same names.
     """
     if not collectives.real or not tensors:
         return
@@ -173,8 +176,8 @@ def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, m
                 op = "mean" if tensor.is_floating_point() or tensor.is_complex() else "max"
                 tensor.copy_(collectives.reduce(tensor, op, f"state {name}"))
             return
-        mine = {n: t.detach().cpu() for n, t in tensors.items()} if collectives.rank == 0 else {}
-        for name, value in collectives.broadcast(mine, name="state").items():
+        mine = {n: t.detach().cpu() for n, t in tensors.items()}
+        for name, value in collectives.broadcast_of_chief(mine, "state").items():
             if name in tensors:
                 tensors[name].copy_(value)
 
@@ -185,11 +188,11 @@ def _tied(module: Module) -> bool:
 
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:
-    """Raise on every worker if the module of any differs from worker 0's."""
+    """Raise on every worker if the module of any differs from the chief's."""
     problem = ""
     try:
-        theirs = collectives.broadcast(layout.describe(), name="layout")
-        layout.check_same(theirs, f"worker {worker}", "worker 0")
+        theirs = collectives.broadcast_of_chief(layout.describe(), "layout")
+        layout.check_same(theirs, f"worker {worker}", f"worker {collectives.chief}")
     except LayoutMismatchError as error:
         problem = str(error)
     for text in collectives.gather("all_gather", "layout", problem).values():

@@ -8,8 +8,9 @@ import torch
 from torch.distributed import ReduceOp
 
 from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
-from lightning_asgd.protocol import Contribution
+from lightning_asgd.protocol import Contribution, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import Cluster, run_workers
 
@@ -250,3 +251,40 @@ def test_an_answer_tells_that_somebody_waits_who_trains_no_more() -> None:
         assert not collectives.others_stopped
         run(zero.fetch())
         assert not collectives.others_stopped
+
+
+def test_the_value_of_the_chief_is_that_of_the_next_one_when_it_is_gone() -> None:
+    cluster = Cluster(1, 3)
+    policy = Policy(another_chief=True)
+    clients = [SessionClient(cluster.client(rank).connection, policy=policy) for rank in range(3)]
+    for client in clients:
+        client.join()
+    before = [Collectives(client, timeout_s=20.0) for client in clients]
+    followed: list[int] = []
+    for rank, each in enumerate(before):
+        each.on_chief = lambda rank=rank: followed.append(rank)  # type: ignore[misc]
+    assert run_workers(3, lambda rank: before[rank].broadcast_of_chief(f"of {rank}")) == ["of 0"] * 3
+    clients[0].leave("it was killed")
+
+    def others(place: int) -> tuple[str, int]:
+        c = before[place + 1]
+        said = c.broadcast_of_chief(f"of {place + 1}")
+        gathered = c.gather("gather", "states", place, target=c.chief)
+        assert gathered == ({1: 0, 2: 1} if c.rank == c.chief else {})
+        return said, c.chief
+
+    assert run_workers(2, others) == [("of 1", 1)] * 2
+    assert sorted(followed) == [1, 2]
+    clients[1].leave("it was killed")
+    assert before[2].broadcast_of_chief("of 2") == "of 2"
+    assert before[2].chief == 2
+
+
+def test_a_broadcast_of_a_worker_that_is_gone_still_fails() -> None:
+    cluster = Cluster(1, 2)
+    clients = [SessionClient(cluster.client(rank).connection, policy=Policy(another_chief=True)) for rank in range(2)]
+    for client in clients:
+        client.join()
+    clients[0].leave("it was killed")
+    with pytest.raises(WorkerLostError, match="worker 0, whose value is needed, is gone"):
+        Collectives(clients[1], timeout_s=20.0).broadcast("mine", source=0)

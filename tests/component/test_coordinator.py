@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.protocol import Contribution, Policy
+from lightning_asgd.protocol import Contribution, Join, Policy
 from lightning_asgd.server.collective_table import CollectiveTable
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -762,3 +762,61 @@ def test_whatever_sleeps_all_living_get_the_same_answers_and_nobody_waits_for_ev
         assert all(0 in value for value in answered[worker].values())
     assert not c._missed
     assert not c._operations
+
+
+# ---------------------------------------------------------------------- another chief
+
+
+def succession(workers: int, silence_s: float = 0.0) -> CollectiveTable:
+    result = CollectiveTable(Membership("7.1", workers, Policy(silence_s, another_chief=True)))
+    for rank in range(workers):
+        result.join(rank)
+    return result
+
+
+def test_another_worker_becomes_chief_and_the_collective_is_completed_without_worker_0() -> None:
+    c = succession(3)
+    c.contribute(say(1), 0.0)
+    c.contribute(say(2), 0.0)
+    assert c.members.chief == 0
+    due = values(c.leave(0, "its process ended with exit code -9"))
+    assert set(due) == {1, 2}
+    assert set(due[1]) == {1, 2}
+    assert not c.members.aborted
+    assert c.members.chief == 1
+    assert c.members.events[-1].endswith("the others continue without it.")
+
+
+def test_the_chief_stays_when_a_lower_rank_comes_back() -> None:
+    c = succession(3, silence_s=10.0)
+    for second in range(12):
+        for rank in (0, 2):
+            c.members.note_heartbeat(rank, float(second))
+        c.expire(float(second))
+    assert set(c.members.suspected) == {1}
+    c.leave(0, "killed")
+    assert c.members.chief == 2  # until the workers agree
+    assert set(values(c.contribute(say(2), 11.0))) == {2}
+    c.join(1, 12.0)
+    assert values(c.contribute(say(1), 12.0))[1] == {2: "value 2"}  # from which it learns who is chief
+    c.contribute(say(1, 2), 12.0)
+    assert set(values(c.contribute(say(2, 2), 12.0))) == {1, 2}
+    assert c.members.chief == 2
+
+
+def test_the_next_session_has_the_chief_of_the_one_before() -> None:
+    c = succession(3)
+    c.members.agreed_chief = 2
+    join = Join("7.1.1", 1, 3, Policy(another_chief=True), after="7.1")
+    assert Membership.following(c.members, join, {}).chief == 2
+    assert Membership.following(c.members, replace(join, session="7.2", after=""), {}).chief == 0
+
+
+@pytest.mark.parametrize("policy", [Policy(abort=True, another_chief=True), Policy(min_workers=3, another_chief=True)])
+def test_worker_zeros_death_ends_a_session_that_any_death_ends(policy: Policy) -> None:
+    c = CollectiveTable(Membership("7.1", 3, policy))
+    for rank in range(3):
+        c.join(rank)
+    c.contribute(say(1), 0.0)
+    assert set(errors(c.leave(0, "killed"))) == {1}
+    assert "Worker 0 is gone (killed)" in c.members.aborted

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,14 @@ def _one_set_of_servers() -> Iterator[None]:
     yield
     registry.release()
     supervisor.close_current()
+
+
+@pytest.fixture(scope="session")
+def mains() -> Any:
+    """Makes main processes. A fork server imports Lightning once and does nothing else that a fork would inherit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.lightning.models"])
+    return context.Process
 
 
 @pytest.fixture(autouse=True)

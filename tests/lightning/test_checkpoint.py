@@ -245,7 +245,8 @@ def test_a_checkpoint_on_an_exception_is_worker_0_s(
 ) -> None:
     """The main process, in which Lightning reports the exception, has trained nothing."""
     saver = OnExceptionCheckpoint(tmp_path, "failed")
-    strategy = ASGDStrategy(nsync=2, start_method=start_method, data="split")  # so that worker 0 has six batches
+    # A split, so that worker 0 has six batches. Without "abort" the other worker becomes chief: see test_chief.py.
+    strategy = ASGDStrategy(nsync=2, start_method=start_method, data="split", on_worker_failure="abort")
     run = trainer(tmp_path, strategy, callbacks=[saver], enable_checkpointing=True)
     module = Fails(killed)
     untrained = digest(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -63,14 +62,6 @@ def main_process(folder: Path, module: Regression, **settings: Any) -> None:
     strategy = ASGDStrategy(nsync=2, num_servers=2, start_method="fork", **settings)
     callbacks = [Signpost(folder), Recorder(folder)]
     trainer(folder, strategy, max_epochs=1_000_000, callbacks=callbacks).fit(module, loader())
-
-
-@pytest.fixture(scope="module")
-def mains() -> Any:
-    """Makes main processes. A fork server imports Lightning once and does nothing else that a fork would inherit."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context.Process
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -351,15 +342,26 @@ def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # the same with forked workers is among the usual tests
 @pytest.mark.timeout(240)
-def test_a_script_killed_outright_leaves_no_process(tmp_path: Path) -> None:
-    job = start(tmp_path, "{'max_epochs': 1_000_000}")
+def test_a_script_killed_outright_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
+    job = start(tmp_path, "{'max_epochs': 1_000_000, 'devices': 3}")
     try:
-        wait_until(lambda: training(tmp_path), 120, "training")
+        wait_until(lambda: training(tmp_path) and (tmp_path / "training2").exists(), 120, "training")
         family = psutil.Process(job.pid).children(recursive=True)
     finally:
         job.kill()
         job.wait()
     wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+    (path,) = tmp_path.glob("*.ckpt")
+    output = (tmp_path / "output").read_text()
+    assert f"The main process is gone. Worker {'1' if 'Worker 1 has' in output else '2'} has written" in output
+    assert str(path) in output
+    assert "It holds the servers' weights, with this worker's steps since its last push." in output
+    saved = torch.load(path, weights_only=False)
+    assert saved["lightning_asgd"]["versions"][0] > 0
+    assert "data" in saved["lightning_asgd"]
+    resumed = trainer(tmp_path, "auto", devices=1, max_steps=saved["global_step"] + 3, max_epochs=-1)
+    resumed.fit(Regression(), loader(), ckpt_path=str(path))
+    assert resumed.global_step == saved["global_step"] + 3
 
 
 @pytest.mark.slow  # the same with forked workers is among the usual tests

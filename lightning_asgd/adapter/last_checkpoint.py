@@ -1,0 +1,66 @@
+"""The checkpoint that a worker writes when the main process is gone, whose servers end soon."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.synchronizer import Synchronizer
+
+__all__ = ["LastState", "last_state", "write_last_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LastState:
+    """What the checkpoint holds instead of what a worker would ask the servers for.
+
+    Attributes:
+        what: the weights, as text.
+        held: the epoch, and ranges of its units whose updates they hold.
+        weights: by name, tensors to save instead of the module's own.
+        servers: what the servers keep beside the weights; empty if they are gone.
+    """
+
+    what: str
+    held: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    servers: list[Any] = field(default_factory=list)
+
+
+def last_state(synchronizer: Synchronizer) -> LastState:
+    """The servers' weights with this worker's latest steps, or this worker's weights if the servers are gone."""
+    if isinstance(synchronizer, Exchanger):
+        synchronizer.forget_exchanges()  # the servers have refused them
+    try:
+        weights = synchronizer.catch_up() if synchronizer.moved else {}
+        what = "the servers' weights, with this worker's steps since its last push"
+        return LastState(what, synchronizer.caught_up, weights, synchronizer.state())
+    except RuntimeError:  # they are gone
+        what = "the weights that this worker fetched last, with its own steps since, and nothing that servers keep"
+        return LastState(what, synchronizer.caught_up)
+
+
+def write_last_checkpoint(trainer: Any, worker: int) -> None:
+    """Write a whole checkpoint, which ``Trainer.fit(ckpt_path=...)`` loads, and print its path."""
+    callback = trainer.checkpoint_callback
+    folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+    name = f"main-process-lost-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+    path = os.path.join(str(folder), name)
+    session = trainer.strategy.fit_session
+    session.last = last_state(session.synchronizer)
+    trainer.save_checkpoint(path)
+    log.error(
+        "The main process is gone. Worker %d has written the checkpoint %s. It holds %s. Resume from it with "
+        "trainer.fit(..., ckpt_path=%r).",
+        worker,
+        path,
+        session.last.what,
+        path,
+    )

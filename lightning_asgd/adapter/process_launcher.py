@@ -1,0 +1,261 @@
+"""Starting workers with Lightning's multi-processing launcher: the main process only waits for them.
+
+Any worker may fail while the others continue, worker 0 too. The main process takes the results of the chief.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.checkpointing import save_on_exception
+from lightning_asgd.adapter.class_trees import Extension, apply_to_collection
+from lightning_asgd.adapter.fleet import idle_membership
+from lightning_asgd.adapter.launchers import STOP_S, TrainingJob, has_connected
+from lightning_asgd.errors import WorkerLostError
+from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.protocol import Policy
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.transports import registry
+
+__all__ = ["MultiProcessLauncher"]
+
+log = logging.getLogger(__name__)
+
+
+class _Worker:
+    """The process of a worker.
+
+    Args:
+        rank: the worker's.
+        process: to which all other attributes are delegated.
+        code: the exit code that Lightning learns for this one's, which ends all workers if it is a failure.
+    """
+
+    def __init__(self, rank: int, process: Any, code: Callable[[_Worker], int | None]) -> None:
+        self.rank = rank
+        self.process = process
+        self.reported = False
+        self._code = code
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.process, name)
+
+    def terminate(self) -> None:
+        """End it soon: a stopped process would handle SIGTERM only once it continues."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED:
+                self.process.kill()
+        self.process.terminate()
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._code(self)
+
+
+class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # type: ignore[misc]
+    """Starts the servers, then forks or spawns every worker; this process only waits for them.
+
+    Extends Lightning's multi-processing launcher.
+
+    Args:
+        job: shared with the strategy.
+        strategy: the strategy, whose copies the workers use.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+        policy: whether the failure of any worker ends the others, and how long one may be silent.
+    """
+
+    def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self.job = job
+        self.policy = policy
+        self._folder = ""  # for the chief's results, during a launch
+        self._last: threading.Timer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the processes: libraries save a strategy together with a model."""
+        return {**self.__dict__, "processes": [], "_last": None, "_queue": None}
+
+    @property
+    def _sent(self) -> Path:
+        """A file that exists once the chief has sent its results."""
+        return Path(self._folder, "sent")
+
+    @property
+    def _sends_results(self) -> bool:
+        """Whether this process is the worker that sends its results to the main process."""
+        membership = idle_membership()
+        return self.strategy.local_rank == 0 if membership is None else membership.is_chief
+
+    def watch(self, processes: list[Any]) -> None:
+        """Register the workers' processes with the reaper, and keep one's end from ending the others."""
+        if processes:
+            watch = supervisor.ensure_watch()
+            for process in processes:
+                watch.register(process.pid)
+            # In place: the list is that of torch's context, which ends all workers when one of them has failed.
+            processes[:] = [_Worker(rank, process, self._code_of) for rank, process in enumerate(processes)]
+
+    def _code_of(self, worker: _Worker) -> int | None:
+        """A worker's exit code; 0 if it has failed and the others continue.
+
+        The last worker's failure counts if none has sent results. Raises a :class:`WorkerLostError` if the others have
+        ended without an error and without results.
+        """
+        code: int | None = worker.process.exitcode
+        if code is None or (code and self.policy.abort):
+            return code
+        sent = self._sent.exists()
+        if sent and not code:
+            self._start_grace_period()
+        if code and not worker.reported:
+            self._report(worker, code)
+        codes = [each.process.exitcode for each in self.processes]
+        if sent or None in codes:
+            return 0
+        if code:
+            return code
+        failed = {rank: each for rank, each in enumerate(codes) if each}
+        ended = ", ".join(f"worker {rank} with exit code {each}" for rank, each in failed.items()) or "none failed"
+        raise WorkerLostError(
+            f"All workers have ended, and none has sent its results ({ended}). Expected those of the worker that logs "
+            "and writes the checkpoints. Load its last checkpoint."
+        )
+
+    def _report(self, worker: _Worker, code: int) -> None:
+        worker.reported = True
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.report_exit(self.job.session, worker.rank, f"its process ended with exit code {code}")
+        if code < 0:  # else it has said why
+            log.warning("Worker %d ended with exit code %d; the others continue without it.", worker.rank, code)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the servers and the workers, wait for the workers, return the chief's result."""
+        self.strategy.check_trainer(trainer)
+        registry.release()  # an agent cannot be shared with forked children
+        self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
+        self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
+        try:
+            results = super().launch(function, *args, trainer=trainer, **kwargs)
+            self._report_losses()
+            return results
+        except BaseException:
+            # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
+            self.kill(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_S
+            for process in self.processes:
+                process.join(max(deadline - time.monotonic(), 0))
+            self.kill(signal.SIGKILL)
+            self.strategy.has_failed_elsewhere()
+            raise
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._last is not None:
+                self._last.cancel()
+                self._last.join()
+                self._last = None
+            overseer = supervisor.current()
+            if overseer is not None:
+                overseer.rest()
+
+    def _report_losses(self) -> None:
+        """Name the workers whose processes have failed, unless the chief knew of them when it summed up its fit."""
+        lost = self.strategy.stats.lost_workers
+        late = {w.rank: w.process.exitcode for w in self.processes if w.process.exitcode and w.rank not in lost}
+        if late:
+            each = "".join(f"\n  worker {rank}: its process ended with exit code {c}" for rank, c in late.items())
+            log.warning("%d of %d workers were lost:%s", len(late), len(self.processes), each)
+
+    def _start_grace_period(self) -> None:
+        """The chief has finished: kill workers that hang, after a grace period."""
+        if self._last is None:
+            self._last = threading.Timer(self.policy.silence_s + STOP_S, self.kill, (signal.SIGKILL,))
+            self._last.daemon = True
+            self._last.start()
+
+    def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
+        """Run Lightning's part of a worker's process."""
+        if self.start_method == "fork" and has_connected():
+            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and code that
+            # waits for them hangs.
+            torch.set_num_threads(1)
+            os.environ["OMP_NUM_THREADS"] = "1"
+        rank_variables.note_main()
+        with rank_variables.owning():
+            os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
+        try:
+            run()
+            if self._sends_results:
+                self._sent.touch()
+        except BaseException as error:
+            # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
+            # here.
+            self._save(trainer, error)
+            self.strategy.on_exception(error)
+            if not self.policy.abort and isinstance(error, Exception):
+                log.warning("Worker %d failed; the others continue without it.", local_rank, exc_info=True)
+            raise
+        finally:
+            self.strategy.leave_job()  # such a process ends without calling its atexit handlers
+
+    def _save(self, trainer: Any, error: BaseException) -> None:
+        """Let checkpoint callbacks save what the chief has trained."""
+        if trainer is None or not self.strategy.is_global_zero:
+            return
+        try:
+            self.strategy.go_offline()
+            save_on_exception(trainer, error)
+        except Exception:  # the program's own error is the one to report
+            log.warning("This worker could not write a checkpoint after an exception.", exc_info=True)
+
+    def collect_results(self, collect: Callable[[], Any], send: Callable[[Any], None]) -> Any:
+        """Collect this worker's results for the main process, if it is chief. Lightning sends those of worker 0."""
+        mine = os.environ["LOCAL_RANK"]
+        if mine == "0" or not self._sends_results:
+            return collect()
+        os.environ["LOCAL_RANK"] = "0"  # else nothing is collected
+        try:
+            results = collect()
+        finally:
+            os.environ["LOCAL_RANK"] = mine
+        send(apply_to_collection(results, Tensor, lambda t: t.cpu()))
+        return results
+
+    def remove_weights(self, path: str | None) -> None:
+        """Remove the folder of the file with the chief's weights, which Lightning leaves when it removes the file."""
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(path))
+
+    def send_results(self, trainer: Any) -> dict[str, Any]:
+        """Send the chief's statistics and samples along with Lightning's results.
+
+        In a file, as Lightning sends the weights: its queue is a pipe that the main process reads when all workers have
+        ended, and a worker that puts more there than the pipe takes (64 KiB) never ends.
+        """
+        strategy = trainer.strategy
+        path = Path(self._folder, "results")
+        path.write_bytes(pickle.dumps((strategy.stats, strategy.samples)))
+        return {"lightning_asgd": str(path)}
+
+    def take_results(self, trainer: Any, sent: dict[str, Any]) -> None:
+        """Keep the chief's statistics and samples."""
+        path = Path(sent["lightning_asgd"])
+        results: tuple[ExchangeStats, list[dict[str, Tensor]]] = pickle.loads(path.read_bytes())  # our own child's
+        trainer.strategy.stats, trainer.strategy.samples = results
