@@ -54,6 +54,8 @@ class FixedSplit:
 
     installed = False
     """Whether the training dataloader yields what is leased."""
+    place: dict[str, Any] | None = None
+    """Where a worker could begin that takes a lost one's place: nowhere."""
 
     def __init__(self, trainer: Any, membership: Fleet) -> None:
         self._trainer = trainer

@@ -16,18 +16,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from lightning_asgd.adapter import world
+from lightning_asgd.adapter.checkpointing import Resumption, progress_in
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ServerLostError
+from lightning_asgd.errors import LaunchError, ServerLostError
+from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import supervisor
-from lightning_asgd.protocol import LeaseHoldings, Policy
+from lightning_asgd.protocol import Joined, LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import COORDINATOR, Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
+from lightning_asgd.worker.late_entry import Entry, await_entry, publish_entry, take_rank
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
@@ -56,6 +61,8 @@ class Fleet:
 
     comes_and_goes = False
     """Whether workers do. Then each of them comes to sync points by itself."""
+    entry: Entry | None = None
+    """Where the others were when this worker joined, if they train already."""
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
@@ -99,6 +106,19 @@ class Fleet:
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
+    def begin_interval(
+        self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]
+    ) -> None:
+        """The first batch since a sync point, or of this worker: from now on all train by themselves.
+
+        ``place`` is where an epoch is between two sync intervals; empty at the beginning of an epoch, None where
+        nothing is leased. ``progress`` gives the rest.
+        """
+        self.collectives.phase = Phase.ASYNC
+
+    def end_entries(self) -> None:
+        """Training has ended: no worker can enter any more."""
+
     def check_session(self) -> None:
         """Raise at once if the session was ended, instead of training until the next exchange."""
         if self._heartbeat is not None and self._heartbeat.error is not None:
@@ -112,7 +132,9 @@ class Fleet:
         """
         stays = not self._failed and not self.alone and not self.comes_and_goes
         try:
-            if not self._failed:
+            if self.collectives.phase is Phase.ENTERING:  # the others know nothing of this worker
+                stays = False
+            elif not self._failed:
                 self.collectives.phase = Phase.SYNC
                 self.collectives.barrier("teardown")
         except BaseException:
@@ -171,12 +193,25 @@ def _here(pid: int) -> str:
 
 
 class FixedFleet(Fleet):
-    """One worker's membership in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
+    """One worker's membership in a session of a job, in which it ``fits`` or not.
+
+    Raises a :class:`LaunchError` if the servers are not there.
+    """
 
     def __init__(
-        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, rank: int, world_size: int
+        self,
+        job: TrainingJob,
+        config: ExchangeConfig,
+        policy: Policy,
+        board: MetricsBoard,
+        place: tuple[int, int],  # rank and world size
+        *,
+        fits: bool,
     ) -> None:
+        rank, world_size = place
         super().__init__(job, config, policy, board, alone=world_size == 1)
+        self._fits = fits
+        self._start = Entry("")  # what does not change during the fit, and the progress when the latest epoch began
         # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
@@ -194,8 +229,8 @@ class FixedFleet(Fleet):
         return self.rank, self.client.connection.world_size
 
     def join(self) -> None:
-        """Join, and wait until all have joined."""
-        self._join()
+        """Join, and wait until all have joined; in a lost worker's place, wait until the others train."""
+        joined = self._join()
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(self._report_exit)
@@ -205,6 +240,9 @@ class FixedFleet(Fleet):
             self._heartbeat = HeartbeatThread(
                 self.client, silence_s, self._tell if tells else None, self.board, at_least_every_s=every_s
             )
+        if joined.late:
+            self.entry = self._await_entry(joined.collectives)
+            self.collectives.phase = Phase.ENTERING
         self.collectives.barrier("join")
 
     def _tell(self, event: str) -> None:
@@ -215,6 +253,7 @@ class FixedFleet(Fleet):
     def begin_generation(self) -> None:
         """Move to the session's next generation, with another layout, together with all others."""
         self._layouts += 1
+        self.entry = None
         waited_s = self.collectives.waited_s
         rank, world_size, before = *self.rank_and_size, self.client.connection.session
         self._connect(rank, world_size, self._watching, self._layouts, after=before)
@@ -222,16 +261,22 @@ class FixedFleet(Fleet):
         self.collectives.waited_s = waited_s
         self.join()
 
-    def _join(self) -> None:
+    def _join(self) -> Joined:
         client = self.client
         try:
-            client.join()
+            return self._take_rank()
         except ServerLostError as error:  # the server ended between the sessions, while no worker used it
             if error.server is None:
                 raise
             client.connection.transport.prepare(error.server, self._job.successor(error.server))
             client.connection.transport.replace(error.server)
-            client.join()
+            return self._take_rank()
+
+    def _take_rank(self) -> Joined:
+        if self._watched and not self._layouts:  # else nobody can tell that the process before this one is gone
+            return take_rank(self.client)
+        self.client.join()
+        return Joined(0)
 
     def _report_exit(self, rank: int, pid: int, code: int) -> None:
         """Called by the supervisor's thread when a worker's process has ended."""
@@ -256,13 +301,19 @@ class FixedFleet(Fleet):
 
     def reference_batch(self, mine: int) -> int:
         """The reference batch size: the first worker's; ``mine`` is 0 if this worker's is not known."""
-        sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
-        return sizes.get(0, mine)
+        return self._of_first("batch size", mine)
 
     def of_first_worker(self, mine: int) -> int:
         """The first worker's value. All workers call it together."""
-        numbers: dict[int, int] = self.collectives.gather("all_gather", "batches per step", mine)
-        return numbers.get(0, mine)
+        return self._of_first("batches per step", mine)
+
+    def _of_first(self, what: str, mine: int) -> int:
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            return self.entry.firsts.get(what, mine)
+        values: dict[int, int] = self.collectives.gather("all_gather", what, mine)
+        first = values.get(0, mine)
+        self._start = replace(self._start, firsts={**self._start.firsts, what: first})
+        return first
 
     def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
         """All workers' optimizer and scheduler states, for the checkpoint that worker 0 writes."""
@@ -270,7 +321,59 @@ class FixedFleet(Fleet):
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
         """Whether training ends with this epoch. All workers call it at the end of the epoch."""
+        if self._publishes:
+            self._start = replace(self._start, progress=progress())
         return self.collectives.decide(should_stop, all=False)
+
+    # ------------------------------------------------------------------ a worker that takes a lost one's place
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether it is for this worker to say where all are."""
+        return self.rank == 0 and not self.alone and not self._layouts and self._watched
+
+    def _await_entry(self, collectives: int) -> Entry:
+        if not self._fits:
+            raise LaunchError(
+                f"Worker {self.rank} cannot take the place of one that was lost: the others do not fit now. Expected "
+                "it in fit only. Start the whole job again."
+            )
+        return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
+
+    def share_first_values(
+        self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
+    ) -> None:
+        """Note where this fit begins, for a worker that takes a lost one's place."""
+        if self._publishes:
+            progress = progress_in(trainer)
+            if progress is not None:
+                progress["data"] = resume.data
+            session = self.client.connection.session
+            self._start = Entry(session, layout=layout.describe(), progress=progress)
+
+    def begin_interval(
+        self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]
+    ) -> None:
+        """See :class:`Fleet`. Take part from now on if others trained already; as worker 0, publish where all are."""
+        if self.collectives.phase is Phase.ENTERING and self.entry is not None:
+            self.client.join(since=self.entry.collective)
+            self.collectives.enter(self.entry.collective)
+        elif self._publishes and isinstance(synchronizer, Exchanger) and place is not None:
+            entry = replace(self._start, collective=self.collectives.called, constants=synchronizer.constants)
+            if place:
+                entry = replace(entry, progress={**progress(), "between_epochs": False, "data": place})
+            publish_entry(self.client, entry)
+        elif self._publishes:
+            self._refuse("every worker trains a fixed part of the data, or what workers share cannot be undone")
+        super().begin_interval(synchronizer, place, progress)
+
+    def end_entries(self) -> None:
+        """See :class:`Fleet`."""
+        if self._publishes:
+            self._refuse("training has ended")
+
+    def _refuse(self, why: str) -> None:
+        publish_entry(self.client, Entry(self.client.connection.session, refused=why))
 
 
 _idle: Fleet | None = None  # of this process's latest session, if it is over and no other has begun

@@ -98,7 +98,8 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
                 "encrypt what it sends. Expected new_group(), or new_group(backend='gloo'), of all ranks or of a "
                 "single one: A-SGD's own group serves that."
             )
-        if place is None or place.store is None or not place.meets or place.collectives().phase is Phase.ASYNC:
+        alone = (Phase.ASYNC, Phase.ENTERING)
+        if place is None or place.store is None or not place.meets or place.collectives().phase in alone:
             raise CollectiveUnavailableError(
                 "A process group with a backend of torch's own was asked for where A-SGD workers do not meet. Expected "
                 "new_group(backend=...) outside of training steps, in a job whose workers start together: call it in "
@@ -325,7 +326,7 @@ def served_through(call: str, place: RankInfo | None) -> Collectives:
     elif not place.meets:
         why = "in a run that workers join and leave, where there is no moment in which all of them meet"
         what = "no collective: let one worker do by itself what it is for"
-    elif place.collectives().phase is Phase.ASYNC:
+    elif place.collectives().phase in (Phase.ASYNC, Phase.ENTERING):
         why = "in the asynchronous phase, where workers take their steps at different times and nobody waits"
         what = (
             "it at a sync point (on_train_epoch_end, on_validation_*, on_fit_start, on_train_end) or outside of fit. "

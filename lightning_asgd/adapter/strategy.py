@@ -232,9 +232,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.options.config, self.options.policy, self.board)
+        fits = self._is_fitting(trainer)
         if not self._job.attaches:
-            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size)
-        elif self._is_fitting(trainer):
+            self._membership = FixedFleet(*about, (int(super().global_rank), self.world_size), fits=fits)
+        elif fits:
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             self._membership.join()
@@ -439,4 +440,4 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def _restores_optimizers(self) -> bool:
         """Whether a checkpoint holds optimizer states; the progress that an attaching worker receives does not."""
-        return not isinstance(self._membership, ElasticFleet) or self._membership.attachment.bootstraps
+        return self._membership is None or self._membership.entry is None

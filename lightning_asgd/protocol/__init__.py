@@ -24,6 +24,7 @@ from lightning_asgd.protocol.session_messages import (
     Joined,
     Leave,
     Policy,
+    RankHeld,
     RunMetadata,
 )
 from lightning_asgd.protocol.update_messages import (
@@ -61,6 +62,7 @@ __all__ = [
     "Pickled",
     "Place",
     "Policy",
+    "RankHeld",
     "ReplayDone",
     "ReplicaState",
     "Reply",

@@ -22,6 +22,7 @@ __all__ = [
     "Joined",
     "Leave",
     "Policy",
+    "RankHeld",
     "RunMetadata",
 ]
 
@@ -61,6 +62,9 @@ class Join(Request):
         holding: where workers come and go, those that hold the weights, as far as this one knows.
         admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
+        replaces: whether the worker may take the place of a process that has died or is silent. It then waits for the
+            others to train, and joins once more, with ``since``.
+        since: number of the collective after which such a worker takes part in all of them; None for other workers.
     """
 
     world_size: int
@@ -72,6 +76,8 @@ class Join(Request):
     holding: tuple[int, ...] = ()
     admitted: int = 0
     protocol: int = PROTOCOL
+    replaces: bool = False
+    since: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,29 @@ class Joined:
     Attributes:
         pid: the server's process.
         incarnation: how often this worker was declared away.
+        pushed: number of the worker's latest push that the server has seen.
+        late: whether the worker takes the place of a process that died or is silent.
+        collectives: number of the latest collective that was completed, where it does.
     """
 
     pid: int
     incarnation: int = 0
+    pushed: int = 0
+    late: bool = False
+    collectives: int = 0
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    """Answer to :class:`Join` with ``replaces`` while another process is the worker.
+
+    Attributes:
+        process: its name.
+        silent_s: seconds since it was last heard.
+    """
+
+    process: str
+    silent_s: float
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,31 @@ class Membership:
             "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
 
+    def other_process(self, worker: int, process: str) -> str:
+        """The name of the process that is a worker, if it is another one; else empty."""
+        holder = self.processes.get(worker, process)
+        return holder if holder != process else ""
+
+    def can_replace(self, worker: int, process: str) -> bool:
+        """Whether another process is to take the place of a worker that has died, or is silent."""
+        if self.elastic or self.processes.get(worker) == process:
+            return False
+        return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.processes)
+
+    def replace(self, worker: int, process: str, now: float) -> None:
+        """Have another process take the place of a worker that has left; until it trains, nobody waits for it."""
+        if self.aborted:
+            raise WorkerLostError(self.aborted)
+        why, before = self.left.pop(worker), self.processes.get(worker, "")
+        self.processes[worker] = process
+        self.joined.add(worker)
+        self.catching_up.add(worker)
+        self._heard[worker] = now
+        self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+        self.metrics.pop(worker, None)
+        whose = f"process {_named(before)}" if before else "a process that never joined"
+        self.publish(f"Process {_named(process)} takes the place of {whose} as worker {worker} ({why}).")
+
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""
         return self.processes.get(worker, process).startswith(process)

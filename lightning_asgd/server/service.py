@@ -32,6 +32,7 @@ from lightning_asgd.protocol import (
     LeaseRequest,
     Leave,
     OpenEpoch,
+    RankHeld,
     ReplayDone,
     Reply,
     Request,
@@ -200,7 +201,7 @@ class Service:
             self._admit_waiting()
         return self.state.registry.metadata.get(message.name)
 
-    def _join(self, message: Join) -> Joined:
+    def _join(self, message: Join) -> Joined | RankHeld:
         elastic = not message.world_size
         self.state.registry.check_can_join(message.session, message.worker, message.protocol, elastic=elastic)
         begins = self.session is None or self.session.members.session != message.session
@@ -209,9 +210,10 @@ class Service:
             self._end_session(f"session {message.session!r} began")
             self.state.begin_session(following)
         session = self._current(message.session)
-        self._complete(self.state.join(session, message, self._clock(), begun=begins))
+        due, answer = self.state.enter(session, message, self._clock(), begun=begins)
+        self._complete(due)
         self._members_changed(session)
-        return Joined(os.getpid(), session.members.incarnations.get(message.worker, 0))
+        return replace(answer, pid=os.getpid()) if isinstance(answer, Joined) else answer
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self._clock())

@@ -75,7 +75,7 @@ class Shard:
     table: Table = field(default_factory=Table)
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
-    _last_seq: dict[int, int] = field(default_factory=dict)
+    latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -127,7 +127,7 @@ class Shard:
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
-        self._last_seq = dict(pushes)
+        self.latest_push = dict(pushes)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything but the workers' own state, as plain values, for :meth:`restore_from_snapshot`."""
@@ -171,10 +171,10 @@ class Shard:
                     for name, tensor in mine.items():
                         tensor.copy_(theirs[name])
 
-    def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good: its number is not used again."""
+    def forget(self, worker: int, *, replaced: bool = False) -> None:
+        """Keep nothing for a worker that has left for good, but for the number of its latest push if it is replaced."""
         for kept in (
-            self._last_seq,
+            {} if replaced else self.latest_push,
             self._refused,
             self._backups,
             self.table.clocks,
@@ -231,10 +231,10 @@ class Shard:
             table.speeds[message.worker] = message.speed
 
     def _judge(self, message: Exchange, update: Buffer) -> Verdict:
-        if message.seq <= self._last_seq.get(message.worker, 0):
+        if message.seq <= self.latest_push.get(message.worker, 0):
             self.counts.repeated += 1
             return Verdict.REPEATED
-        self._last_seq[message.worker] = message.seq
+        self.latest_push[message.worker] = message.seq
         # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
         trusted = message.shared and message.within_bounds
         if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
@@ -391,7 +391,7 @@ class Shard:
         for transform in self.algorithm.transforms:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
-        pushes = dict(self._last_seq) if message.fetch else {}
+        pushes = dict(self.latest_push) if message.fetch else {}
         return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
@@ -416,7 +416,7 @@ class Shard:
     def _counted(self) -> set[int]:
         """The workers that a mean is over."""
         living = self.table.living
-        return living & set(self._last_seq) if self.comes_and_goes else living
+        return living & set(self.latest_push) if self.comes_and_goes else living
 
     def _weight(self, worker: int, among: Collection[int]) -> float:
         """What a worker's samples have to be weighed with for every worker's to count the same."""

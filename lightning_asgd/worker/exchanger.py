@@ -290,6 +290,8 @@ class Exchanger:
         self.channels = [Channel(shards, replica, config, training, len(parts), clock) for shards, replica in parts]
         self.stats = ExchangeStats()
         self._connection = self.client.connection
+        self.constants = b""
+        """Digest of the tensors that are not exchanged, as they were when this worker began."""
         self._config = config
         self._algorithm = config.algorithm
         # Where servers hold answers back, a worker must not run ahead.
@@ -403,11 +405,11 @@ class Exchanger:
 
     flush = _blocking(flushing)
 
-    def fetching(self, *, park: bool = False) -> Waits:
+    def fetching(self, *, park: bool = False, common: bool = True) -> Waits:
         """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
         for channel in self.channels:
             # Workers of an elastic run have no sync points.
-            yield from channel.fetch(park=park, common=self._connection.world_size > 0)
+            yield from channel.fetch(park=park, common=common and self._connection.world_size > 0)
 
     fetch = _blocking(fetching)
 
