@@ -37,7 +37,8 @@ PUBLIC = {
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
 # 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
 # 250 are the identity of processes, what worker 0 says of failures elsewhere, and authenticated rendezvous entries.
-LINES = {"core": 18_950, "tools": 4_927}
+# 410 are the replacement of a killed worker by a process that is started again.
+LINES = {"core": 19_360, "tools": 4_927}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

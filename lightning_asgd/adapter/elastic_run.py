@@ -26,7 +26,7 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.late_entry import Entry
+from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread
 
 __all__ = ["AnyFleet", "ElasticFleet", "check_is_one_worker"]
@@ -84,7 +84,7 @@ class ElasticFleet(Fleet):
         """Note where the run was when this worker joined, unless it brings the first weights."""
         attached = self.attachment
         if not attached.bootstraps:
-            self.entry = Entry(self.session, layout=attached.layout, progress=attached.progress)
+            self.entry = EntryPoint(self.session, layout=attached.layout, progress=attached.progress)
 
     def join(self) -> None:
         """Attach the worker; wait while the bootstrap worker provides the first weights."""

@@ -55,7 +55,7 @@ class FixedSplit:
     installed = False
     """Whether the training dataloader yields what is leased."""
     place: dict[str, Any] | None = None
-    """Where a worker could begin that takes a lost one's place: nowhere."""
+    """Where a process could begin that replaces a lost worker: nowhere."""
 
     def __init__(self, trainer: Any, membership: Fleet) -> None:
         self._trainer = trainer

@@ -32,7 +32,7 @@ from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import COORDINATOR, Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.late_entry import Entry, await_entry, publish_entry, take_rank
+from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
@@ -61,7 +61,7 @@ class Fleet:
 
     comes_and_goes = False
     """Whether workers do. Then each of them comes to sync points by itself."""
-    entry: Entry | None = None
+    entry: EntryPoint | None = None
     """Where the others were when this worker joined, if they train already."""
 
     def __init__(
@@ -211,7 +211,9 @@ class FixedFleet(Fleet):
         rank, world_size = place
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
-        self._start = Entry("")  # what does not change during the fit, and the progress when the latest epoch began
+        self._start = EntryPoint(
+            ""
+        )  # what does not change during the fit, and the progress when the latest epoch began
         # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
@@ -229,7 +231,7 @@ class FixedFleet(Fleet):
         return self.rank, self.client.connection.world_size
 
     def join(self) -> None:
-        """Join, and wait until all have joined; in a lost worker's place, wait until the others train."""
+        """Join, and wait until all have joined; a replacement waits until the others train."""
         joined = self._join()
         overseer = supervisor.current()
         if overseer is not None:
@@ -325,17 +327,17 @@ class FixedFleet(Fleet):
             self._start = replace(self._start, progress=progress())
         return self.collectives.decide(should_stop, all=False)
 
-    # ------------------------------------------------------------------ a worker that takes a lost one's place
+    # ------------------------------------------------------------------ a process that replaces a lost worker
 
     @property
     def _publishes(self) -> bool:
         """Whether it is for this worker to say where all are."""
         return self.rank == 0 and not self.alone and not self._layouts and self._watched
 
-    def _await_entry(self, collectives: int) -> Entry:
+    def _await_entry(self, collectives: int) -> EntryPoint:
         if not self._fits:
             raise LaunchError(
-                f"Worker {self.rank} cannot take the place of one that was lost: the others do not fit now. Expected "
+                f"Worker {self.rank} cannot be replaced: the others do not fit now. Expected "
                 "it in fit only. Start the whole job again."
             )
         return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
@@ -343,13 +345,13 @@ class FixedFleet(Fleet):
     def share_first_values(
         self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
     ) -> None:
-        """Note where this fit begins, for a worker that takes a lost one's place."""
+        """Note where this fit begins, for a process that replaces a lost worker."""
         if self._publishes:
             progress = progress_in(trainer)
             if progress is not None:
                 progress["data"] = resume.data
             session = self.client.connection.session
-            self._start = Entry(session, layout=layout.describe(), progress=progress)
+            self._start = EntryPoint(session, layout=layout.describe(), progress=progress)
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]
@@ -373,7 +375,7 @@ class FixedFleet(Fleet):
             self._refuse("training has ended")
 
     def _refuse(self, why: str) -> None:
-        publish_entry(self.client, Entry(self.client.connection.session, refused=why))
+        publish_entry(self.client, EntryPoint(self.client.connection.session, refused=why))
 
 
 _idle: Fleet | None = None  # of this process's latest session, if it is over and no other has begun

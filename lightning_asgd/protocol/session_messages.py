@@ -62,7 +62,7 @@ class Join(Request):
         holding: where workers come and go, those that hold the weights, as far as this one knows.
         admitted: the highest number that it knows to be given.
         protocol: version of the messages the worker speaks.
-        replaces: whether the worker may take the place of a process that has died or is silent. It then waits for the
+        replaces: whether the process may replace one that has died or is silent. It then waits for the
             others to train, and joins once more, with ``since``.
         since: number of the collective after which such a worker takes part in all of them; None for other workers.
     """
@@ -88,7 +88,7 @@ class Joined:
         pid: the server's process.
         incarnation: how often this worker was declared away.
         pushed: number of the worker's latest push that the server has seen.
-        late: whether the worker takes the place of a process that died or is silent.
+        late: whether the process replaces one that has died or is silent.
         collectives: number of the latest collective that was completed, where it does.
     """
 

@@ -154,13 +154,13 @@ class Membership:
         return holder if holder != process else ""
 
     def can_replace(self, worker: int, process: str) -> bool:
-        """Whether another process is to take the place of a worker that has died, or is silent."""
+        """Whether another process may replace a worker: it has died, or is silent."""
         if self.elastic or self.processes.get(worker) == process:
             return False
         return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.processes)
 
     def replace(self, worker: int, process: str, now: float) -> None:
-        """Have another process take the place of a worker that has left; until it trains, nobody waits for it."""
+        """Have another process replace a worker that has left; until it trains, nobody waits for it."""
         if self.aborted:
             raise WorkerLostError(self.aborted)
         why, before = self.left.pop(worker), self.processes.get(worker, "")
@@ -171,7 +171,7 @@ class Membership:
         self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
         self.metrics.pop(worker, None)
         whose = f"process {_named(before)}" if before else "a process that never joined"
-        self.publish(f"Process {_named(process)} takes the place of {whose} as worker {worker} ({why}).")
+        self.publish(f"Process {_named(process)} replaces {whose} as worker {worker} ({why}).")
 
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""

@@ -97,7 +97,7 @@ class ServerState:
     def enter(
         self, session: SessionState, message: Join, now: float, *, begun: bool
     ) -> tuple[list[Completion], Joined | RankHeld]:
-        """Let a worker join, or take the place of a process that has died or is silent, and answer it."""
+        """Let a worker join, or replace a process that has died or is silent, and answer it."""
         worker, process, members = message.worker, message.process, session.members
         if message.replaces and members.can_replace(worker, process):
             due = [*session.replace(message, now), *self.epochs.forget(worker, now)]

@@ -115,7 +115,7 @@ class SessionState:
         return due
 
     def replace(self, message: Join, now: float) -> list[Completion]:
-        """Have another process take the place of a worker that has died or is silent."""
+        """Have another process replace a worker that has died or is silent."""
         due = self.collectives.replace(message.worker, message.process, now)
         for shard in self.shards.values():
             shard.forget(message.worker, replaced=True)

@@ -1,9 +1,9 @@
-"""A process that takes the place of a worker that has died or is silent: how it gets the rank, and where it begins.
+"""A process that replaces a worker that has died or is silent: how it gets the rank, and where it begins.
 
 The others train meanwhile, and nobody waits for it. Worker 0 publishes at the beginning of every sync interval where
-all are (:class:`Entry`). The newcomer sets itself up from that, with the servers' weights, without any collective; its
-first batch makes it a member like the others. Collectives that they have completed since are kept for it, as for a
-worker that hung.
+all are (:class:`EntryPoint`). The replacement sets itself up from that, with the servers' weights, without any
+collective; its first batch makes it a member like the others. Collectives that they have completed since are kept for
+it, as for a worker that hung.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lightning_asgd.protocol import Joined, RankHeld
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 
-__all__ = ["Entry", "await_entry", "publish_entry", "take_rank"]
+__all__ = ["EntryPoint", "await_entry", "publish_entry", "take_rank"]
 
 _NAME = "entry"
 _ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryPoint:
     """Where all workers of a fit are at the beginning of a sync interval.
 
     Attributes:
@@ -54,7 +54,7 @@ class Entry:
 
 
 def take_rank(client: SessionClient, clock: Callable[[], float] = time.monotonic) -> Joined:
-    """Join all servers with a rank, in the place of another process once that is known to be dead or silent.
+    """Join all servers with a rank; another process is replaced once it is known to be dead or silent.
 
     Returns the coordinator's answer. Raises a :class:`LaunchError` if the other process is heard meanwhile.
     """
@@ -79,18 +79,18 @@ def _take(client: SessionClient, server: int, clock: Callable[[], float]) -> Joi
             time.sleep(_ASK_AGAIN_S)
 
 
-def publish_entry(client: SessionClient, entry: Entry) -> None:
+def publish_entry(client: SessionClient, entry: EntryPoint) -> None:
     """Publish where all are. For worker 0."""
     client.note(_NAME, entry)
 
 
-def await_entry(client: SessionClient, after: int, timeout_s: float, check: Callable[[], None]) -> Entry:
+def await_entry(client: SessionClient, after: int, timeout_s: float, check: Callable[[], None]) -> EntryPoint:
     """Wait until the others train, having completed collective number ``after``; ``check`` is called meanwhile."""
     connection, deadline = client.connection, time.monotonic() + timeout_s
-    refused = f"Worker {connection.worker} cannot take the place of one that was lost in session {connection.session!r}"
+    refused = f"Worker {connection.worker} cannot be replaced in session {connection.session!r}"
     while True:
         found = client.note(_NAME)
-        if isinstance(found, Entry) and found.session == connection.session:
+        if isinstance(found, EntryPoint) and found.session == connection.session:
             if found.refused:
                 raise LaunchError(f"{refused}: {found.refused}. Start the whole job again, from its last checkpoint.")
             if found.collective >= after:

@@ -190,12 +190,12 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) -> bytes:
-    """Raise if a worker that takes a lost one's place has other values than the others began with."""
+    """Raise if a replacement has other values than the others began with."""
     if _digest(tensors) != theirs:
         raise LayoutMismatchError(
-            f"Worker {worker} takes a lost worker's place, and tensors that are not exchanged ({', '.join(tensors)}) "
-            "differ from those that the others began with. Expected the same values from every start of the script: "
-            "call seed_everything() first, or load them from a file."
+            f"Worker {worker} was replaced, and tensors of its new process that are not exchanged "
+            f"({', '.join(tensors)}) differ from those that the others began with. Expected the same values from every "
+            "start of the script: call seed_everything() first, or load them from a file."
         )
     return theirs
 

@@ -1,4 +1,4 @@
-"""A process that takes the place of a worker that has died or is silent: when it gets the rank, and where it begins."""
+"""A process that replaces a worker that has died or is silent: when it gets the rank, and where it begins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lightning_asgd.protocol import (
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.late_entry import Entry, await_entry, publish_entry, take_rank
+from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
 from lightning_asgd.worker.session_client import SessionClient
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
@@ -101,7 +101,7 @@ def is_silent(job: Job) -> None:
 
 
 @pytest.mark.parametrize("lost", [dies, is_silent])
-def test_a_process_takes_the_place_of_one_that_died_or_is_silent(lost: Callable[[Job], None]) -> None:
+def test_a_process_replaces_one_that_died_or_is_silent(lost: Callable[[Job], None]) -> None:
     job = Job()
     assert job.comes() == RankHeld(TWO[1], 0.0)
     lost(job)
@@ -109,7 +109,7 @@ def test_a_process_takes_the_place_of_one_that_died_or_is_silent(lost: Callable[
     assert isinstance(joined, Joined)
     assert joined.late
     assert job.members.living == {0}, "nobody waits for it before it trains"
-    assert "takes the place of process 2 on there as worker 1" in job.members.events[-1]
+    assert "Process 3 on there replaces process 2 on there as worker 1" in job.members.events[-1]
     job.says(Join("j.0.1", 1, 2, Policy(1.0), since=joined.collectives), NEW)
     assert job.members.living == {0, 1}
 
@@ -314,7 +314,12 @@ def test_it_waits_for_a_place_of_its_own_session_after_what_was_completed() -> N
     chief, late = client_of(job.service, 0), client_of(job.service, 1)
     job.members.processes.clear()  # both are this process here
     places = iter(
-        [Entry("j.0.0", 9), Entry("j.0.1", 2), Entry("j.0.1", 3, progress={"between_epochs": True}), Entry("j.0.1", 4)]
+        [
+            EntryPoint("j.0.0", 9),
+            EntryPoint("j.0.1", 2),
+            EntryPoint("j.0.1", 3, progress={"between_epochs": True}),
+            EntryPoint("j.0.1", 4),
+        ]
     )
     entry = await_entry(late, 3, 10.0, lambda: publish_entry(chief, next(places)))
     assert entry.collective == 3
@@ -325,8 +330,10 @@ def test_it_says_why_it_cannot_enter() -> None:
     job = Job()
     chief, late = client_of(job.service, 0), client_of(job.service, 1)
     job.members.processes.clear()
-    with pytest.raises(LaunchError, match=r"cannot take the place of .*: worker 0 did not train within 0 s"):
+    with pytest.raises(LaunchError, match=r"Worker 1 cannot be replaced .*: worker 0 did not train within 0 s"):
         await_entry(late, 0, 0.0, lambda: None)
-    publish_entry(chief, Entry("j.0.1", refused="training has ended"))
-    with pytest.raises(LaunchError, match=r"lost in session 'j.0.1': training has ended. Start the whole job again"):
+    publish_entry(chief, EntryPoint("j.0.1", refused="training has ended"))
+    with pytest.raises(
+        LaunchError, match=r"replaced in session 'j.0.1': training has ended. Start the whole job again"
+    ):
         await_entry(late, 0, 10.0, lambda: None)
