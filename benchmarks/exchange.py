@@ -46,6 +46,7 @@ from rich.table import Table
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import build_layout
 from lightning_asgd.processes import supervisor
+from lightning_asgd.protocol import Exchange
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry, shared_memory
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
@@ -78,7 +79,7 @@ class Worker:
         self.weights = torch.randn(n)
         layout = build_layout([("w", self.weights)], [], 1)
         block = shared_memory.create(layout.shard(0)) if shared else None
-        self.replica = Replica(layout, lambda: [self.weights], [block])
+        self.replica = Replica(layout, [([self.weights], 0)], [block])
         rule = ExchangeConfig.create(nsync=1).algorithm
         self.shards.initialise(layout, rule, [block.ref if block else None], self.replica.weights())
         self.versions = [0]
@@ -92,14 +93,11 @@ class Worker:
     def exchange(self) -> Any:
         """Push and fetch."""
         self.seq += 1
-        futures = self.shards.exchange(
-            *(self.seq, self.versions),
-            push=True,
-            fetch=True,
-            updates=self.replica.updates(),
-            within_bounds=self.replica.within_bounds,
-            steps=1,
+        within_bounds = self.replica.within_bounds
+        message = Exchange(
+            *self.shards.connection.sender, self.seq, 0, True, True, steps=1, within_bounds=within_bounds
         )
+        futures = self.shards.exchange(message, self.versions, self.replica.updates())
         replies = self.shards.replies(futures)
         self.versions = [r.version for r in replies]
         return [r.weights if r.weights is not None else w for r, w in zip(replies, self.replica.wire, strict=True)]

@@ -180,12 +180,9 @@ TRIED: dict[str, Callable[[Job, random.Random], str]] = {
 
 
 def server_of(job: Job) -> tuple[str, int]:
-    """Where the job's server listens now: one of the ports of its process."""
-    (server,) = job.servers
-    ports = [c.laddr.port for c in server.net_connections("tcp") if c.status == "LISTEN"]
+    """Where the job's server listens, as its workers know."""
     address = job.told(job.members[0])["servers"][0]
-    first = urlparse(address if "://" in address else f"tcp://{address}").port
-    return job.place.address(), ports[0] if ports and first not in ports else int(first or 0)
+    return job.place.address(), int(urlparse(address if "://" in address else f"tcp://{address}").port or 0)
 
 
 @contextlib.contextmanager
@@ -213,14 +210,22 @@ def aside(job: Job, target: Callable[[Any], None]) -> Iterator[Any]:
 
 def in_another(job: Job, call: Callable[..., str], *args: Any) -> str:
     """What a function returns in such a process."""
-    with aside(job, lambda end: end.send(call(*args))) as end:
+
+    def answer(end: Any) -> None:
+        try:
+            end.send((call(*args), ""))
+        except Exception as error:
+            end.send(("", f"{call.__name__}: {error!r}"))
+
+    with aside(job, answer) as end:
         deadline = time.monotonic() + 180
         while not end.poll(0.2):
             assert time.monotonic() < deadline, f"{call.__name__} takes too long"
             job.wait(lambda: True, 1, "job")
-        said: str = end.recv()
+        said, wrong = end.recv()
+    assert not wrong, wrong
     job.train()
-    return said
+    return str(said)
 
 
 # ---------------------------------------------------------------------- one place after the other

@@ -89,7 +89,9 @@ class Pusher(threading.Thread):
             number = self.pushed + 1
             updates = [(torch.ones(1000),)]
             (reply,) = self.shards.replies(
-                self.shards.exchange(number, [self.pushed], push=True, fetch=True, updates=updates)
+                self.shards.exchange(
+                    Exchange(*self.shards.connection.sender, number, 0, True, True), [self.pushed], updates
+                )
             )
             self.pushed, self.held = number, float(reply.weights[0].mean()) if reply.weights else 0.0
 

@@ -40,12 +40,7 @@ class _Int16(Int8):
 
 
 class Updates:
-    """A stream of updates. What the code loses of one is added to the next.
-
-    Args:
-        compression: the code.
-        groups: ``(role, dtype name, number of scalars)`` per group.
-    """
+    """A stream of updates. What the code loses of one is added to the next."""
 
     def __init__(self, compression: Compression, groups: Groups) -> None:
         self.compression = compression
@@ -79,12 +74,7 @@ class Updates:
 
 
 class Weights:
-    """A stream of weights, at one of its ends.
-
-    Args:
-        compression: the code.
-        groups: see :class:`Updates`.
-    """
+    """A stream of weights, at one of its ends."""
 
     def __init__(self, compression: Compression, groups: Groups) -> None:
         self.compression = compression
@@ -134,9 +124,6 @@ class SyncPointCodec:
     Both ends hold the last ones, and name them by a digest. They move on to the same bits at both: the last ones and
     the difference with 16 bits, an error of 1 / 65,534 of the largest change in a block, which does not add up. Whoever
     holds others is sent the new ones whole.
-
-    Args:
-        groups: see :class:`Updates`.
     """
 
     def __init__(self, groups: Groups) -> None:

@@ -57,23 +57,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of scalars that is contiguous in its tensor and on its server.
+    """A run of scalars that is contiguous in its tensor and on its server."""
 
-    Attributes:
-        tensor: index of the tensor in the layout.
-        start: first scalar within the flattened tensor.
-        length: number of scalars.
-        server: server that holds them.
-        group: group they belong to.
-        offset: first scalar within the server's range of that group.
-    """
-
-    tensor: int
-    start: int
-    length: int
-    server: int
-    group: int
-    offset: int
+    tensor: int  # index of the tensor in the layout
+    start: int  # first scalar within the flattened tensor
+    length: int  # number of scalars
+    server: int  # server that holds them
+    group: int  # group they belong to
+    offset: int  # first scalar within the server's range of that group
 
 
 @dataclass(frozen=True)

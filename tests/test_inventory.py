@@ -74,7 +74,7 @@ def attributes(cls: type) -> Iterator[str]:
 def command_line() -> Iterator[str]:
     from lightning_asgd.cli.command_line import COMMANDS, main
 
-    pytest.importorskip("jsonargparse")
+    pytest.importorskip("rich")
     for command in COMMANDS:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit):

@@ -43,6 +43,7 @@ from lightning_asgd.simulation import Constant, Crash, Link, LogNormal, ModulePr
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.synchronizer import run
 from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 from tests.helpers.turns import Turns
@@ -167,15 +168,15 @@ def scripted(**settings: Any) -> Record:
     def train(rank: int) -> None:
         module, synchronizer, generator = modules[rank], synchronizers[rank], torch.Generator().manual_seed(rank)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        synchronizer.begin()
+        run(synchronizer.begin())
         for _ in range(20):
             turns.wait_until(lambda: True)
-            synchronizer.advance()
+            run(synchronizer.advance())
             optimizer.zero_grad()
             module(torch.randn(6, 5, generator=generator)).square().mean().backward()
             optimizer.step()
             synchronizer.count_step()
-        synchronizer.flush()
+        run(synchronizer.flush())
 
     for rank in range(2):
         turns.add(f"worker {rank}", functools.partial(train, rank))
@@ -186,7 +187,7 @@ def scripted(**settings: Any) -> Record:
             )
         )
     for synchronizer in synchronizers:
-        synchronizer.fetch()
+        run(synchronizer.fetch())
     record = {
         "weights": [digest(list(module.state_dict().values())) for module in modules],
         "versions": [synchronizer.versions for synchronizer in synchronizers],

@@ -36,9 +36,11 @@ PUBLIC = {
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim", "cli", "data_stalls", "report"}
 # 135 lines of the core are a server's recovery as named phases, with the table of transitions: flags were shorter.
+# 100 of the tools are the command line over argparse: jsonargparse's help and errors spoke of Python, not of options.
+# 25 are algorithms of users' own.
 # 250 are the identity of processes, what worker 0 says of failures elsewhere, and authenticated rendezvous entries.
 # 410 are the replacement of a killed worker by a process that is started again.
-LINES = {"core": 19_360, "tools": 4_927}
+LINES = {"core": 18_900, "tools": 5_030}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

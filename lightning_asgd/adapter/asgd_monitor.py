@@ -144,15 +144,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ logging, on worker 0
 
     def _log(self, trainer: Any, step: int) -> dict[str, float]:
-        """Log the metrics that are new.
-
-        Args:
-            trainer: the Trainer.
-            step: to log it with.
-
-        Returns:
-            the metrics of all workers together.
-        """
+        """Log the metrics that are new, with a step. Returns those of all workers together."""
         board = trainer.strategy.board
         figures, living = board.figures, board.living
         mine = board.mine

@@ -33,17 +33,11 @@ KEY = "lightning_asgd"
 
 @dataclass
 class Resumption:
-    """What the next fit resumes from. Reading a checkpoint fills it; a fit that begins takes its values, once.
+    """What the next fit resumes from. Reading a checkpoint fills it; a fit that begins takes its values, once."""
 
-    Attributes:
-        versions: per server, the version to continue from; None to begin with 0.
-        servers: what the servers kept beside the weights; empty if it does not fit the run.
-        data: the part of the epoch that had been trained.
-    """
-
-    versions: list[int] | None = None
-    servers: Sequence[Any] = ()
-    data: Mapping[str, Any] = field(default_factory=dict)
+    versions: list[int] | None = None  # per server, the version to continue from; None to begin with 0
+    servers: Sequence[Any] = ()  # what the servers kept beside the weights; empty if it does not fit the run
+    data: Mapping[str, Any] = field(default_factory=dict)  # the part of the epoch that had been trained
 
     def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
         """Take what this worker needs from a checkpoint, which may be of another algorithm or number of servers.

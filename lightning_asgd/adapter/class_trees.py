@@ -65,10 +65,7 @@ _PRIVATE = {
 class Tree:
     """One of Lightning's two class trees. Its names are attributes, imported when they are first used.
 
-    Args:
-        package: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-        fabric: the part below it.
-        distribution: what pip calls it.
+    ``fabric`` is the package below it; ``distribution`` is what pip calls it.
     """
 
     def __init__(self, package: str, fabric: str, distribution: str) -> None:

@@ -37,7 +37,7 @@ from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, synchronize
-from lightning_asgd.worker.synchronizer import Synchronizer, Training
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
 __all__ = ["FitSession"]
@@ -201,9 +201,10 @@ class FitSession:
                 self._run.refuse_a_search()
             if self._has_grown():
                 self.set_up_again()
-            self.synchronizer.begin()
+            run(self.synchronizer.begin())
             self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
-        self.synchronizer.advance()
+        for _ in self.synchronizer.advance():
+            pass  # what it yields it waits for itself
         self.data.before_batch(batch)
 
     def after_step(self) -> None:
@@ -220,14 +221,14 @@ class FitSession:
     def _discard(self) -> None:
         """Discard the update of a batch that other workers have trained."""
         if self.synchronizer.moved:  # else the module may hold a callback's weights, which the servers do not have
-            self.synchronizer.fetch()
+            run(self.synchronizer.fetch())
         self._module.zero_grad()
 
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
         rank = self._trainer.global_rank
         log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
-        self.synchronizer.come_back()
+        run(self.synchronizer.come_back())
 
     def _lr(self) -> float:
         """Learning rate of the first parameter group; 0 if there is no optimizer."""
@@ -292,7 +293,7 @@ class FitSession:
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.attachment.update()
-        synchronizer.flush()
+        run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC

@@ -45,12 +45,7 @@ def datasets_of(trainer: Any) -> str:
 
 
 class FixedSplit:
-    """The training loop of one fit.
-
-    Args:
-        trainer: the Trainer.
-        membership: the worker's place among the others.
-    """
+    """The training loop of one fit."""
 
     installed = False
     """Whether the training dataloader yields what is leased."""

@@ -50,12 +50,7 @@ class Peers(Protocol):
 
 
 class JointDecisions:
-    """The joint decisions of one fit.
-
-    Args:
-        trainer: its strategy has been set up.
-        peers: the other workers.
-    """
+    """The joint decisions of one fit. The trainer's strategy has been set up."""
 
     def __init__(self, trainer: Any, peers: Peers) -> None:
         self._trainer = trainer

@@ -43,7 +43,7 @@ from lightning_asgd.protocol import Epoch
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, run
 
 __all__ = ["LeasedLoop"]
 
@@ -54,11 +54,8 @@ Held = tuple[str, tuple[tuple[int, int], ...]]
 class LeasedLoop:
     """The training loop of one fit.
 
-    Args:
-        trainer: its training data have been set up, and :func:`why_split` knows no reason.
-        membership: the worker's place among the others.
-        leases: what the worker is granted.
-        resumed: what a checkpoint says of the epoch that it was written in: see :meth:`save`.
+    The trainer's training data have been set up, and :func:`why_split` knows no reason. ``resumed`` is what a
+    checkpoint says of the epoch that it was written in: see :meth:`save`.
     """
 
     def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
@@ -266,7 +263,7 @@ class LeasedLoop:
         more = leases.more(steps - synchronizer.unacknowledged)
         if not more:
             with leases.flushing():
-                synchronizer.flush()
+                run(synchronizer.flush())
             more = resumes = leases.wait(steps - synchronizer.unacknowledged)
         self._interval_done = not more
         self._epoch_done = self._interval_done and leases.last and not (self._cut or leases.halted)
@@ -275,7 +272,7 @@ class LeasedLoop:
         if more and leases.dry:
             keep_loading(self.trainer)
         if resumes:
-            synchronizer.begin()
+            run(synchronizer.begin())
 
     def before_next(self) -> None:
         """Set the counters after a batch, before Lightning decides what follows."""

@@ -33,31 +33,20 @@ _dist: Any = dist  # a build without it lacks the names below; asked for only wh
 
 @dataclass
 class RankInfo:
-    """A worker's rank, and its place among machines.
+    """A worker's rank, and its place among machines."""
 
-    Args:
-        rank: of the worker.
-        world_size: number of workers.
-        local_rank: of the worker on its machine.
-        local_world_size: number of workers on its machine.
-        node_rank: of its machine.
-        num_nodes: number of machines.
-        collectives: returns the worker's collectives, which may change.
-        meets: whether there are sync points of all workers. In a run that workers join and leave there are none.
-        store: returns a key-value store that all workers reach, for process groups of other backends; None without one.
-        encrypted: whether the job's connections are. If so, groups of other backends are refused.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    collectives: Callable[[], Collectives]
+    rank: int  # of the worker
+    world_size: int  # number of workers
+    local_rank: int  # of the worker on its machine
+    local_world_size: int  # number of workers on its machine
+    node_rank: int  # of its machine
+    num_nodes: int  # number of machines
+    collectives: Callable[[], Collectives]  # returns the worker's collectives, which may change
+    # Whether there are sync points of all workers. In a run that workers join and leave there are none.
     meets: bool = True
+    # Returns a key-value store that all workers reach, for process groups of other backends; None without one.
     store: Callable[[], Any] | None = None
-    encrypted: bool = False
+    encrypted: bool = False  # whether the job's connections are. If so, groups of other backends are refused
     forked: bool = False
     """Whether this process is one that the worker has forked, such as a DataLoader's."""
 
@@ -80,9 +69,6 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
     """The store behind the default group, which only process groups of other backends use.
 
     It connects to the job's rendezvous when it is first used, and refuses where there are no sync points.
-
-    Args:
-        place: gives the worker's.
     """
 
     def __init__(self, place: Callable[[], RankInfo | None]) -> None:
@@ -153,13 +139,7 @@ def _done(result: Any) -> Any:
 
 
 class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # type: ignore[misc]
-    """All workers, or this one alone. Its methods are what ``torch.distributed``'s functions call.
-
-    Args:
-        rank: of this process in it.
-        size: number of its ranks.
-        place: gives the worker's; None for a group of this process alone.
-    """
+    """All workers, or this one alone (``place`` gives None). ``torch.distributed``'s functions call its methods."""
 
     def __init__(self, rank: int, size: int, place: Callable[[], RankInfo | None] = lambda: None) -> None:
         super().__init__(rank, size)

@@ -37,6 +37,16 @@ _SETTINGS = (
 )
 
 
+def _check_importable(kind: type) -> None:
+    """Raise a :class:`ConfigurationError` for a class that other processes cannot import."""
+    inside = "the script that is run" if kind.__module__ == "__main__" else f"a function of {kind.__module__}"
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ConfigurationError(
+            f"{kind.__name__} is defined in {inside}. Expected a class in a module, since servers are processes "
+            "of their own and import it: move it to a file of its own beside the script, and import it from there."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
     """What a user gave; ``ASGDStrategy`` describes it."""
@@ -68,7 +78,9 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
-        _ = self.config
+        config = self.config
+        for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
+            _check_importable(type(rule))
         if self.start_method not in _START_METHODS:
             expected = ", ".join(_START_METHODS)
             raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")

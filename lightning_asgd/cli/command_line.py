@@ -1,12 +1,17 @@
-"""``lightning-asgd``: what its words and options are follows from the signatures and docstrings of the commands."""
+"""``lightning-asgd``: each command is a function, whose arguments are its options and whose docstring is its help."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import re
 import sys
-from collections.abc import Sequence
-from inspect import signature
-from itertools import chain, zip_longest
-from typing import Any
+import textwrap
+import types
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_asgd.cli.plan_command import plan
 from lightning_asgd.cli.report_command import report
@@ -17,11 +22,30 @@ from lightning_asgd.errors import ASGDError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"serve": serve, "status": status, "report": report, "plan": plan, "stalls": measure_stalls}
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "serve": serve,
+    "status": status,
+    "report": report,
+    "plan": plan,
+    "stalls": measure_stalls,
+}
 """Functions by name. A command returns the process's exit code, or None for success."""
 
-_PARAMETERS = chain.from_iterable(signature(command).parameters.values() for command in COMMANDS.values())
-_SWITCHES = {f"--{parameter.name}" for parameter in _PARAMETERS if isinstance(parameter.default, bool)}
+_EXAMPLES = {
+    "serve": "lightning-asgd serve --host 10.0.0.1 --port 29400 --run-id my-model",
+    "status": "lightning-asgd status 10.0.0.1:29400 --watch",
+    "report": "lightning-asgd report lightning_logs/version_0",
+    "plan": "lightning-asgd plan --parameters 25.6e6 --step-s 0.25 --batch-size 32 \\\n"
+    "      --link-gbit-s 10 --workers 16",
+    "stalls": "lightning-asgd stalls --module train.py:Net",
+}
+_CLOSING = """
+Exit codes: 0 success, 1 an error that the message explains, 2 a mistake in the
+options, 130 stopped with Ctrl-C.
+
+Training itself needs no command: Trainer(strategy=ASGDStrategy(nsync=10)).
+"""
+_WIDTH = 78  # of descriptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,35 +56,100 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit code: 1 for an error that the user can fix, which is printed without a traceback.
+
+    Raises:
+        SystemExit: with 2 after a mistake in the options, with 0 after ``--help`` and ``--version``.
     """
+    words = [_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    given = vars(_parser().parse_args(words))
+    command = COMMANDS[given.pop("command")]
     try:
-        from jsonargparse import auto_cli
-    except ImportError:
-        _say("lightning-asgd needs jsonargparse and rich: pip install 'lightning-asgd[cli]'")
-        return 1
-    words = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    words = [_valued(word, after) for word, after in zip_longest(words, words[1:], fillvalue="--")]
-    try:
-        return auto_cli(COMMANDS, args=words, prog="lightning-asgd", description=__doc__) or 0
+        return command(**given) or 0
     except ASGDError as error:
-        _say(f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"{type(error).__name__}: {_in_options(str(error), command)}\n")
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _underscored(word: str) -> str:
-    """``--run-id`` is ``--run_id``: options are named as arguments in Python, and people write either."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-asgd",
+        description="Serve, watch, report on and plan asynchronous training with PyTorch Lightning.",
+        epilog="\n  ".join(["examples:", *_EXAMPLES.values()]) + f"\n{_CLOSING}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-asgd')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, function in COMMANDS.items():
+        text, help_of = _documentation(function)
+        each = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description="\n\n".join(textwrap.fill(part, _WIDTH) for part in text.split("\n\n")),
+            epilog=f"example:\n  {_EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        hints = get_type_hints(function)
+        for parameter in inspect.signature(function).parameters.values():
+            _add(each, parameter, hints[parameter.name], help_of[parameter.name])
+    return parser
+
+
+def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The text of a docstring before its sections, and what it says of each argument."""
+    text, _, sections = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    arguments = sections.partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, re.MULTILINE)
+    return text, {name: " ".join(about.split()).replace("%", "%%") for name, about in found}
+
+
+def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, about: str) -> None:
+    """Add the option, or the positional argument, that a parameter stands for."""
+    required = parameter.default is parameter.empty
+    if parameter.kind is not parameter.KEYWORD_ONLY:
+        parser.add_argument(parameter.name, help=about)
+        return
+    option = _option(parameter.name)
+    if hint is bool:
+        parser.add_argument(option, action="store_true", help=about)
+        return
+    if get_origin(hint) in (Union, types.UnionType):  # of a type and None
+        hint = next(each for each in get_args(hint) if each is not type(None))
+    if required or parameter.default is not None:
+        about += " (required)" if required else " (default: %(default)s)"
+    how: dict[str, Any] = {"type": hint, "metavar": {int: "N", float: "X", Path: "PATH"}.get(hint, option[2:].upper())}
+    if get_origin(hint) is Literal:
+        how = {"choices": get_args(hint)}
+    elif get_origin(hint) is list:
+        how = {"type": _whole_numbers, "metavar": "N,N,..."}
+    parser.add_argument(option, required=required, default=None if required else parameter.default, help=about, **how)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _whole_numbers(text: str) -> list[int]:
+    """``32,64,128`` or ``[32,64,128]``."""
+    return [int(number) for number in text.strip("[]").split(",")]
+
+
+_whole_numbers.__name__ = "list of whole numbers"  # for argparse's error
+
+
+def _hyphenated(word: str) -> str:
+    """``--run_id`` is ``--run-id``: people also write the names of the arguments in Python."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}"
+    return f"{_option(name[2:])}{equals}{value}"
 
 
-def _valued(word: str, after: str) -> str:
-    """``--watch`` is ``--watch=true`` where no value comes after it."""
-    return f"{word}=true" if word in _SWITCHES and after.lower() not in ("true", "false") else word
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+def _in_options(text: str, command: Callable[..., Any]) -> str:
+    """An error's text with ``nsync=0`` as ``--nsync 0``, where that is an option of the command."""
+    for name, parameter in inspect.signature(command).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            text = re.sub(rf"(?<![\w.(]){name}=(?=\S)", f"{_option(name)} ", text)
+    return text

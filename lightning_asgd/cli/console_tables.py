@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console", "in_bytes", "in_seconds", "table"]
 
-_WIDTH = 110  # columns of output that goes into a file
+_WIDTH = 80  # columns of output that goes into a file
 
 
 def console() -> Console:

@@ -42,29 +42,29 @@ def plan(
     simulate: int = 100,
     picture: Path | None = None,
 ) -> int:
-    """Say how well a job scales: efficiency, servers needed, the smallest nsync, use of links, memory, batch size.
+    """Say how well a job scales, and what it needs.
 
-    The job is given in numbers (parameters, step_s, batch_size), or as a LightningModule whose step is measured here.
+    Describe the job by numbers (--parameters, --step-s, --batch-size), or give a LightningModule to measure (--module).
 
     Args:
         link_gbit_s: speed of a server's link in Gbit/s, in each direction.
         parameters: number of parameters.
-        bytes_per_parameter: 4 for float32.
+        bytes_per_parameter: bytes per parameter, 4 for float32.
         step_s: seconds of one optimizer step.
         batch_size: samples per step of one worker.
-        module: a LightningModule to measure, as package.module:Class or script.py:Class, which is made without
-            arguments and gives its own train_dataloader; or a function that returns a module and a loader.
-        batch_sizes: batch sizes to measure it with, to recommend one; map-style datasets only.
+        module: a LightningModule to measure, as package.module:Class or script.py:Class, which is created without
+            arguments and has a train_dataloader; or a function that returns a module and a loader.
+        batch_sizes: batch sizes to measure the module with, to recommend one. Needs a map-style dataset.
         workers: number of workers, on other machines than the servers.
         servers: number of servers, each with a link of its own.
         nsync: optimizer steps between two exchanges.
-        worker_link_gbit_s: speed of a worker's link, if it is not that of a server's.
-        latency_s: seconds of a small message, one way.
-        sent: share of the parameters' bytes that is sent: 0.5 with bf16.
-        exchange_s: seconds that training stands still per exchange.
-        server_gbyte_s: GB of parameters that a server takes up and answers per second.
-        simulate: the most workers to simulate.
-        picture: a PNG file to draw the scaling into.
+        worker_link_gbit_s: speed of a worker's link. The default is that of a server's.
+        latency_s: seconds that a small message takes, one way.
+        sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
+        exchange_s: seconds that training stands still for each exchange.
+        server_gbyte_s: GB of parameters that a server can take in and send back per second.
+        simulate: largest number of workers to simulate.
+        picture: PNG file for a picture of the scaling.
     """
     measured = None if module is None else _measured(module, batch_sizes or [])
     if measured is not None:
@@ -87,8 +87,11 @@ def plan(
 def _all_given(**numbers: Any) -> dict[str, Any]:
     """The numbers of a job. Raises if one is missing."""
     if None in numbers.values():
-        found = ", ".join(f"{name}={value}" for name, value in numbers.items())
-        raise ConfigurationError(f"{found}. Expected all three, or a module to measure: --module package.module:Class.")
+        missing = ", ".join(f"--{name.replace('_', '-')}" for name, value in numbers.items() if value is None)
+        raise ConfigurationError(
+            f"{missing} not given. Expected --parameters, --step-s and --batch-size, or a module to measure: "
+            "--module package.module:Class."
+        )
     return numbers
 
 
@@ -98,7 +101,8 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
         output.print(_batches(measured, batch_size))
     simulated = _simulated(job, simulate)
     output.print(_answers(job, batch_size, simulated))
-    output.print(_scaling(job, batch_size, simulated))
+    output.print(_speeds(job, batch_size, simulated))
+    output.print(_needs(job))
     if picture is not None:
         _draw(job, simulated, picture)
         output.print(f"picture: {picture}")
@@ -186,14 +190,14 @@ def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
         "efficiency, if nsync is kept": f"{sizing.efficiency(job):.1%}"
         + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
         "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
-        "samples/s of all workers, if nsync is kept": f"{_samples_per_s(job, batch_size):,.0f}",
-        "the same in lock-step, nsync=1": f"efficiency {sizing.synchronous_efficiency(ratio, job.workers):.1%} "
-        f"(communication / computation {ratio:.2g})",
+        "samples/s together, if nsync is kept": f"{_samples_per_s(job, batch_size):,.0f}",
+        "efficiency in lock-step, nsync=1": f"{sizing.synchronous_efficiency(ratio, job.workers):.1%}",
+        "communication / computation there": f"{ratio:.2g}",
         "smallest nsync that stays hidden": f"{sizing.hidden_nsync(job):,}",
         f"least servers with nsync={job.nsync}": _count(servers),
         "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
         "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
-        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(job))} beyond single-device training",
+        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(job))} beyond one device's",
         "memory of a server": f"{in_bytes(sizing.server_memory_bytes(job))} at most",
     }
     if not math.isinf(job.server_gbyte_s):
@@ -204,23 +208,38 @@ def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
     return made
 
 
-def _scaling(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
-    columns: dict[str, Callable[[Job], str]] = {
-        "workers": lambda j: f"{j.workers:,}",
-        "samples/s": lambda j: f"{_samples_per_s(j, batch_size):,.0f}",
-        "efficiency": lambda j: f"{sizing.efficiency(j):.1%}",
-        "simulated": lambda j: f"{simulated[j.workers]:.1%}" if j.workers in simulated else "",
-        "lock-step": lambda j: f"{sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers):.1%}",
-        "steps\ntaken": lambda j: f"{sizing.steps_between_exchanges(j):,}",
-        "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
-        "least\nservers": lambda j: _count(sizing.least_servers(j)),
-        "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
-        "its\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
-    }
-    made = table(f"With {_of(job.servers, 'server')} and nsync={job.nsync}", *columns)
+def _speeds(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
+    return _by_workers(
+        f"Speed with {_of(job.servers, 'server')} and nsync={job.nsync}",
+        job,
+        {
+            "samples/s": lambda j: f"{_samples_per_s(j, batch_size):,.0f}",
+            "efficiency": lambda j: f"{sizing.efficiency(j):.1%}",
+            "simulated": lambda j: f"{simulated[j.workers]:.1%}" if j.workers in simulated else "",
+            "in lock-step": lambda j: f"{sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers):.1%}",
+        },
+    )
+
+
+def _needs(job: Job) -> Table:
+    return _by_workers(
+        "What that takes",
+        job,
+        {
+            "steps\ntaken": lambda j: f"{sizing.steps_between_exchanges(j):,}",
+            "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
+            "least\nservers": lambda j: _count(sizing.least_servers(j)),
+            "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
+            "server's\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
+        },
+    )
+
+
+def _by_workers(title: str, job: Job, columns: dict[str, Callable[[Job], str]]) -> Table:
+    made = table(title, "workers", *columns)
     for workers in sorted({*_WORKERS, job.workers}):
-        there = replace(job, workers=workers)
-        made.add_row(*(cell(there) for cell in columns.values()), style="bold" if workers == job.workers else "")
+        cells = (cell(replace(job, workers=workers)) for cell in columns.values())
+        made.add_row(f"{workers:,}", *cells, style="bold" if workers == job.workers else "")
     return made
 
 
@@ -229,7 +248,7 @@ def _samples_per_s(job: Job, batch_size: int) -> float:
 
 
 def _count(servers: int | None) -> str:
-    return "none will do" if servers is None else f"{servers:,}"
+    return "none" if servers is None else f"{servers:,}"
 
 
 def _of(count: int, thing: str) -> str:

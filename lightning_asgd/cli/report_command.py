@@ -11,13 +11,15 @@ __all__ = ["report"]
 
 
 def report(run_dir: str, *, out: str | None = None) -> None:
-    """Write a page about a run: training error, who waited for what, throughput, staleness and traffic.
+    """Write a page about a run from its logs.
 
-    It is one HTML file with its pictures inside; these are also written beside it, as PNG.
+    The page shows the training error, what each worker waited for, throughput, staleness and traffic. It is one HTML
+    file that contains its pictures. The pictures are also written beside it, as PNG files.
 
     Args:
-        run_dir: folder of the run's logs, where an ASGDMonitor has written asgd.jsonl; or one above it. Path or URL.
-        out: folder to write to; the default is "report" in the run's folder, or here if the run's logs are at a URL.
+        run_dir: folder or URL of the run's logs, where an ASGDMonitor has written asgd.jsonl, or a folder above it.
+        out: folder to write to. The default is "report" in the run's folder, or in the current folder if the logs are
+            at a URL.
 
     Raises:
         ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.

@@ -28,22 +28,22 @@ def serve(
     snapshots: Path | None = None,
     snapshot_every_s: float = 60.0,
 ) -> None:
-    """Start the servers of a run, which Trainers attach themselves to and leave as they like.
+    """Start the servers of an elastic run.
 
-    Ends with Ctrl-C or SIGTERM, and the run with it, unless it has snapshots to go on from.
+    Trainers attach to the run and leave it at any time. Ctrl-C or SIGTERM stops the servers, and ends the run unless it
+    has snapshots: the same command continues from them.
 
     Args:
-        port: that workers find the run at; on several machines it must be open to them, as must those that the servers
-            choose for themselves.
-        run_id: name of the run, of your choice. Workers give the same one.
-        host: address of this machine to listen at, and nowhere else. The default is for workers on this machine only.
+        port: port at which workers find the run. Other machines must reach it, and the ports that the servers choose.
+        run_id: name of the run, of your choice. Give workers the same name.
+        host: address of this machine to listen at. At the default only workers on this machine reach the servers.
         num_servers: processes that share the weights equally.
-        transport: "rpc" is fast and knows no authentication. "zmq" encrypts every connection and lets nobody in without
-            the secret in the environment variable LIGHTNING_ASGD_SECRET.
-        snapshots: folder for what the servers know: weights, optimizer states, progress. If it holds that of this run
-            already, the run goes on from there. None means that the run ends with its servers.
-        snapshot_every_s: seconds between two snapshots. If all servers are lost at once, what was learnt since the
-            latest ones is lost.
+        transport: "rpc" is torch's, without authentication. "zmq" encrypts every connection, and accepts only processes
+            with the same secret in the environment variable LIGHTNING_ASGD_SECRET.
+        snapshots: folder for snapshots of weights, optimizer states and progress. If it holds snapshots of this run,
+            the run continues from them. Without a folder the run ends with its servers.
+        snapshot_every_s: seconds between two snapshots. If all servers are lost at once, the updates since the latest
+            snapshot are lost.
     """
     # Here, since torch comes with them: help and other commands do without.
     from lightning_asgd.config import seconds

@@ -21,15 +21,19 @@ __all__ = ["measure_stalls"]
 def measure_stalls(
     *, module: str, steps: int = 50, warm_up: int = 5, repeats: int = 3, files: Path | None = None
 ) -> int:
-    """Measure how long a training step waits for data to be fetched and prepared, and say what would help.
+    """Measure how long training waits for its data.
+
+    The tables show how long a step waits for data to be fetched from storage and to be prepared, and predict what more
+    loader processes, a cache or faster storage would change.
 
     Args:
-        module: a LightningModule, as package.module:Class or script.py:Class, which is made without arguments and gives
-            its own train_dataloader; or a function that returns a module and a loader.
-        steps: to be timed, per pass.
-        warm_up: steps before that.
-        repeats: of everything; the fastest of each pass counts.
-        files: a folder that the data are read from: the operating system is asked to forget it before each cold pass.
+        module: a LightningModule, as package.module:Class or script.py:Class, which is created without arguments and
+            has a train_dataloader; or a function that returns a module and a loader.
+        steps: steps to time in each pass.
+        warm_up: steps before the timed steps.
+        repeats: how often to measure; the fastest repeat of each pass counts.
+        files: folder that the data is read from. The operating system is asked to drop its files from memory before
+            each cold pass.
     """
     from lightning_asgd.data_stalls.probe import stalls as measured
 

@@ -1,4 +1,4 @@
-"""``lightning-asgd status``: who takes part in a run, how fast, and how far it is."""
+"""``lightning-asgd status``: the workers of an elastic run, their speed and the progress."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ANSWER_S = 10.0
 
 
 def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) -> None:
-    """Show who takes part in a run that `lightning-asgd serve` serves.
+    """Show the workers of an elastic run, and its progress.
 
     Args:
-        server: where it does, as "host:port".
-        watch: go on showing it, until Ctrl-C.
-        every_n_seconds: seconds between two looks.
+        server: address of the servers, as "host:port", as `lightning-asgd serve` prints it.
+        watch: update the table until Ctrl-C.
+        every_n_seconds: seconds between two updates.
     """
     transport, run = _connect(server)
     screen = console()

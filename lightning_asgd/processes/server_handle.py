@@ -30,7 +30,15 @@ class ServerHandle:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
         arguments = ServerArguments(
-            settings, f"server{index}", self.key, host, port, os.getpid(), succeeds=succeeds, server=index
+            settings,
+            f"server{index}",
+            self.key,
+            host,
+            port,
+            os.getpid(),
+            succeeds=succeeds,
+            server=index,
+            path=(*filter(None, sys.path), str(Path.cwd())),
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],

@@ -6,79 +6,29 @@ Shapes: a shard holds one flat tensor per group of the layout (see :mod:`lightni
 
 from __future__ import annotations
 
-from lightning_asgd.protocol.collective_messages import Contribution, Pickled, Place, SyncReport
-from lightning_asgd.protocol.lease_messages import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
-from lightning_asgd.protocol.metric_messages import Status, StatusRequest, WorkerMetrics, WorkerStatus
-from lightning_asgd.protocol.recovery_messages import ReplayDone, ReplicaState, StateReport
+from lightning_asgd.protocol import (
+    collective_messages,
+    lease_messages,
+    metric_messages,
+    recovery_messages,
+    session_messages,
+    update_messages,
+)
+from lightning_asgd.protocol.collective_messages import *
+from lightning_asgd.protocol.lease_messages import *
+from lightning_asgd.protocol.metric_messages import *
+from lightning_asgd.protocol.recovery_messages import *
 from lightning_asgd.protocol.request import Request
-from lightning_asgd.protocol.session_messages import (
-    BOOTSTRAPPED,
-    PROTOCOL,
-    Attach,
-    Attached,
-    DisconnectWatch,
-    Failure,
-    Heartbeat,
-    HeartbeatReply,
-    Join,
-    Joined,
-    Leave,
-    Policy,
-    RankHeld,
-    RunMetadata,
-)
-from lightning_asgd.protocol.update_messages import (
-    Exchange,
-    InitShard,
-    LayerGradient,
-    Reply,
-    Samples,
-    ShardState,
-    SharedRef,
-    nbytes,
-)
+from lightning_asgd.protocol.session_messages import *
+from lightning_asgd.protocol.update_messages import *
 
-__all__ = [
-    "BOOTSTRAPPED",
-    "PROTOCOL",
-    "Attach",
-    "Attached",
-    "Contribution",
-    "DisconnectWatch",
-    "Epoch",
-    "Exchange",
-    "Failure",
-    "Heartbeat",
-    "HeartbeatReply",
-    "InitShard",
-    "Join",
-    "Joined",
-    "LayerGradient",
-    "LeaseGrant",
-    "LeaseHoldings",
-    "LeaseRequest",
-    "Leave",
-    "OpenEpoch",
-    "Pickled",
-    "Place",
-    "Policy",
-    "RankHeld",
-    "ReplayDone",
-    "ReplicaState",
-    "Reply",
-    "Request",
-    "RunMetadata",
-    "Samples",
-    "ShardState",
-    "SharedRef",
-    "StateReport",
-    "Status",
-    "StatusRequest",
-    "SyncReport",
-    "WorkerMetrics",
-    "WorkerStatus",
-    "nbytes",
-]
+__all__ = ["Request"]
+__all__ += collective_messages.__all__
+__all__ += lease_messages.__all__
+__all__ += metric_messages.__all__
+__all__ += recovery_messages.__all__
+__all__ += session_messages.__all__
+__all__ += update_messages.__all__
 
 for _name in __all__:
     if isinstance(globals()[_name], type):

@@ -1,14 +1,15 @@
 """Messages as bytes, without pickle: a header in JSON that says what everything is, and the bytes of tensors after it.
 
 Only what is listed here can be sent: numbers, texts, bytes, tensors, tuples, lists, dicts, sets, the messages
-themselves, algorithms, transforms and compressions. Decoding makes nothing else, so a sender cannot have other code
-run. What a program broadcasts can be any object: its worker sends it as
-:class:`~lightning_asgd.protocol.Pickled`, which is bytes here.
+themselves, algorithms, transforms and compressions. Decoding makes nothing else. A user's own algorithm, transform or
+compression is named by its module and class, and the receiver imports the module. What a program broadcasts can be any
+object: its worker sends it as :class:`~lightning_asgd.protocol.Pickled`, which is bytes here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -32,6 +33,7 @@ _CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
     for name, value in vars(module).items()
     if isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, Enum))
 }
+_RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
 
@@ -79,8 +81,8 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
             return [letter, [_encode(item, buffers, depth + 1) for item in items]]
     if type(value) is dict:
         return ["D", [[_encode(k, buffers, depth + 1), _encode(v, buffers, depth + 1)] for k, v in value.items()]]
-    name = type(value).__name__
-    if _CLASSES.get(name) is type(value):
+    name = _name_of(type(value))
+    if name is not None:
         if isinstance(value, Enum):
             return ["E", name, value.value]
         instance: Any = value
@@ -88,9 +90,25 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         contents = {field: getattr(value, field) for field in fields}
         return ["O", name, {field: _encode(item, buffers, depth + 1) for field, item in contents.items()}]
     raise ProtocolError(
-        f"A {type(value).__module__}.{name} cannot be sent without pickle. Expected an algorithm, transform or "
-        "compression of lightning_asgd, or plain values and tensors. ASGDStrategy(transport='rpc') sends any object."
+        f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected an algorithm, "
+        "transform or compression, or plain values and tensors. ASGDStrategy(transport='rpc') sends any object."
     )
+
+
+def _name_of(kind: type) -> str | None:
+    """A class's name in messages; None if its objects cannot be sent."""
+    if _CLASSES.get(kind.__name__) is kind:
+        return kind.__name__
+    return f"{kind.__module__}:{kind.__name__}" if issubclass(kind, _RULES) and dataclasses.is_dataclass(kind) else None
+
+
+def _class_of(name: str) -> type:
+    """The class of that name. Raises what an import raises, or a ``ProtocolError`` if it is none that can be sent."""
+    module, colon, inner = name.partition(":")
+    kind: type = getattr(importlib.import_module(module), inner) if colon else _CLASSES[name]
+    if not isinstance(kind, type) or _name_of(kind) != name:
+        raise ProtocolError(f"{name} is not an algorithm, a transform or a compression.")
+    return kind
 
 
 def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
@@ -127,7 +145,7 @@ def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, 
 
 
 def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
-    kind: Any = _CLASSES[name]
+    kind: Any = _class_of(name)
     if issubclass(kind, Enum):
         raise ProtocolError(f"{name} is an enumeration.")
     fields = {f.name for f in dataclasses.fields(kind)}

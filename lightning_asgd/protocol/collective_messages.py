@@ -20,72 +20,43 @@ class Pickled:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is in its training, between two batches.
+    """Where a worker is in its training, between two batches."""
 
-    Attributes:
-        ends: whether its epoch ends here.
-        validates: whether it is to validate here.
-        step: optimizer steps that it has counted.
-        batches: batches of the epoch that it has counted.
-    """
-
-    ends: bool
-    validates: bool
-    step: int
-    batches: int
+    ends: bool  # whether its epoch ends here
+    validates: bool  # whether it is to validate here
+    step: int  # optimizer steps that it has counted
+    batches: int  # batches of the epoch that it has counted
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a worker says at a sync point.
+    """What a worker says at a sync point."""
 
-    Attributes:
-        moved: whether anything was pushed since the last one.
-        should_stop: whether training is to end.
-        grown: whether there are trainable parameters that are not exchanged.
-        checkpoints: what this worker's checkpoint callbacks know of the files.
-        figures: this worker's.
-        versions: per server, of the weights that this worker has taken already, since it knew that all had pushed;
-            None if it has not.
-        place: where it is; None outside of epochs.
-        trained: whether it has trained since the last one, with or without optimizer steps.
-        halts: whether it trains no more of the epoch, so that the others are to come soon.
-    """
-
-    moved: bool
-    should_stop: bool
-    grown: bool
-    checkpoints: list[Any]
-    figures: WorkerMetrics | None = None
+    moved: bool  # whether anything was pushed since the last one
+    should_stop: bool  # whether training is to end
+    grown: bool  # whether there are trainable parameters that are not exchanged
+    checkpoints: list[Any]  # what this worker's checkpoint callbacks know of the files
+    figures: WorkerMetrics | None = None  # this worker's
+    # Per server, of the weights that this worker has taken already, since it knew that all had pushed; None if it has
+    # not.
     versions: tuple[int, ...] | None = None
-    place: Place | None = None
-    trained: bool = False
-    halts: bool = False
+    place: Place | None = None  # where it is; None outside of epochs
+    trained: bool = False  # whether it has trained since the last one, with or without optimizer steps
+    halts: bool = False  # whether it trains no more of the epoch, so that the others are to come soon
 
 
 @dataclass(frozen=True)
 class Contribution(Request):
-    """A worker's part in a collective.
+    """A worker's part in a collective."""
 
-    Attributes:
-        seq: number of this worker's collective in the session, counted from 1.
-        kind: ``"barrier"``, ``"broadcast"``, ``"all_gather"``, ...: must be the same on all workers.
-        name: what the caller calls it; must be the same on all workers.
-        payload: a plain value, a tensor, or an object as :class:`Pickled`.
-        source: the one worker whose payload is delivered; None: everybody's.
-        target: the one worker that it is delivered to, the others get nothing; None: everybody.
-        timeout_s: seconds after which the servers give up on the missing workers.
-        stops: whether the worker trains no more, so that the others are to come soon.
-        answer: what the worker was answered by a coordinator that was lost since: it does not wait any more, and the
-            others are to get the same. None if it waits.
-    """
-
-    seq: int
-    kind: str
-    name: str
-    payload: Any = None
-    source: int | None = None
-    target: int | None = None
-    timeout_s: float = 1800.0
-    stops: bool = False
+    seq: int  # number of this worker's collective in the session, counted from 1
+    kind: str  # `"barrier"`, `"broadcast"`, `"all_gather"`, ...: must be the same on all workers
+    name: str  # what the caller calls it; must be the same on all workers
+    payload: Any = None  # a plain value, a tensor, or an object as `Pickled`
+    source: int | None = None  # the one worker whose payload is delivered; None: everybody's
+    target: int | None = None  # the one worker that it is delivered to, the others get nothing; None: everybody
+    timeout_s: float = 1800.0  # seconds after which the servers give up on the missing workers
+    stops: bool = False  # whether the worker trains no more, so that the others are to come soon
+    # What the worker was answered by a coordinator that was lost since: it does not wait any more, and the others are
+    # to get the same. None if it waits.
     answer: dict[int, Any] | None = None

@@ -16,58 +16,33 @@ class WorkerMetrics:
 
     All are sums since training began, unless something else is said. Seconds of computing and of the three kinds of
     standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
-
-    Attributes:
-        began: when training began, in seconds since 1970 on the worker's clock.
-        at_s: seconds from then until these figures were taken.
-        epoch: epochs trained, with the fraction of the present one; not a sum.
-        samples: samples trained.
-        batches: batches trained.
-        steps: optimizer steps taken.
-        loss_sum: training loss of the batches that had a finite one.
-        losses: number of these batches.
-        train_s: seconds of computing.
-        exchange_wait_s: seconds in which training stood still for the servers' answers.
-        sync_wait_s: seconds in which it stood still at sync points, for the servers and the other workers.
-        data_wait_s: seconds in which it stood still for data.
-        exchanges: exchanges that were answered.
-        pushes: those of them with an update.
-        refused: updates that a server refused.
-        repeated: updates that a server had applied before.
-        round_trip_s: seconds from the messages to the merging of their answers.
-        bytes_pushed: bytes of updates.
-        bytes_fetched: bytes of weights.
-        staleness_sum: staleness, in versions, of all pushes.
-        staleness_max: the largest; not a sum.
-        staleness: pushes by staleness; above 15 by the power of two below it.
-        nsync: optimizer steps between two exchanges, as of now.
-        distance: norm of the worker's parameters minus the servers', when it was measured last; 0 before.
     """
 
-    began: float = 0.0
-    at_s: float = 0.0
-    epoch: float = 0.0
-    samples: int = 0
-    batches: int = 0
-    steps: int = 0
-    loss_sum: float = 0.0
-    losses: int = 0
-    train_s: float = 0.0
-    exchange_wait_s: float = 0.0
-    sync_wait_s: float = 0.0
-    data_wait_s: float = 0.0
-    exchanges: int = 0
-    pushes: int = 0
-    refused: int = 0
-    repeated: int = 0
-    round_trip_s: float = 0.0
-    bytes_pushed: int = 0
-    bytes_fetched: int = 0
-    staleness_sum: float = 0.0
-    staleness_max: int = 0
+    began: float = 0.0  # when training began, in seconds since 1970 on the worker's clock
+    at_s: float = 0.0  # seconds from then until these figures were taken
+    epoch: float = 0.0  # epochs trained, with the fraction of the present one; not a sum
+    samples: int = 0  # samples trained
+    batches: int = 0  # batches trained
+    steps: int = 0  # optimizer steps taken
+    loss_sum: float = 0.0  # training loss of the batches that had a finite one
+    losses: int = 0  # number of these batches
+    train_s: float = 0.0  # seconds of computing
+    exchange_wait_s: float = 0.0  # seconds in which training stood still for the servers' answers
+    sync_wait_s: float = 0.0  # seconds in which it stood still at sync points, for the servers and the other workers
+    data_wait_s: float = 0.0  # seconds in which it stood still for data
+    exchanges: int = 0  # exchanges that were answered
+    pushes: int = 0  # those of them with an update
+    refused: int = 0  # updates that a server refused
+    repeated: int = 0  # updates that a server had applied before
+    round_trip_s: float = 0.0  # seconds from the messages to the merging of their answers
+    bytes_pushed: int = 0  # bytes of updates
+    bytes_fetched: int = 0  # bytes of weights
+    staleness_sum: float = 0.0  # staleness, in versions, of all pushes
+    staleness_max: int = 0  # the largest; not a sum
+    # Pushes by staleness; above 15 by the power of two below it.
     staleness: dict[int, int] = field(default_factory=dict)
-    nsync: int = 0
-    distance: float = 0.0
+    nsync: int = 0  # optimizer steps between two exchanges, as of now
+    distance: float = 0.0  # norm of the worker's parameters minus the servers', when it was measured last; 0 before
 
 
 @dataclass(frozen=True)
@@ -79,49 +54,27 @@ class StatusRequest:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What the coordinator knows of a worker.
+    """What the coordinator knows of a worker."""
 
-    Attributes:
-        worker: its number.
-        about: its machine, process and device, where it came by itself.
-        away: why nobody waits for it; empty if it takes part.
-        silent_s: seconds since its last heartbeat.
-        pace_s: seconds that it needs for an optimizer step; 0 if that is not known.
-        trained: steps of the present epoch that it has trained.
-        figures: its latest, if it is monitored.
-    """
-
-    worker: int
-    about: str
-    away: str
-    silent_s: float
-    pace_s: float
-    trained: int
-    figures: WorkerMetrics | None = None
+    worker: int  # its number
+    about: str  # its machine, process and device, where it came by itself
+    away: str  # why nobody waits for it; empty if it takes part
+    silent_s: float  # seconds since its last heartbeat
+    pace_s: float  # seconds that it needs for an optimizer step; 0 if that is not known
+    trained: int  # steps of the present epoch that it has trained
+    figures: WorkerMetrics | None = None  # its latest, if it is monitored
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a server knows of its session.
+    """What a server knows of its session."""
 
-    Attributes:
-        session: its name; empty if there is none.
-        version: updates that the shard has applied.
-        refused: updates that held NaN, infinity or values out of bounds.
-        chief: the worker that logs and writes checkpoints; None if there is none.
-        epoch: number of the latest epoch; None before the first.
-        done: its optimizer steps whose updates have been applied, in batches of the reference size.
-        steps: its steps, likewise.
-        workers: those that take part or may rejoin.
-        news: recent events of workers, as texts for users.
-    """
-
-    session: str = ""
-    version: int = 0
-    refused: int = 0
-    chief: int | None = None
-    epoch: int | None = None
-    done: int = 0
-    steps: int = 0
-    workers: tuple[WorkerStatus, ...] = ()
-    news: tuple[str, ...] = ()
+    session: str = ""  # its name; empty if there is none
+    version: int = 0  # updates that the shard has applied
+    refused: int = 0  # updates that held NaN, infinity or values out of bounds
+    chief: int | None = None  # the worker that logs and writes checkpoints; None if there is none
+    epoch: int | None = None  # number of the latest epoch; None before the first
+    done: int = 0  # its optimizer steps whose updates have been applied, in batches of the reference size
+    steps: int = 0  # its steps, likewise
+    workers: tuple[WorkerStatus, ...] = ()  # those that take part or may rejoin
+    news: tuple[str, ...] = ()  # recent events of workers, as texts for users

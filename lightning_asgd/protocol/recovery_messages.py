@@ -15,45 +15,27 @@ __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What a worker has of a shard whose server was lost.
+    """What a worker has of a shard whose server was lost."""
 
-    Attributes:
-        fragment: number of the part of the module.
-        version: of the weights.
-        weights: as they were fetched last, one tensor per group.
-        pushes: see :class:`Reply`.
-        epoch: the epoch that ``done`` is about.
-        done: see :class:`Reply`.
-    """
-
-    fragment: int
-    version: int
-    weights: tuple[Tensor, ...]
-    pushes: dict[int, int]
-    epoch: str = ""
-    done: tuple[tuple[int, int], ...] = ()
+    fragment: int  # number of the part of the module
+    version: int  # of the weights
+    weights: tuple[Tensor, ...]  # as they were fetched last, one tensor per group
+    pushes: dict[int, int]  # see `Reply`
+    epoch: str = ""  # the epoch that `done` is about
+    done: tuple[tuple[int, int], ...] = ()  # see `Reply`
 
 
 @dataclass(frozen=True)
 class StateReport(Request):
-    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told.
+    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told."""
 
-    Attributes:
-        shards: what it holds, per fragment.
-        answered: number of its latest collective that was answered.
-        part: of the present epoch, if there is one.
-        incarnation: how often the lost server had declared this worker away when it joined last.
-        incarnations: see :class:`Reply`, as far as this worker knows.
-        left: likewise.
-        notes: the last of every :class:`RunMetadata` that it knows, for the coordinator.
-    """
-
-    shards: tuple[ReplicaState, ...]
-    answered: int = 0
-    part: LeaseHoldings | None = None
-    incarnation: int = 0
-    incarnations: dict[int, int] = field(default_factory=dict)
-    left: dict[int, str] = field(default_factory=dict)
+    shards: tuple[ReplicaState, ...]  # what it holds, per fragment
+    answered: int = 0  # number of its latest collective that was answered
+    part: LeaseHoldings | None = None  # of the present epoch, if there is one
+    incarnation: int = 0  # how often the lost server had declared this worker away when it joined last
+    incarnations: dict[int, int] = field(default_factory=dict)  # see `Reply`, as far as this worker knows
+    left: dict[int, str] = field(default_factory=dict)  # likewise
+    # The last of every `RunMetadata` that it knows, for the coordinator.
     notes: dict[str, Any] = field(default_factory=dict)
 
 

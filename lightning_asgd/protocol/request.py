@@ -11,15 +11,10 @@ __all__ = ["Request"]
 
 @dataclass(frozen=True)
 class Request:
-    """A message of a worker.
+    """A message of a worker."""
 
-    Attributes:
-        session: the session, which is one call of ``fit``, ``validate``, ``test`` or ``predict`` on all its workers, or
-            an elastic run.
-        worker: global rank of the sender; in an elastic run its number.
-        process: name of the sender's process: a fencing token. Servers take a rank's messages from one process only.
-    """
-
+    # The session, which is one call of `fit`, `validate`, `test` or `predict` on all its workers, or an elastic run.
     session: str
-    worker: int
+    worker: int  # global rank of the sender; in an elastic run its number
+    # Name of the sender's process: a fencing token. Servers take a rank's messages from one process only.
     process: str = field(default_factory=this_process, kw_only=True)

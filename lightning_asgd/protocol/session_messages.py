@@ -35,81 +35,47 @@ PROTOCOL = 20
 
 @dataclass(frozen=True)
 class Policy:
-    """What a session does about workers that are silent or gone.
+    """What a session does about workers that are silent or gone."""
 
-    Attributes:
-        silence_s: seconds without a heartbeat after which a worker counts as away; 0: never.
-        min_workers: with fewer of them the session is ended.
-        abort: whether the session is ended as soon as one is away or gone.
-    """
-
-    silence_s: float = 0.0
-    min_workers: int = 1
-    abort: bool = False
+    silence_s: float = 0.0  # seconds without a heartbeat after which a worker counts as away; 0: never
+    min_workers: int = 1  # with fewer of them the session is ended
+    abort: bool = False  # whether the session is ended as soon as one is away or gone
 
 
 @dataclass(frozen=True)
 class Join(Request):
-    """A worker enters a session.
+    """A worker enters a session."""
 
-    Attributes:
-        world_size: number of workers of the session; 0: they come and go, see :class:`Attach`.
-        policy: the same from all workers; the first one's counts.
-        again: whether the worker was told that it counts as away, and starts over with the servers' weights.
-        after: the session that this one goes on from, with the same workers; who is gone there is gone here.
-        server: number of the server that this is sent to.
-        restore: whether this server replaces one that was lost during the session.
-        holding: where workers come and go, those that hold the weights, as far as this one knows.
-        admitted: the highest number that it knows to be given.
-        protocol: version of the messages the worker speaks.
-        replaces: whether the process may replace one that has died or is silent. It then waits for the
-            others to train, and joins once more, with ``since``.
-        since: number of the collective after which such a worker takes part in all of them; None for other workers.
-    """
-
-    world_size: int
-    policy: Policy = Policy()
-    again: bool = False
-    after: str = ""
-    server: int = 0
-    restore: bool = False
-    holding: tuple[int, ...] = ()
-    admitted: int = 0
-    protocol: int = PROTOCOL
-    replaces: bool = False
-    since: int | None = None
+    world_size: int  # number of workers of the session; 0: they come and go, see `Attach`
+    policy: Policy = Policy()  # the same from all workers; the first one's counts
+    again: bool = False  # whether the worker was told that it counts as away, and starts over with the servers' weights
+    after: str = ""  # the session that this one goes on from, with the same workers; who is gone there is gone here
+    server: int = 0  # number of the server that this is sent to
+    restore: bool = False  # whether this server replaces one that was lost during the session
+    holding: tuple[int, ...] = ()  # where workers come and go, those that hold the weights, as far as this one knows
+    admitted: int = 0  # the highest number that it knows to be given
+    protocol: int = PROTOCOL  # version of the messages the worker speaks
+    replaces: bool = False  # whether the process may replace one that has died or is silent, and joins again later
+    since: int | None = None  # number of the collective after which such a worker takes part in all
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Answer to :class:`Join`.
+    """Answer to :class:`Join`."""
 
-    Attributes:
-        pid: the server's process.
-        incarnation: how often this worker was declared away.
-        pushed: number of the worker's latest push that the server has seen.
-        late: whether the process replaces one that has died or is silent.
-        collectives: number of the latest collective that was completed, where it does.
-    """
-
-    pid: int
-    incarnation: int = 0
-    pushed: int = 0
-    late: bool = False
-    collectives: int = 0
+    pid: int  # the server's process
+    incarnation: int = 0  # how often this worker was declared away
+    pushed: int = 0  # number of the worker's latest push that the server has seen
+    late: bool = False  # whether the process replaces one that has died or is silent
+    collectives: int = 0  # number of the latest collective that was completed, where it does
 
 
 @dataclass(frozen=True)
 class RankHeld:
-    """Answer to :class:`Join` with ``replaces`` while another process is the worker.
+    """Answer to :class:`Join` with ``replaces`` while another process is the worker."""
 
-    Attributes:
-        process: its name.
-        silent_s: seconds since it was last heard.
-    """
-
-    process: str
-    silent_s: float
+    process: str  # its name
+    silent_s: float  # seconds since it was last heard
 
 
 @dataclass(frozen=True)
@@ -117,94 +83,59 @@ class Attach:
     """A worker asks to take part in a run whose workers come and go.
 
     Answered once the run has weights, or once this worker is to bring them.
-
-    Attributes:
-        session: name of the run.
-        about: the worker's machine, process and device, as a text for users.
-        policy: what the run does about workers that are silent; the first worker's counts.
-        protocol: version of the messages the worker speaks.
-        process: see :class:`Request`.
     """
 
-    session: str
-    about: str
-    policy: Policy = Policy()
-    protocol: int = PROTOCOL
-    process: str = field(default_factory=this_process, kw_only=True)
+    session: str  # name of the run
+    about: str  # the worker's machine, process and device, as a text for users
+    policy: Policy = Policy()  # what the run does about workers that are silent; the first worker's counts
+    protocol: int = PROTOCOL  # version of the messages the worker speaks
+    process: str = field(default_factory=this_process, kw_only=True)  # see `Request`
 
 
 @dataclass(frozen=True)
 class Attached:
-    """Answer to :class:`Attach`.
+    """Answer to :class:`Attach`."""
 
-    Attributes:
-        worker: the worker's number, which no other has had or will have.
-        bootstraps: whether the run has no weights yet: this worker brings them, and the others wait for that.
-        notes: what the workers have told each other: see :class:`RunMetadata`.
-        heard: number of news that were there before.
-        chief: the worker that logs and writes checkpoints.
-    """
-
-    worker: int
-    bootstraps: bool
-    notes: dict[str, Any]
-    heard: int = 0
-    chief: int = 0
+    worker: int  # the worker's number, which no other has had or will have
+    bootstraps: bool  # whether the run has no weights yet: this worker brings them, and the others wait for that
+    notes: dict[str, Any]  # what the workers have told each other: see `RunMetadata`
+    heard: int = 0  # number of news that were there before
+    chief: int = 0  # the worker that logs and writes checkpoints
 
 
 @dataclass(frozen=True)
 class RunMetadata(Request):
-    """What the workers of a run tell each other, and workers that join later. The last write wins.
+    """What the workers of a run tell each other, and workers that join later. The last write wins."""
 
-    Attributes:
-        name: what it is about; :data:`BOOTSTRAPPED` is the one that servers read.
-        value: a plain value, or an object as :class:`Pickled`; None to ask only.
-        first: whether an earlier value stays, if there is one (put-if-absent).
-    """
-
-    name: str
-    value: Any = None
-    first: bool = False
+    name: str  # what it is about; `BOOTSTRAPPED` is the one that servers read
+    value: Any = None  # a plain value, or an object as `Pickled`; None to ask only
+    first: bool = False  # whether an earlier value stays, if there is one (put-if-absent)
 
 
 @dataclass(frozen=True)
 class Heartbeat(Request):
-    """Sent a few times within :attr:`Policy.silence_s`.
-
-    Attributes:
-        heard: number of events that the worker has heard of.
-        figures: the worker's latest, for the coordinator; None if it takes none.
-    """
+    """Sent a few times within :attr:`Policy.silence_s`."""
 
     urgent: ClassVar[bool] = True  # behind weights it might come too late
 
-    heard: int = 0
-    figures: WorkerMetrics | None = None
+    heard: int = 0  # number of events that the worker has heard of
+    figures: WorkerMetrics | None = None  # the worker's latest, for the coordinator; None if it takes none
 
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """Answer to :class:`Heartbeat`.
+    """Answer to :class:`Heartbeat`."""
 
-    Attributes:
-        news: events of workers since the last heartbeat, as texts for users.
-        living: workers that take part.
-        figures: the latest ones of every worker, for the chief, which logs them; empty for the others.
-        chief: the worker that logs and writes checkpoints.
-        holding: where workers come and go, those that hold the weights.
-        admitted: the highest number that one of them was given.
-        fenced: whether the sender must join again before it trains.
-        needed: number of the first collective whose result a worker that is away may still ask for; workers repeat
-            these results if this server is lost.
-    """
-
-    news: tuple[str, ...] = ()
-    living: tuple[int, ...] = ()
+    news: tuple[str, ...] = ()  # events of workers since the last heartbeat, as texts for users
+    living: tuple[int, ...] = ()  # workers that take part
+    # The latest ones of every worker, for the chief, which logs them; empty for the others.
     figures: dict[int, WorkerMetrics] = field(default_factory=dict)
-    chief: int = 0
-    holding: tuple[int, ...] = ()
-    admitted: int = 0
-    fenced: bool = False
+    chief: int = 0  # the worker that logs and writes checkpoints
+    holding: tuple[int, ...] = ()  # where workers come and go, those that hold the weights
+    admitted: int = 0  # the highest number that one of them was given
+    fenced: bool = False  # whether the sender must join again before it trains
+    # Number of the first collective whose result a worker that is away may still ask for; workers repeat these results
+    # if this server is lost.
     needed: int = 0
 
 
@@ -217,18 +148,13 @@ class DisconnectWatch(Request):
 
 @dataclass(frozen=True)
 class Leave(Request):
-    """A worker leaves a session, or somebody who knows reports that it is gone.
+    """A worker leaves a session, or somebody who knows reports that it is gone."""
 
-    Attributes:
-        reason: why; empty for an orderly end.
-        final: whether its process is gone, so that it won't be in later sessions of the same job either. ``process`` is
-            what the name of that process begins with, then.
-        details: for the workers' logs, such as the last lines of a traceback.
-    """
-
-    reason: str = ""
+    reason: str = ""  # why; empty for an orderly end
+    # Whether its process is gone, so that it won't be in later sessions of the same job either. `process` is what the
+    # name of that process begins with, then.
     final: bool = False
-    details: str = ""
+    details: str = ""  # for the workers' logs, such as the last lines of a traceback
 
 
 @dataclass(frozen=True)

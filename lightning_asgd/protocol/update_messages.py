@@ -28,94 +28,57 @@ _BULKY = 4 << 20  # bytes
 
 @dataclass(frozen=True)
 class SharedRef:
-    """Where another process of the same machine finds a block of shared memory.
+    """Where another process of the same machine finds a block of shared memory."""
 
-    Attributes:
-        host: identity of the machine and of its process and network namespaces.
-        pid: process that owns the block.
-        fd: the block's file descriptor in that process.
-        nonce: bytes that stand at the block's start, so that a stale reference is noticed.
-        nbytes: size of the block, header included.
-    """
-
-    host: str
-    pid: int
-    fd: int
-    nonce: bytes
-    nbytes: int
+    host: str  # identity of the machine and of its process and network namespaces
+    pid: int  # process that owns the block
+    fd: int  # the block's file descriptor in that process
+    nonce: bytes  # bytes that stand at the block's start, so that a stale reference is noticed
+    nbytes: int  # size of the block, header included
 
 
 @dataclass(frozen=True)
 class InitShard(Request):
-    """Lay out a server's shard (every worker) and fill it (the first worker).
+    """Lay out a server's shard (every worker) and fill it (the first worker)."""
 
-    Attributes:
-        groups: ``(role, dtype name, number of scalars in this shard)`` per group.
-        algorithm: what the server does with updates (:class:`lightning_asgd.algorithms.Algorithm`).
-        weights: initial values, from one worker only; None from the others.
-        version: version to start from, more than 0 when resumed from a checkpoint.
-        shared: block through which this worker will exchange, None for by-value messages.
-        fragment: number of the part of the module that the shard holds its share of.
-        compression: code of what is sent by value (:class:`lightning_asgd.compression.Compression`); None for none.
-    """
-
-    groups: Groups
-    algorithm: Any
-    weights: tuple[Tensor, ...] | None = None
-    version: int = 0
-    shared: SharedRef | None = None
-    fragment: int = 0
-    compression: Any = None
+    groups: Groups  # `(role, dtype name, number of scalars in this shard)` per group
+    algorithm: Any  # what the server does with updates (`Algorithm`)
+    weights: tuple[Tensor, ...] | None = None  # initial values, from one worker only; None from the others
+    version: int = 0  # version to start from, more than 0 when resumed from a checkpoint
+    shared: SharedRef | None = None  # block through which this worker will exchange, None for by-value messages
+    fragment: int = 0  # number of the part of the module that the shard holds its share of
+    compression: Any = None  # code of what is sent by value (`Compression`); None for none
 
 
 @dataclass(frozen=True)
 class Exchange(Request):
-    """One push, one fetch, or a push with the fetch that answers it.
+    """One push, one fetch, or a push with the fetch that answers it."""
 
-    Attributes:
-        seq: number of this worker's push, counted from 1; a server applies each number once.
-        base_version: version of the shard that the update is based on.
-        push: whether an update is sent.
-        fetch: whether the weights are wanted back.
-        update: the update by value, per group a tensor or what a compression has made of it; None if nothing is pushed
-            or if it lies in the shared block.
-        steps: optimizer steps in the update.
-        lr: the worker's learning rate.
-        speed: the worker's optimizer steps per second; 0 if it does not know yet.
-        nsync: steps between two exchanges, as the worker was told by the user.
-        may_wait: whether the answer may be held back until others have come so far.
-        rest: whether the worker stops at a sync point now, so that nobody waits for it.
-        shared: whether update and answer go through the shared block.
-        within_bounds: whether the worker has seen, while the update was in its cache, that all of it is finite and
-            below the bound; it counts for shared memory only.
-        fragment: number of the part of the module that is exchanged.
-        full: whether the weights are wanted as they are, not compressed.
-        common: at a sync point the name of the weights of the last one, as far as this worker holds them, else empty:
-            those are wanted that all take; None elsewhere. See ``streams.Common``.
-        epoch: the epoch that the worker claims units of; empty if it does not.
-        units: units of it that the worker has trained since it began or rejoined, those of this push included.
-        batch: samples of one of the worker's batches; 0 if it does not know.
-    """
-
-    seq: int
-    base_version: int
-    push: bool
-    fetch: bool
+    seq: int  # number of this worker's push, counted from 1; a server applies each number once
+    base_version: int  # version of the shard that the update is based on
+    push: bool  # whether an update is sent
+    fetch: bool  # whether the weights are wanted back
+    # The update by value, per group a tensor or what a compression has made of it; None if nothing is pushed or if it
+    # lies in the shared block.
     update: tuple[Any, ...] | None = None
-    steps: int = 0
-    lr: float = 0.0
-    speed: float = 0.0
-    nsync: int = 0
-    may_wait: bool = False
-    rest: bool = False
-    shared: bool = False
+    steps: int = 0  # optimizer steps in the update
+    lr: float = 0.0  # the worker's learning rate
+    speed: float = 0.0  # the worker's optimizer steps per second; 0 if it does not know yet
+    nsync: int = 0  # steps between two exchanges, as the worker was told by the user
+    may_wait: bool = False  # whether the answer may be held back until others have come so far
+    rest: bool = False  # whether the worker stops at a sync point now, so that nobody waits for it
+    shared: bool = False  # whether update and answer go through the shared block
+    # Whether the worker has seen, while the update was in its cache, that all of it is finite and below the bound; it
+    # counts for shared memory only.
     within_bounds: bool = False
-    fragment: int = 0
-    full: bool = False
+    fragment: int = 0  # number of the part of the module that is exchanged
+    full: bool = False  # whether the weights are wanted as they are, not compressed
+    # At a sync point the name of the weights of the last one, as far as this worker holds them, else empty: those are
+    # wanted that all take; None elsewhere. See `SyncPointCodec`.
     common: str | None = None
-    epoch: str = ""
-    units: int = 0
-    batch: int = 0
+    epoch: str = ""  # the epoch that the worker claims units of; empty if it does not
+    units: int = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
+    batch: int = 0  # samples of one of the worker's batches; 0 if it does not know
 
 
 def nbytes(parts: Sequence[Tensor | Sequence[Tensor]]) -> int:
@@ -125,35 +88,24 @@ def nbytes(parts: Sequence[Tensor | Sequence[Tensor]]) -> int:
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer to :class:`Exchange`.
+    """Answer to :class:`Exchange`."""
 
-    Attributes:
-        version: number of updates the shard has applied, this one included.
-        staleness: updates applied between the fetch the push was based on and the push; 0 without a push.
-        verdict: what became of the push.
-        weights: the shard by value, as the update; None if not asked for or if it lies in the shared block.
-        nsync: optimizer steps until the worker's next exchange; 0 if the server has no wish.
-        busy_s: seconds that the server was busy with it.
-        pushes: per worker, the latest push that the weights hold; empty if they were not asked for.
-        epoch: the epoch that ``done`` is about: that of the message, or in a run whose workers come and go the latest.
-        done: ranges of units of it whose updates the weights hold.
-        incarnations: how often each worker was declared away; those that never were are left out.
-        left: workers that are gone, and why.
-        stopped: number of the collective in which a worker waits that trains no more; 0 if there is none.
-    """
-
-    version: int
-    staleness: int
-    verdict: Verdict
+    version: int  # number of updates the shard has applied, this one included
+    staleness: int  # updates applied between the fetch the push was based on and the push; 0 without a push
+    verdict: Verdict  # what became of the push
+    # The shard by value, as the update; None if not asked for or if it lies in the shared block.
     weights: tuple[Any, ...] | None = None
-    nsync: int = 0
-    busy_s: float = 0.0
+    nsync: int = 0  # optimizer steps until the worker's next exchange; 0 if the server has no wish
+    busy_s: float = 0.0  # seconds that the server was busy with it
+    # Per worker, the latest push that the weights hold; empty if they were not asked for.
     pushes: dict[int, int] = field(default_factory=dict)
+    # The epoch that `done` is about: that of the message, or in a run whose workers come and go the latest.
     epoch: str = ""
-    done: tuple[tuple[int, int], ...] = ()
+    done: tuple[tuple[int, int], ...] = ()  # ranges of units of it whose updates the weights hold
+    # How often each worker was declared away; those that never were are left out.
     incarnations: dict[int, int] = field(default_factory=dict)
-    left: dict[int, str] = field(default_factory=dict)
-    stopped: int = 0
+    left: dict[int, str] = field(default_factory=dict)  # workers that are gone, and why
+    stopped: int = 0  # number of the collective in which a worker waits that trains no more; 0 if there is none
 
     @property
     def bulky(self) -> bool:
@@ -163,32 +115,20 @@ class Reply:
 
 @dataclass(frozen=True)
 class ShardState(Request):
-    """Ask for what a shard keeps beside its weights, or put it back.
+    """Ask for what a shard keeps beside its weights, or put it back."""
 
-    Attributes:
-        fragment: number of the part of the module.
-        state: what was answered when a checkpoint was written; None to ask.
-    """
-
-    fragment: int = 0
-    state: Any = None
+    fragment: int = 0  # number of the part of the module
+    state: Any = None  # what was answered when a checkpoint was written; None to ask
 
 
 @dataclass(frozen=True)
 class LayerGradient(Request):
-    """One layer's gradient, to be answered with the mean of all workers'.
+    """One layer's gradient, to be answered with the mean of all workers'."""
 
-    Attributes:
-        phase: number of sync points that the worker has passed.
-        step: number of the step since the last one.
-        layer: number of the layer.
-        gradient: shape ``(n,)``, the layer's parameters one after the other; None: the worker ends the phase.
-    """
-
-    phase: int
-    step: int
-    layer: int
-    gradient: Tensor | None
+    phase: int  # number of sync points that the worker has passed
+    step: int  # number of the step since the last one
+    layer: int  # number of the layer
+    gradient: Tensor | None  # shape `(n,)`, the layer's parameters one after the other; None: the worker ends the phase
 
 
 @dataclass(frozen=True)

@@ -38,48 +38,29 @@ _SHUT = (
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all servers of a job have in common.
+    """What all servers of a job have in common."""
 
-    Attributes:
-        interface: network interface they listen on.
-        transport: how messages reach them.
-        job: the job's name; empty for an elastic run.
-        run: name of the only run that they serve, if it is elastic; see :class:`Service`.
-        snapshots: folder that they write snapshots to, and go on from; empty for none.
-        snapshot_every_s: seconds between two; 0 for none.
-    """
-
-    interface: str = "lo"
-    transport: str = "rpc"
-    job: str = ""
-    run: str = ""
-    snapshots: str = ""
-    snapshot_every_s: float = 0.0
+    interface: str = "lo"  # network interface they listen on
+    transport: str = "rpc"  # how messages reach them
+    job: str = ""  # the job's name; empty for an elastic run
+    run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
+    snapshots: str = ""  # folder that they write snapshots to, and go on from; empty for none
+    snapshot_every_s: float = 0.0  # seconds between two; 0 for none
 
 
 @dataclass(frozen=True)
 class ServerArguments:
-    """What a server process needs to know.
+    """What a server process needs to know."""
 
-    Attributes:
-        settings: those of all.
-        name: the server's name in error texts.
-        key: rendezvous key under which it publishes its address.
-        host: where the rendezvous is.
-        port: where the rendezvous is.
-        parent: process to stop with.
-        succeeds: see :class:`Service`.
-        server: the server's number, of one that does not succeed another.
-    """
-
-    settings: ServerSettings
-    name: str
-    key: str
-    host: str
-    port: int
-    parent: int
-    succeeds: bool = False
-    server: int = 0
+    settings: ServerSettings  # those of all
+    name: str  # the server's name in error texts
+    key: str  # rendezvous key under which it publishes its address
+    host: str  # where the rendezvous is
+    port: int  # where the rendezvous is
+    parent: int  # process to stop with
+    succeeds: bool = False  # see `Service`
+    server: int = 0  # the server's number, of one that does not succeed another
+    path: tuple[str, ...] = ()  # where its starter finds modules: an algorithm may be a user's own
 
     def to_json(self) -> str:
         """For the command line."""
@@ -89,13 +70,14 @@ class ServerArguments:
     def from_json(cls, text: str) -> ServerArguments:
         """What :meth:`to_json` wrote."""
         told = json.loads(text)
-        return cls(**{**told, "settings": ServerSettings(**told["settings"])})
+        return cls(**{**told, "settings": ServerSettings(**told["settings"]), "path": tuple(told["path"])})
 
 
 def run_server(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or until the parent is gone; returns the exit code. Exits if nobody can connect."""
     arguments = ServerArguments.from_json((argv or sys.argv[1:])[0])
     settings = arguments.settings
+    sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who still need their servers
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))

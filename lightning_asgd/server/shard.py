@@ -28,7 +28,7 @@ from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
 
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
@@ -54,8 +54,8 @@ class _Asked:
 
     message: Exchange
     buffer: Buffer | None
-    staleness: int
-    verdict: Verdict
+    staleness: int = 0
+    verdict: Verdict = Verdict.NONE
     filled: bool = False  # whether the buffer holds the answer already
 
 
@@ -70,7 +70,7 @@ class Shard:
     algorithm: Algorithm
     comes_and_goes: bool = False
     version: int = 0
-    weights: tuple[Tensor, ...] | None = None
+    weights: tuple[Tensor, ...] = ()  # none before :meth:`initialise`
     counts: _Counts = field(default_factory=_Counts)
     table: Table = field(default_factory=Table)
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
@@ -94,11 +94,11 @@ class Shard:
     @property
     def initialised(self) -> bool:
         """Whether the shard has weights."""
-        return self.weights is not None
+        return bool(self.weights)
 
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
         """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
-        self._check(weights)
+        check_form(weights, self.groups)
         self.weights = tuple(weights)
         self.version = version
         parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
@@ -120,10 +120,10 @@ class Shard:
 
         ``pushes`` are the latest of each worker that these weights hold.
         """
-        if self.weights is None:
+        if not self.weights:
             self.initialise(weights, version)
         else:  # it was revived
-            self._check(weights)
+            check_form(weights, self.groups)
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
@@ -135,7 +135,7 @@ class Shard:
             "groups": self.groups,
             "algorithm": self.algorithm,
             "version": self.version,
-            "weights": tuple(w.clone() for w in self._weights),
+            "weights": tuple(w.clone() for w in self.weights),
             "state": self.state(),
             "pending": [None if p is None else p.clone() for p in self._pending],
             "gathered": (self.table.count, self._lr, self._steps),
@@ -188,47 +188,41 @@ class Shard:
     def update_members(self, living: Collection[int]) -> list[Completion]:
         """Take notice of who takes part now: nobody waits for a worker that is gone."""
         self.table.living = set(living)
-        return self._due() if self.weights is not None else []
+        return self._due() if self.weights else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
-        The buffer holds the update on entry and the answer on return; it is None if the message brings no update and
-        there is no shared block. This answer is not always among those that become due.
+        The buffer, of the shard's form, holds the update on entry and the answer on return; it is None if the message
+        brings no update and there is no shared block. This answer is not always among those that become due.
         """
-        if self.weights is None:
+        if not self.weights:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
+        table, worker, asked = self.table, message.worker, _Asked(message, buffer)
         if message.batch:
-            self.table.batches[message.worker] = message.batch
-        asked = _Asked(message, buffer, 0, Verdict.NONE)
+            table.batches[worker] = message.batch
         if message.push:
             if buffer is None:
-                raise ProtocolError(f"Worker {message.worker} pushed nothing: expected an update of {self.groups}.")
-            self._check(buffer)
+                raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
             asked.verdict = self._judge(message, buffer)
             if asked.verdict is Verdict.APPLIED:
                 asked.staleness = max(0, self.version - message.base_version)
                 self._take(asked, buffer)
-        self._note(message)
+        if message.rest:
+            table.resting.add(worker)
+            table.clocks.pop(worker, None)
+        else:
+            table.resting.discard(worker)
+            table.clocks[worker] += message.push
+        table.steps[worker] += message.steps
+        if message.speed > 0:
+            table.speeds[worker] = message.speed
         self._asked.append(asked)
         return self._due()
 
-    # ------------------------------------------------------------------ who
-
-    def _note(self, message: Exchange) -> None:
-        table = self.table
-        if message.rest:
-            table.resting.add(message.worker)
-            table.clocks.pop(message.worker, None)
-        else:
-            table.resting.discard(message.worker)
-        if message.push and not message.rest:
-            table.clocks[message.worker] += 1
-        table.steps[message.worker] += message.steps
-        if message.speed > 0:
-            table.speeds[message.worker] = message.speed
+    # ------------------------------------------------------------------ a push
 
     def _judge(self, message: Exchange, update: Buffer) -> Verdict:
         if message.seq <= self.latest_push.get(message.worker, 0):
@@ -254,9 +248,7 @@ class Shard:
         if not update.dtype.is_floating_point:
             return is_finite(update)
         size = largest(update)
-        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self._weights[index]) < math.inf
-
-    # ------------------------------------------------------------------ a push
+        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
 
     def _take(self, asked: _Asked, update: Buffer) -> None:
         """Weigh a push, and apply it or put it to the gathered ones."""
@@ -301,7 +293,7 @@ class Shard:
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
         """A push's way through the transforms, and into the weights or to the gathered pushes."""
-        algorithm, weights, pending = self.algorithm, self._weights[index], self._pending[index]
+        algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
         for part in self._parts(weights.numel()):
@@ -321,7 +313,7 @@ class Shard:
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
         for part in self._parts(update.numel()):
-            w, u = self._weights[index][part], update[part]
+            w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
             else:
@@ -342,7 +334,7 @@ class Shard:
             count=count,
             version=self.version,
         )
-        for weights, slots, pending in zip(self._weights, self._slots, self._pending, strict=True):
+        for weights, slots, pending in zip(self.weights, self._slots, self._pending, strict=True):
             if pending is None:
                 continue
             for part in self._parts(weights.numel()):
@@ -358,7 +350,7 @@ class Shard:
         """An update has been applied."""
         self.version += 1
         if self.algorithm.keeps(self.version):
-            self.samples.append((self.version, tuple(w.clone() for w in self._weights)))
+            self.samples.append((self.version, tuple(w.clone() for w in self.weights)))
 
     # ------------------------------------------------------------------ answers
 
@@ -383,7 +375,7 @@ class Shard:
         if message.fetch:
             self.counts.fetched += 1
             if buffer is None:
-                buffer = tuple(t.clone() for t in self._weights)
+                buffer = tuple(t.clone() for t in self.weights)
             elif not asked.filled:
                 self._fill(asked, buffer)
             self._back_up(message.worker)
@@ -396,7 +388,7 @@ class Shard:
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
-        for (role, _, _), weights, out in zip(self.groups, self._weights, buffer, strict=True):
+        for (role, _, _), weights, out in zip(self.groups, self.weights, buffer, strict=True):
             if not force or role is not Role.PARAMETER:
                 out.copy_(weights)
             elif asked.verdict is not Verdict.APPLIED:
@@ -406,8 +398,8 @@ class Shard:
         """Note what a worker starts from, if a transform wants to know."""
         if not any(t.backup for t in self.algorithm.transforms):
             return
-        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self._weights])
-        for backup, weights in zip(kept, self._weights, strict=True):
+        kept = self._backups.setdefault(worker, [torch.empty_like(w) for w in self.weights])
+        for backup, weights in zip(kept, self.weights, strict=True):
             backup.copy_(weights)
 
     # ------------------------------------------------------------------ helpers
@@ -424,24 +416,22 @@ class Shard:
         mine = batches.get(worker, 0)
         return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
 
-    @property
-    def _weights(self) -> tuple[Tensor, ...]:
-        return self.weights or ()
-
     def _parts(self, n: int) -> list[slice]:
         """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""
         if not self.algorithm.chunked or n <= CHUNK:
             return [slice(0, n)]
         return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
 
-    def _check(self, tensors: Buffer) -> None:
-        got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
-        expected = tuple((dtype, n) for _, dtype, n in self.groups)
-        if got != expected:
-            raise ProtocolError(
-                f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
-                "All workers and servers of a run must use the same module and version of this package."
-            )
+
+def check_form(tensors: Buffer, groups: Groups) -> None:
+    """Raise unless tensors that a worker sent are those of a shard's groups."""
+    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
+    expected = tuple((dtype, n) for _, dtype, n in groups)
+    if got != expected:
+        raise ProtocolError(
+            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
+            "All workers and servers of a run must use the same module and version of this package."
+        )
 
 
 def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
 from lightning_asgd.layout import Groups, dtype_from_name
 from lightning_asgd.protocol import Exchange, InitShard, Reply
+from lightning_asgd.server.shard import check_form
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.shared_memory import SharedBlock, attach
 
@@ -60,7 +61,10 @@ class Buffers:
             self._keep_mapped(*key)
             return block.tensors
         codes = self._codes.get(key)
-        if message.update is None or codes is None:
+        if message.update is None:
+            return None
+        if codes is None:
+            check_form(message.update, groups)
             return message.update
         memory = self._scratch.get(message.fragment)
         if memory is None or lasting:

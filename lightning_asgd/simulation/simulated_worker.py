@@ -25,7 +25,7 @@ from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import Training
+from lightning_asgd.worker.synchronizer import Training, run
 
 __all__ = ["Life", "SimulatedWorker"]
 
@@ -82,20 +82,14 @@ class SimulatedWorker:
         self._generator = torch.Generator().manual_seed(chance.getrandbits(62))
         self._chance = random.Random(chance.getrandbits(62))
         layout = build_layout([("weights", problem.start())], [], client.connection.transport.num_servers)
-        replica = replica_for(
-            config.algorithm.payload,
-            layout,
-            lambda: [self.weights.data],
-            [None] * layout.num_servers,
-            lambda: [self.weights.grad],
-        )
+        replica = replica_for(config.algorithm, layout, [([self.weights], 0)], [None] * layout.num_servers)
         client.join()
         shards = ShardClient(client)
         shards.initialise(
             layout, config.algorithm, [None] * layout.num_servers, replica.weights() if self.rank == 0 else None
         )
         self.exchanger = Exchanger(layout, [(shards, replica)], config, Training(self._heal, self._lr), clock=clock)
-        self.exchanger.fetch()
+        run(self.exchanger.fetch())
         self.exchanger.stats = ExchangeStats()
 
     @property
@@ -114,10 +108,10 @@ class SimulatedWorker:
             stepped: called after every step.
         """
         for epoch in range(epochs):
-            yield from self.exchanger.beginning()
+            yield from self.exchanger.begin()
             for _ in range(steps):
                 begun = self.stats.exchanges
-                yield from self.exchanger.advancing()
+                yield from self.exchanger.advance()
                 if exchange_s and self.stats.exchanges > begun:
                     yield float(exchange_s)
                 yield float(self._speed.seconds(self.stats.steps, self._chance))
@@ -136,10 +130,10 @@ class SimulatedWorker:
 
     def _sync_point(self, name: str) -> Life:
         """What the strategy does there."""
-        yield from self.exchanger.flushing()
+        yield from self.exchanger.flush()
         moved = yield from self._meet(name, self.exchanger.moved)
         if any(moved.values()):
-            yield from self.exchanger.fetching(park=True)
+            yield from self.exchanger.fetch(park=True)
             yield from self._meet(f"{name}: all have the weights")
 
     def _meet(self, name: str, payload: Any = None) -> Any:

@@ -60,7 +60,7 @@ class ExchangeLog:
             self._replica.pack_again(server)
             self._connection.result(server, self._connection.post(server, self.pushed[server]))
         if self.in_flight is not None:
-            if self.in_flight.push:
+            if self.in_flight.message.push:
                 if server != COORDINATOR and not self._waits:
                     # If it goes on without this worker, no other server may have this push.
                     self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
@@ -119,13 +119,13 @@ class ExchangeLog:
             if must_rejoin or any(r.verdict is Verdict.REFUSED for r in replies):
                 return False
             pending.replies = replies
-            pending.answers = self._shards.answers(replies, self._replica.wire, common=pending.common)
+            pending.answers = self._shards.answers(replies, self._replica.wire)
         return True
 
     def peek(self) -> tuple[list[Reply], list[tuple[Tensor, ...]]]:
         """Fetch the servers' present weights; no exchange may be in flight, since it would use the same buffers."""
         self._replica.await_arrival()
-        updates = self._replica.updates()
-        futures = self._shards.exchange(self.seq, self.versions, push=False, fetch=True, updates=updates, full=True)
+        message = Exchange(*self._connection.sender, self.seq, 0, push=False, fetch=True, full=True)
+        futures = self._shards.exchange(message, self.versions, self._replica.updates())
         replies = self._shards.replies(futures)  # never refused: only pushes are
         return replies, self._shards.answers(replies, self._replica.wire)

@@ -10,7 +10,7 @@ step in which its copy has finished.
 A module is exchanged in one or several fragments, at times of their own: each has a :class:`Channel`.
 
 A method that may have to wait is a generator of the futures that it waits for, so that the simulator's only thread can
-run another worker meanwhile; :func:`run` runs it to its end.
+run another worker meanwhile. Elsewhere it is run to its end, and waits for them itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from lightning_asgd.algorithms.base import Answer
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.layout import Layout
+from lightning_asgd.protocol import Exchange
 from lightning_asgd.stats import ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
@@ -39,14 +41,14 @@ _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 
 
-def _blocking(waiting: Callable[..., Waits]) -> Callable[..., None]:
-    """The same as a method that blocks."""
+class ExchangeKind(Enum):
+    """What an exchange is for."""
 
-    def block(self: Any, **how: Any) -> None:
-        for _ in waiting(self, **how):
-            pass
-
-    return block
+    REGULAR = auto()  # it fell due between two batches
+    FLUSH = auto()  # the remaining steps at a sync point, where no worker waits for this one any more
+    FETCH = auto()  # the servers' weights, whole and at once
+    FETCH_AT_SYNC_POINT = auto()  # those that all workers take, while none pushes
+    HOLD_AT_START = auto()  # the first weights after a sync point, which a transform may hold back
 
 
 class Channel:
@@ -90,24 +92,15 @@ class Channel:
     def unacknowledged(self) -> int:
         """Steps that servers have not acknowledged."""
         begun = (each for each in (self.leaving, self.log.in_flight) if each is not None)
-        return self.schedule.since_push + sum(each.local_steps for each in begun)
+        return self.schedule.since_push + sum(each.message.steps for each in begun)
 
-    def start(
-        self,
-        *,
-        push: bool,
-        fetch: bool,
-        may_wait: bool = True,
-        rest: bool = False,
-        full: bool = False,
-        common: bool = False,
-    ) -> None:
+    def start(self, kind: ExchangeKind = ExchangeKind.REGULAR, *, push: bool = False, fetch: bool = True) -> None:
         """Begin an exchange: pack, and send unless the device still copies."""
+        rest = kind is ExchangeKind.FLUSH
         fetch = fetch or (push and self._algorithm.answer is not Answer.WEIGHTS)  # the force must reach the worker
-        local_steps = self.schedule.since_push if push else 0
-        begun = self._clock()
-        speed = step_s = 0.0
+        begun, local_steps, speed, step_s = self._clock(), 0, 0.0, 0.0
         if push:
+            local_steps = self.schedule.since_push
             self.log.seq += 1
             self.replica.pack()
             self.stats.nsync = self.schedule.nsync
@@ -115,37 +108,35 @@ class Channel:
         if fetch:
             self.schedule.since_fetch = 0
         epoch, units = self._training.data.trained if self._whole else ("", 0)
-        about = {
-            "push": push,
-            "fetch": fetch,
-            "within_bounds": push and self.replica.within_bounds,
-            "steps": local_steps,
-            "lr": self._training.lr(),
-            "speed": speed,
-            "nsync": self.schedule.npush,
-            "may_wait": may_wait and not rest,
-            "rest": rest,
-            "full": full,
-            "epoch": epoch,
-            "units": units,
-            "batch": self._training.data.batch,
-        }
-        self.leaving = InFlight(push, fetch, begun, self.stats.steps, local_steps, common, step_s, about)
-        self.leaving.cost_s = self._clock() - begun
+        message = Exchange(
+            *self.shards.connection.sender,
+            self.log.seq,
+            0,
+            push,
+            fetch,
+            steps=local_steps,
+            lr=self._training.lr(),
+            speed=speed,
+            nsync=self.schedule.npush,
+            may_wait=kind in (ExchangeKind.REGULAR, ExchangeKind.HOLD_AT_START),
+            rest=rest,
+            within_bounds=push and self.replica.within_bounds,
+            full=kind not in (ExchangeKind.REGULAR, ExchangeKind.FLUSH),
+            common="" if kind is ExchangeKind.FETCH_AT_SYNC_POINT else None,
+            epoch=epoch,
+            units=units,
+            batch=self._training.data.batch,
+        )
+        self.leaving = InFlight(message, begun, self.stats.steps, step_s, cost_s=self._clock() - begun)
         if self.replica.arrived:
             self.send(self.leaving)
 
     def send(self, leaving: InFlight) -> None:
         """Send the messages of an exchange that was begun."""
         begun, self.leaving = self._clock(), None
-        leaving.futures = self.shards.exchange(
-            self.log.seq,
-            self.log.versions,
-            updates=self.replica.updates(),
-            common=self.shards.common_names(self.replica.weights) if leaving.common else None,
-            **leaving.about,
-        )
-        if leaving.push:
+        common = None if leaving.message.common is None else self.shards.common_names(self.replica.weights)
+        leaving.futures = self.shards.exchange(leaving.message, self.log.versions, self.replica.updates(), common)
+        if leaving.message.push:
             leaving.nbytes = self.shards.nbytes([message.update for message in self.shards.latest])
         leaving.cost_s += self._clock() - begun
         self.schedule.busy_s += leaving.cost_s
@@ -176,46 +167,46 @@ class Channel:
             return
         log.in_flight, pending.replies = None, replies
         merging_since = self._clock()
-        wait_s = merging_since - waiting_since
+        push, fetch, wait_s = pending.message.push, pending.message.fetch, merging_since - waiting_since
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
-        if pending.fetch:
+        if fetch:
             # Versions advance only with the weights: a push is as stale as the weights it was trained from.
             log.versions = [r.version for r in replies]
             log.pushes = [r.pushes for r in replies]
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
-            answers = pending.answers or self.shards.answers(replies, self.replica.wire, common=pending.common)
+            answers = pending.answers or self.shards.answers(replies, self.replica.wire)
             if adopt:
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
-                if pending.push and merging_since >= self._measure_at:
+                if push and merging_since >= self._measure_at:
                     self._measure(answers)
                 fresh, alone = refused or schedule.since_push == 0, self._alone and not refused
-                self.replica.merge(answers, pushed=pending.push, fresh=fresh, alone=alone)
-        elif pending.push:
+                self.replica.merge(answers, pushed=push, fresh=fresh, alone=alone)
+        elif push:
             log.pushed = self.shards.latest
         schedule.wish(max(r.nsync for r in replies))
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
         schedule.busy_s += merge_s + wait_s
-        if pending.push and pending.fetch:
+        if push and fetch:
             servers_s = sum(r.busy_s for r in replies) if self.replica.shares_memory else 0.0  # of this machine
             cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
             schedule.answered(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
-        self.stats.add(record, pushed=pending.push, fetched=pending.fetch)
+        self.stats.add(record, pushed=push, fetched=fetch)
         if refused:
             schedule.since_push = 0
             self.shards.forget_residuals()
-            if not pending.fetch or self._algorithm.answer is not Answer.WEIGHTS:
+            if not fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetch()
             self._training.on_refused()
 
-    def fetch(self, *, park: bool = False, common: bool = False) -> Waits:
-        """Adopt the servers' weights; ``common`` says whether all workers do while none pushes."""
+    def fetch(self, kind: ExchangeKind = ExchangeKind.FETCH, *, park: bool = False) -> Waits:
+        """Adopt the servers' weights."""
         yield from self.finish(sync=True)
         self.schedule.forget_trip()
-        self.start(push=False, fetch=True, may_wait=False, full=True, common=common)
+        self.start(kind)
         yield from self.finish(adopt=True, park=park, sync=True)
         self.schedule.since_push = 0
         self.moved = False
@@ -240,7 +231,7 @@ class Channel:
             self.replica.await_arrival()
             self.send(self.leaving)
         pending = self.log.in_flight
-        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.fetch:
+        if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.message.fetch:
             if self._algorithm.waits and not self.answered:
                 return {}  # the answer waits for other workers: none has newer weights than this one
             if not self.log.keep_answers(pending):
@@ -336,7 +327,7 @@ class Exchanger:
 
     # ------------------------------------------------------------------ the asynchronous phase
 
-    def beginning(self) -> Waits:
+    def begin(self) -> Waits:
         """See :class:`Synchronizer`."""
         for channel in self.channels:
             if channel.log.pushed and channel.replica.remembers:
@@ -348,10 +339,8 @@ class Exchanger:
             channel.replica.resume()
             channel.schedule.pause()
             if any(t.holds_at_start for t in self._algorithm.transforms):
-                channel.start(push=False, fetch=True, full=True)
+                channel.start(ExchangeKind.HOLD_AT_START)
                 yield from channel.finish(adopt=True)
-
-    begin = _blocking(beginning)
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """See :class:`Synchronizer`: gradients are the worker's own."""
@@ -366,7 +355,7 @@ class Exchanger:
             channel.schedule.since_push += 1
             channel.schedule.since_fetch += 1
 
-    def advancing(self) -> Waits:
+    def advance(self) -> Waits:
         """Merge an answer that has arrived, and start an exchange if one is due. Called between two batches."""
         for channel in self.channels:
             self._connection.attend()
@@ -390,28 +379,24 @@ class Exchanger:
             if not self._config.overlap:
                 yield from channel.finish()
 
-    advance = _blocking(advancing)
-
     # ------------------------------------------------------------------ sync points
 
-    def flushing(self) -> Waits:
+    def flush(self) -> Waits:
         """Complete the exchange in flight, push the remaining steps, and mark this worker quiescent."""
         for channel in self.channels:
             yield from channel.finish(sync=True)
             untold = channel.schedule.since_push > 0
             if untold or self._algorithm.waits:
-                channel.start(push=untold, fetch=False, rest=True)
+                channel.start(ExchangeKind.FLUSH, push=untold, fetch=False)
                 yield from channel.finish(sync=True)
 
-    flush = _blocking(flushing)
-
-    def fetching(self, *, park: bool = False, common: bool = True) -> Waits:
+    def fetch(self, *, park: bool = False, together: bool = True) -> Waits:
         """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
+        at_sync_point = together and self._connection.world_size > 0  # there are none in an elastic run
         for channel in self.channels:
-            # Workers of an elastic run have no sync points.
-            yield from channel.fetch(park=park, common=common and self._connection.world_size > 0)
-
-    fetch = _blocking(fetching)
+            yield from channel.fetch(
+                ExchangeKind.FETCH_AT_SYNC_POINT if at_sync_point else ExchangeKind.FETCH, park=park
+            )
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
@@ -440,7 +425,7 @@ class Exchanger:
         for channel in self.channels:
             channel.close()
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """See :class:`Synchronizer`."""
         for channel in self.channels:
-            run(channel.rejoin())
+            yield from channel.rejoin()

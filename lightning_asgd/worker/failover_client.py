@@ -32,6 +32,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.synchronizer import run
 
 __all__ = ["FailoverClient"]
 
@@ -169,7 +170,7 @@ class FailoverClient:
                 for log in logs:
                     log.replay(server)
         except WorkerAwayError:
-            self._exchanger.come_back()
+            run(self._exchanger.come_back())
         if COORDINATOR in servers:
             self._collectives.repeat(connection)
         connection.ask_together({server: ReplayDone(*connection.sender) for server in servers})

@@ -22,6 +22,7 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import LayerGradient
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.synchronizer import Synchronizer, Waits
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
@@ -52,16 +53,15 @@ class _Late:
     settings: list[dict[str, Any]]
 
 
-class LayerGradients:
+class LayerGradients(Synchronizer):
     """Puts the mean of all workers' gradients in place of this worker's, layer by layer, ``delay`` steps later.
 
     All workers call ``agree`` together, which gives them the same weights and buffers. ``late`` says whether a layer's
     step may be taken as late as before its next forward.
     """
 
-    final_once_pushed = False
-    unacknowledged = 0  # the others have a step's gradients before it is taken
-    caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # work units are not counted
+    versions: Sequence[int] = ()
+    moved = False
 
     def __init__(
         self,
@@ -76,7 +76,6 @@ class LayerGradients:
         self.layout = layout
         self.stats = ExchangeStats()
         self.versions = [0 for _ in connection.servers]
-        self.moved = False
         self._connection = connection
         self._layers = list(layers)
         self._delay = delay
@@ -99,9 +98,6 @@ class LayerGradients:
                 self._handles.append(layer.owner.register_forward_pre_hook(self._before_forward(index)))
         else:
             self._called = set()
-
-    def begin(self) -> None:
-        """See :class:`Synchronizer`: weights do not change."""
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -131,10 +127,7 @@ class LayerGradients:
         self.moved = True
         self.stats.steps += 1
 
-    def advance(self) -> None:
-        """See :class:`Synchronizer`: all is done within a step."""
-
-    def flush(self) -> None:
+    def flush(self) -> Waits:
         """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
         for step in [step for waiting in self._under_way.values() for step in waiting]:
@@ -148,14 +141,13 @@ class LayerGradients:
                 self._connection.result(server, self._post(server, 0, -1, None))
         self._phase += 1
         self._step = 0
+        return ()
 
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """See :class:`Synchronizer`. Weights differ only where a worker took fewer steps; buffers are averaged."""
         self.moved = False
         self._agree()
-
-    def come_back(self) -> None:
-        """See :class:`Synchronizer`: silent workers are not fenced."""
+        return ()
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`: only the module holds the weights; this takes the postponed steps."""
@@ -165,17 +157,6 @@ class LayerGradients:
         """See :class:`Synchronizer`."""
         self._take_all_late()
         return {}
-
-    def samples(self) -> list[dict[str, Tensor]]:
-        """See :class:`Synchronizer`: servers keep no weights."""
-        return []
-
-    def state(self) -> list[list[Any]]:
-        """See :class:`Synchronizer`: servers keep nothing."""
-        return []
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Synchronizer`: there is nothing to put back."""
 
     def close(self) -> None:
         """See :class:`Synchronizer`."""

@@ -19,8 +19,7 @@ Written with the module's weights *x* (all sums element-wise):
   its weights do not move, down to the sign of a zero.
 * :meth:`Replica.adopt`: ``x = base = r``.
 
-:class:`GradientReplica` puts accrued gradients on the wire instead of ``x - base``; :class:`ElasticReplica` puts *x*
-itself there, and subtracts the force in the answer. Buffers that are not parameters go the first way in all three.
+Other ways for parameters are in :mod:`lightning_asgd.worker.replica_kinds`; buffers go this way in all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ from lightning_asgd.numerics import is_within_bounds
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.worker.device_staging import lane_for
 
-__all__ = ["Replica", "Span", "gradients_of", "tensors_of"]
+__all__ = ["Place", "Replica", "Span", "places_of"]
+
+Place = tuple[Any, Any]
+"""Where a program keeps a tensor, which it may replace by another one: a container and its key."""
 
 # Scalars per pass: 1 MiB of float32 on a CPU, so that a temporary stays in the cache. A piece of a tensor that is not
 # larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
@@ -89,12 +91,9 @@ class Replica:
 
     Args:
         layout: where each scalar lives.
-        source: gives the module's tensors, in the layout's order. It is asked every time, since a program may put other
-            tensors in their place. They are changed in place and may be strided.
+        places: of the module's tensors, in the layout's order. The tensors are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
         remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
-        mix: None to keep all that was trained since the push (*rebase*); else the part of the worker's own weights in
-            ``x = mix x + (1 - mix) r``.
     """
 
     _derives = True
@@ -103,17 +102,15 @@ class Replica:
     def __init__(
         self,
         layout: Layout,
-        source: Callable[[], Sequence[Tensor]],
+        places: Sequence[Place],
         blocks: Sequence[SharedBlock | None],
-        mix: float | None = None,
         *,
         remembers: bool = False,
     ) -> None:
         self.layout = layout
-        self.mix = mix
         self.remembers = remembers
-        self._source = source
-        self.device = source()[0].device
+        self._places = places
+        self.device = places[0][0][places[0][1]].device
         lane = self._lane = lane_for(self.device)
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext if lane is None else lane.turn
         self._buffer: Callable[..., Tensor] = torch.empty if lane is None else lane.buffer
@@ -269,7 +266,7 @@ class Replica:
                 elif r.role is Role.LARGEST and (alone or not fresh):
                     self._merge_largest(r, x, answer, alone)
                 else:
-                    self._rebase(r, x, answer, fresh and not alone)
+                    Replica._merge(self, r, x, answer, pushed, fresh, alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
         """Norm of the module's parameters minus the servers', from the answers to a push."""
@@ -291,13 +288,6 @@ class Replica:
         if r.previous is not None:
             r.wire.copy_(r.base - r.previous)
 
-    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        if self.mix is None:
-            self._rebase(r, x, answer, fresh and not alone)
-        else:
-            x.lerp_(answer.to(x.device), 1 - self.mix)
-            r.base.copy_(answer)
-
     def _merge_largest(self, r: Span, x: Tensor, answer: Tensor, alone: bool) -> None:
         if not alone:  # else a program may have set its counter back
             torch.maximum(x, answer.to(x.device), out=x)
@@ -317,8 +307,8 @@ class Replica:
             r.base, r.previous = r.previous, r.base
         torch.add(before, update, out=r.base)
 
-    def _rebase(self, r: Span, x: Tensor, answer: Tensor, fresh: bool) -> None:
-        if fresh:
+    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        if fresh and not alone:
             x.copy_(answer)
             r.base.copy_(x)
             return
@@ -342,10 +332,10 @@ class Replica:
                 elif r.role is Role.LARGEST and alone:
                     self._merge_largest(r, x, answer, alone)
                 else:
-                    self._rebase(r, x, answer, not alone)
+                    Replica._adopt(self, r, x, answer, park, alone)
 
     def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
-        self._rebase(r, x, answer, not alone)
+        Replica._merge(self, r, x, answer, pushed=False, fresh=True, alone=alone)
 
     def ahead(self, answers: Sequence[tuple[Tensor, ...]], *, alone: bool = False) -> dict[str, Tensor]:
         """What :meth:`merge` of a fetch would make of the weights, as named CPU tensors; the module is not touched."""
@@ -394,14 +384,14 @@ class Replica:
 
     def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
         """Every span with the module's values in it, which are written back after each turn if ``write``."""
-        tensors = self._source()
+        tensors = [place[key].data for place, key in self._places]
         for tensor, spec in zip(tensors, self.layout.tensors, strict=True):
             if tensor.shape != spec.shape:
                 raise LayoutMismatchError(
                     f"{spec.name!r} was replaced by a tensor of shape {tuple(tensor.shape)}. Expected {spec.shape}, as "
                     "when fit began: change shapes before fit, or in configure_model()."
                 )
-        flat = [t.detach().reshape(-1) for t in tensors]  # strided ones are copied
+        flat = [t.reshape(-1) for t in tensors]  # strided ones are copied
         for r in self._spans:
             parts = [flat[tensor][where] for tensor, where in r.places]
             row = parts[0] if len(parts) == 1 else torch.cat(parts, out=r.row)
@@ -412,22 +402,14 @@ class Replica:
         if write:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
-                    tensor.detach().copy_(values.view(tensor.shape))
+                    tensor.copy_(values.view(tensor.shape))
 
 
-def tensors_of(module: Module, layout: Layout, *, data: bool = True) -> Callable[[], list[Tensor]]:
-    """Look tensors up where the module keeps them, since a program may put others in their place."""
-    places = [_place(module, spec.name) for spec in layout.tensors]
-    return lambda: [place[name].data if data else place[name] for place, name in places]
-
-
-def gradients_of(module: Module, layout: Layout) -> Callable[[], list[Tensor | None]]:
-    """Look their gradients up."""
-    places = [_place(module, spec.name) for spec in layout.tensors]
-    return lambda: [place[name].grad for place, name in places]
-
-
-def _place(module: Module, name: str) -> tuple[Any, str]:
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
+def places_of(module: Module, layout: Layout) -> list[Place]:
+    """Where a module keeps the tensors of a layout."""
+    places: list[Place] = []
+    for spec in layout.tensors:
+        path, _, name = spec.name.rpartition(".")
+        owner = module.get_submodule(path)
+        places.append((owner._parameters if name in owner._parameters else owner._buffers, name))
+    return places

@@ -1,25 +1,24 @@
-"""Replicas that push gradients, or weights, instead of differences."""
+"""Replicas that push gradients or weights instead of differences, or mix weights instead of rebasing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import Layout, Role
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.replica import Replica, Span
+from lightning_asgd.worker.replica import Place, Replica, Span
 
-__all__ = ["ElasticReplica", "GradientReplica", "replica_for"]
+__all__ = ["ElasticReplica", "GradientReplica", "MixingReplica", "replica_for"]
 
 
 class GradientReplica(Replica):
     """Pushes the sum of its gradients since the last push.
 
-    ``gradients`` gives those of the module's tensors in the layout's order, None where there is none. Takes one vector
-    more on the worker, and two or, where memory is shared, three if it remembers.
+    Takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
     """
 
     _derives = False
@@ -27,14 +26,12 @@ class GradientReplica(Replica):
     def __init__(
         self,
         layout: Layout,
-        source: Callable[[], Sequence[Tensor]],
+        places: Sequence[Place],
         blocks: Sequence[SharedBlock | None],
-        gradients: Callable[[], Sequence[Tensor | None]],
         *,
         remembers: bool = False,
     ) -> None:
-        super().__init__(layout, source, blocks, remembers=remembers)
-        self._gradients = gradients
+        super().__init__(layout, places, blocks, remembers=remembers)
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
         self._pushed = {
             i: torch.zeros_like(accrued)
@@ -46,7 +43,7 @@ class GradientReplica(Replica):
     def accrue(self) -> None:
         """Add this step's gradients."""
         with torch.no_grad():
-            gradients = [None if g is None else _dense(g).detach().reshape(-1) for g in self._gradients()]
+            gradients = [_flat(place[key].grad) for place, key in self._places]
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
                 for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):
@@ -76,11 +73,21 @@ class GradientReplica(Replica):
         r.wire.copy_(self._pushed[self._index[id(r)]])
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        self._rebase(r, x, answer, fresh)  # the servers' optimizer took the steps, not the worker's
+        super()._merge(r, x, answer, pushed, fresh, alone=False)  # the servers' optimizer took the steps, not this one
 
     def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         self._accrued[self._index[id(r)]].zero_()
-        self._rebase(r, x, answer, True)
+        super()._adopt(r, x, answer, park, alone=False)
+
+
+class MixingReplica(Replica):
+    """Merges as ``x = mix x + (1 - mix) r``, instead of keeping all that was trained since the push."""
+
+    mix = 0.5
+
+    def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
+        x.lerp_(answer.to(x.device), 1 - self.mix)
+        r.base.copy_(answer)
 
 
 class ElasticReplica(Replica):
@@ -125,22 +132,24 @@ class ElasticReplica(Replica):
 
 
 def replica_for(
-    payload: Payload,
+    algorithm: Algorithm,
     layout: Layout,
-    source: Callable[[], Sequence[Tensor]],
+    places: Sequence[Place],
     blocks: Sequence[SharedBlock | None],
-    gradients: Callable[[], Sequence[Tensor | None]],
-    mix: float | None = None,
     *,
     remembers: bool = False,
 ) -> Replica:
-    """The replica that pushes what an algorithm wants; see the classes for the arguments."""
-    if payload is Payload.GRADIENT:
-        return GradientReplica(layout, source, blocks, gradients, remembers=remembers)
-    if payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, source, blocks, mix)
-    return Replica(layout, source, blocks, mix, remembers=remembers)
+    """The replica that pushes and merges as an algorithm wants; see :class:`Replica` for the other arguments."""
+    if algorithm.payload is Payload.GRADIENT:
+        return GradientReplica(layout, places, blocks, remembers=remembers)
+    if algorithm.payload is Payload.WEIGHTS:
+        return ElasticReplica(layout, places, blocks)
+    if algorithm.mix is not None:
+        mixing = MixingReplica(layout, places, blocks, remembers=remembers)
+        mixing.mix = algorithm.mix
+        return mixing
+    return Replica(layout, places, blocks, remembers=remembers)
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _flat(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)

@@ -26,14 +26,10 @@ __all__ = ["InFlight", "ShardClient"]
 class InFlight:
     """An exchange that was begun and whose answer is not merged."""
 
-    push: bool
-    fetch: bool
+    message: Exchange  # to every server, without what differs between them
     begun: float
     step: int
-    local_steps: int
-    common: bool  # whether the weights are those that all take
     step_s: float  # seconds per step before it; 0 if unknown
-    about: dict[str, Any]  # fields of the message
     cost_s: float = 0.0  # in which the training thread was busy with it
     nbytes: int = 0  # of the update
     futures: list[Future[Any]] = field(default_factory=list)
@@ -92,31 +88,23 @@ class ShardClient:
 
     def exchange(
         self,
-        seq: int,
+        message: Exchange,
         base_versions: Sequence[int],
-        *,
-        push: bool,
-        fetch: bool,
         updates: Sequence[tuple[Tensor, ...] | None],
-        common: Sequence[str] | None = None,
-        **fields: Any,
+        common: Sequence[str | None] | None = None,
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
         An update is None where it lies in a shared block. ``common`` names the weights of the last sync point.
         """
         self.latest = [
-            Exchange(
-                *self.connection.sender,
-                seq,
-                base_versions[s],
-                push,
-                fetch,
-                self._encoded(s, updates[s]) if push else None,
+            replace(
+                message,
+                base_version=base_versions[s],
+                update=self._encoded(s, updates[s]) if message.push else None,
                 shared=updates[s] is None,
                 common=None if common is None else common[s],
                 fragment=self.fragment,
-                **fields,
             )
             for s in self.connection.servers
         ]
@@ -158,15 +146,10 @@ class ShardClient:
                 replies, all_restored = [], list(connection.restored)
         return replies
 
-    def answers(
-        self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]], *, common: bool = False
-    ) -> list[tuple[Tensor, ...]]:
-        """The weights in an exchange's replies: per server, one tensor per group; ``wire`` itself where it is shared.
-
-        ``common`` says whether all workers fetch them, at a sync point.
-        """
+    def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared."""
         return [
-            out if reply.weights is None else self._decoded(server, reply.weights, out, common)
+            out if reply.weights is None else self._decoded(server, reply.weights, out)
             for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
         ]
 
@@ -187,8 +170,8 @@ class ShardClient:
             round_trip_s=round_trip_s,
             wait_s=wait_s,
             bytes_pushed=exchange.nbytes,
-            bytes_fetched=self.nbytes([r.weights for r in replies]) if exchange.fetch else 0,
-            local_steps=exchange.local_steps,
+            bytes_fetched=self.nbytes([r.weights for r in replies]) if exchange.message.fetch else 0,
+            local_steps=exchange.message.steps,
             shared=any(message.shared for message in self.latest),
         )
 
@@ -211,15 +194,15 @@ class ShardClient:
         code = self._codes[server]
         return update if code is None or update is None else code.updates.encode(update)
 
-    def _decoded(self, server: int, parts: Any, wire: tuple[Tensor, ...], common: bool) -> tuple[Tensor, ...]:
+    def _decoded(self, server: int, parts: Any, wire: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         code = self._codes[server]
         if code is None:
             weights: tuple[Tensor, ...] = parts
-        elif common:
+        elif self.latest[server].common is None:
+            weights = code.weights.decode(parts, wire)
+        else:
             weights = code.common.decode(parts, wire)
             code.weights.hold(weights)
-        else:
-            weights = code.weights.decode(parts, wire)
         return weights
 
     def state(self, states: Sequence[Any] | None = None) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,35 +14,35 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.replica import Place
+from lightning_asgd.worker.synchronizer import Synchronizer, Waits
 
 __all__ = ["SharedWeights"]
 
 
-class SharedWeights:
+class SharedWeights(Synchronizer):
     """Puts the module's tensors into worker 0's block of shared memory, or keeps copies of it up to date.
 
-    ``source`` gives the module's tensors in the layout's order; their ``data`` is replaced. Raises a
+    ``places`` are those of the module's tensors in the layout's order; their ``data`` is replaced. Raises a
     :class:`ConfigurationError` if the workers cannot see each other's memory.
     """
 
-    final_once_pushed = False
-    unacknowledged = 0  # every step is in the shared weights
-    caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())  # work units are not counted
+    versions: Sequence[int] = ()
+    moved = False
 
     def __init__(
         self,
         collectives: Collectives,
         layout: Layout,
-        source: Callable[[], Sequence[Tensor]],
+        places: Sequence[Place],
         algorithm: Hogwild,
         num_servers: int,
     ) -> None:
         self.layout = layout
         self.stats = ExchangeStats()
         self.versions = [0] * num_servers
-        self.moved = False
         self._collectives = collectives
-        self._source = source
+        self._places = places
         self._algorithm = algorithm
         groups = layout.shard(0)
         own = shared_memory.create(groups) if collectives.rank == 0 else None
@@ -61,7 +60,7 @@ class SharedWeights:
             block.tensors[spec.group][spec.offset : spec.offset + spec.numel].view(spec.shape)
             for spec in layout.tensors
         ]
-        tensors = source()
+        tensors = self._tensors
         self._copies = algorithm.copies if algorithm.copies is not None else tensors[0].device.type != "cpu"
         self._base: list[Tensor] = []
         self._alone = len(able) == 1
@@ -76,13 +75,14 @@ class SharedWeights:
         for shared, tensor in zip(self._shared, tensors, strict=True):
             tensor.data = shared
 
-    def begin(self) -> None:
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [place[key] for place, key in self._places]
+
+    def begin(self) -> Waits:
         """Wait for all workers to leave the sync point: from now on each step changes the weights of all."""
         self._collectives.barrier("train on")
-
-    def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """See :class:`Synchronizer`: gradients are the worker's own."""
-        return closure
+        return ()
 
     def count_step(self) -> None:
         """See :class:`Synchronizer`; a copy's change is added to the shared weights, and these are taken."""
@@ -91,20 +91,12 @@ class SharedWeights:
         if self._copies:
             self._add_change()
 
-    def advance(self) -> None:
-        """See :class:`Synchronizer`: all is done within a step."""
-
-    def flush(self) -> None:
-        """See :class:`Synchronizer`: there are no exchanges."""
-
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """See :class:`Synchronizer`."""
         self.moved = False
         if self._copies and not self._alone:
             self._take()
-
-    def come_back(self) -> None:
-        """See :class:`Synchronizer`: silent workers are not fenced."""
+        return ()
 
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
@@ -114,20 +106,9 @@ class SharedWeights:
         """See :class:`Synchronizer`: the shared weights hold every step; the others keep changing them."""
         return {} if self._alone and self._copies else self.peek()
 
-    def samples(self) -> list[dict[str, Tensor]]:
-        """See :class:`Synchronizer`: servers keep no weights."""
-        return []
-
-    def state(self) -> list[list[Any]]:
-        """See :class:`Synchronizer`: servers keep nothing."""
-        return []
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Synchronizer`: there is nothing to put back."""
-
     def close(self) -> None:
         """Move every tensor back to private memory."""
-        for tensor, shared in zip(self._source(), self._shared, strict=True):
+        for tensor, shared in zip(self._tensors, self._shared, strict=True):
             if tensor.data_ptr() == shared.data_ptr():
                 tensor.data = shared.clone()
         self._shared = []
@@ -136,7 +117,7 @@ class SharedWeights:
     def _add_change(self) -> None:
         """Rounding errors stay in the copy: see :class:`Replica`."""
         with torch.no_grad():
-            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+            for tensor, base, shared in zip(self._tensors, self._base, self._shared, strict=True):
                 change = tensor.detach() - base
                 self._algorithm.apply(shared, change.to(shared.device), {}, Push())
                 expected = base + change
@@ -145,6 +126,6 @@ class SharedWeights:
 
     def _take(self) -> None:
         with torch.no_grad():
-            for tensor, base, shared in zip(self._source(), self._base, self._shared, strict=True):
+            for tensor, base, shared in zip(self._tensors, self._base, self._shared, strict=True):
                 tensor.copy_(shared)
                 base.copy_(tensor)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Synchronizer, run
 
 __all__ = ["all_together", "synchronize"]
 
@@ -43,19 +43,19 @@ def synchronize(
     restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:
         # Most probably the same for all. If another worker fetched other versions, all fetch again.
-        synchronizer.fetch(park=True)
+        run(synchronizer.fetch(park=True))
         if client.connection.restored == restored:
             mine = replace(mine, versions=tuple(synchronizer.versions))
     met: dict[int, SyncReport] = collectives.gather("sync point", name, mine, stops=mine.halts)
     fetched = {m.versions for m in met.values()}
     if None not in fetched and len(fetched) == 1:
         if mine.versions not in fetched:  # this worker was silent, and the others completed the sync point without it
-            synchronizer.fetch(park=True)
+            run(synchronizer.fetch(park=True))
         return met
     # A fetch also ends the worker's rest on the servers: all must have fetched before any worker trains.
     again = always or any(m.moved for m in met.values())
     while again:  # after the loss of a server some may have fetched before others had replayed
-        synchronizer.fetch(park=True)
+        run(synchronizer.fetch(park=True))
         changed, restored = client.connection.restored != restored, list(client.connection.restored)
         again = any(collectives.gather("barrier", f"{name}: all have the weights", changed).values())
     return met

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,12 @@ from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
-Waits = Iterator[list[Future[Any]]]
-"""A worker's procedure, which yields the futures that must be done before it goes on."""
+Waits = Iterable[list[Future[Any]]]
+"""A worker's procedure, which yields the futures that must be done before it goes on. It must be iterated over."""
 
 
 def run(waits: Waits) -> None:
-    """Run a waiting generator to its end on this thread; calls inside it block."""
+    """Run a procedure to its end on this thread; calls inside it block."""
     for _ in waits:
         pass
 
@@ -64,13 +64,16 @@ class Training:
 
 
 class Synchronizer(Protocol):
-    """Everything between a worker's training steps and the other workers, for any algorithm."""
+    """Everything between a worker's training steps and the other workers, for any algorithm. See :func:`run`.
+
+    The defaults hold where servers hold no weights, and work units are not counted.
+    """
 
     layout: Layout  # of the module's shared tensors
     stats: ExchangeStats
 
     @property
-    def versions(self) -> list[int]:
+    def versions(self) -> Sequence[int]:
         """Per server, the version of the weights that this worker fetched last."""
 
     @property
@@ -80,35 +83,42 @@ class Synchronizer(Protocol):
     @property
     def final_once_pushed(self) -> bool:
         """Whether a fetch after all pushes brings final weights, the same for all, with versions :attr:`versions`."""
+        return False
 
     @property
     def unacknowledged(self) -> int:
         """Number of this worker's latest optimizer steps that servers have not acknowledged."""
+        return 0
 
-    def begin(self) -> None:
+    def begin(self) -> Waits:
         """Leave a sync point. Called before the next batch."""
+        return ()
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure for the optimizer to call instead of ``closure``."""
+        return closure
 
     def count_step(self) -> None:
         """Note that an optimizer step was taken."""
 
-    def advance(self) -> None:
+    def advance(self) -> Waits:
         """Do what is due between two batches."""
+        return ()
 
-    def flush(self) -> None:
+    def flush(self) -> Waits:
         """Complete exchanges in flight, at a sync point's beginning, and mark this worker quiescent."""
+        return ()
 
-    def fetch(self, *, park: bool = False) -> None:
+    def fetch(self, *, park: bool = False) -> Waits:
         """Take the weights that all workers get at a sync point.
 
         Args:
             park: keep the worker's own weights, if the algorithm has any, for :meth:`begin` to bring back.
         """
 
-    def come_back(self) -> None:
+    def come_back(self) -> Waits:
         """Rejoin after this worker was fenced, with the servers' weights."""
+        return ()
 
     def peek(self) -> dict[str, Tensor]:
         """The servers' weights by name, without touching the module."""
@@ -126,15 +136,19 @@ class Synchronizer(Protocol):
 
         The epoch is empty if unknown.
         """
+        return "", ()
 
     def samples(self) -> list[dict[str, Tensor]]:
         """Copies of the weights that the algorithm had the servers keep, by name, oldest first."""
+        return []
 
     def state(self) -> list[list[Any]]:
         """What the servers keep beside the weights, per fragment and server."""
+        return []
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Restore what :meth:`state` returned; one worker calls this before any worker pushes."""
+        return
 
     def close(self) -> None:
         """Release buffers and connections. The module keeps its weights."""

@@ -22,12 +22,12 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
-from lightning_asgd.worker.replica import Replica, gradients_of, tensors_of
+from lightning_asgd.worker.replica import Replica, places_of
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
-from lightning_asgd.worker.synchronizer import Synchronizer, Training
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 
 __all__ = ["Start", "make_identical", "named_state", "newly_trainable", "set_up"]
 
@@ -74,8 +74,7 @@ def set_up(
     if start.constants is not None:
         digest = _check_constants(constants, start.constants, client.connection.worker)
     if isinstance(algorithm, Hogwild):
-        tensors = tensors_of(module, layout, data=False)
-        return SharedWeights(collectives, layout, tensors, algorithm, num_servers)
+        return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
         make_identical(collectives, state)
         return LayerGradients(
@@ -91,7 +90,7 @@ def set_up(
     exchanger = Exchanger(layout, filled, config, training)
     exchanger.constants = digest
     collectives.barrier("servers have the weights")
-    exchanger.fetch(common=start.layout is None)
+    run(exchanger.fetch(together=start.layout is None))
     exchanger.stats = ExchangeStats()
     return exchanger
 
@@ -119,15 +118,8 @@ def _fill(
     """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
     blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
-    replica = replica_for(
-        algorithm.payload,
-        part,
-        tensors_of(module, part),
-        blocks,
-        gradients_of(module, part),
-        algorithm.mix,
-        remembers=config.restorable and connection.world_size != 1,
-    )
+    remembers = config.restorable and connection.world_size != 1
+    replica = replica_for(algorithm, part, places_of(module, part), blocks, remembers=remembers)
     first = connection.worker == 0 if start.fill is None else start.fill
     shards = ShardClient(client, number)
     seen = shards.initialise(

@@ -37,6 +37,7 @@ from lightning_asgd.algorithms import (
     ScaleByStaleness,
     SoftSync,
     StaleSynchronous,
+    StreamingDiLoCo,
     Transform,
     WarmStart,
     find,
@@ -48,7 +49,8 @@ from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.stats import Verdict
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.algorithms import EVERY, ON_SERVERS
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
@@ -196,15 +198,15 @@ def test_a_worker_alone_trains(name: str, shared: bool) -> None:
         0, {"w": w}, nsync=1, algorithm=ON_SERVERS[name], shared=shared, overlap=False, lr=lambda: 0.2
     )
     optimizer = torch.optim.SGD([w], lr=0.2)
-    exchanger.begin()
+    run(exchanger.begin())
     for _ in range(LONGER.get(name, 60)):
         optimizer.zero_grad()
         ((w - 1) ** 2).sum().backward()
         optimizer.step()
         exchanger.count_step()
-        exchanger.advance()
-    exchanger.flush()
-    exchanger.fetch(park=True)
+        run(exchanger.advance())
+    run(exchanger.flush())
+    run(exchanger.fetch(park=True))
     far = {"downpour_adadelta": 4.0, "downpour_adagrad": 0.1, "downpour_adam": 0.1, "ringmaster": 0.01}
     assert float(((w.detach() - 1) ** 2).sum()) < far.get(name, 1e-3)
     exchanger.close()
@@ -350,21 +352,21 @@ def test_a_refused_elastic_push_exerts_no_force() -> None:
 def test_an_elastic_worker_shows_the_centre_at_a_sync_point_and_goes_on_from_its_own_weights() -> None:
     w = torch.zeros(4)
     exchanger = Cluster().enter(0, {"w": w}, nsync=100, algorithm=EASGD(0.5), overlap=False)
-    exchanger.begin()
+    run(exchanger.begin())
     w += 8
     exchanger.count_step()
     for _ in range(2):  # two sync points in a row, as a validation at an epoch's end
-        exchanger.flush()
-        exchanger.fetch(park=True)
+        run(exchanger.flush())
+        run(exchanger.fetch(park=True))
         assert w.tolist() == [4.0] * 4
-    exchanger.begin()
+    run(exchanger.begin())
     assert w.tolist() == [4.0] * 4  # 8 - 0.5 * 8
     w += 1
     exchanger.count_step()
-    exchanger.flush()
-    exchanger.fetch(park=True)
+    run(exchanger.flush())
+    run(exchanger.fetch(park=True))
     assert w.tolist() == [4.5] * 4  # the centre: 4 + 0.5 * (5 - 4)
-    exchanger.begin()
+    run(exchanger.begin())
     assert w.tolist() == [4.5] * 4
     exchanger.close()
 
@@ -608,7 +610,7 @@ def test_every_public_algorithm_has_a_short_name_and_every_transform_is_in_the_b
 def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: float) -> None:
     w = torch.tensor([3.0])
     layout = build_layout([("w", w)], [], 1)
-    replica = Replica(layout, lambda: [w], [None], alpha)
+    replica = replica_for(StreamingDiLoCo(alpha=alpha), layout, [([w], 0)], [None])
     replica.merge([(torch.tensor([5.0]),)])
     assert w.item() == expected
     replica.pack()

@@ -78,10 +78,10 @@ class Run:
     def heartbeat_s(self) -> float:
         times = []
         for _ in range(7):
-            begun = time.perf_counter()
+            begun = time.process_time()
             for _ in range(500):
                 self.heartbeat()
-            times.append(time.perf_counter() - begun)
+            times.append(time.process_time() - begun)
         return min(times)
 
 

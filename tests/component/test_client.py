@@ -76,14 +76,14 @@ def reply(version: int) -> Reply:
 def exchange(c: SessionClient) -> list[Reply]:
     updates = [(torch.zeros(2),), (torch.ones(2),)]
     shards = ShardClient(c)
-    return shards.replies(shards.exchange(5, [1, 2], push=True, fetch=True, updates=updates))
+    return shards.replies(shards.exchange(Exchange(*c.connection.sender, 5, 0, True, True), [1, 2], updates))
 
 
 CALLS: dict[str, Any] = {
     "join": lambda c: c.join(),
     "initialise": lambda c: ShardClient(c).initialise(LAYOUT, ASGD(), [None, None]),
     "exchange": exchange,
-    "collective": lambda c: Collectives(c, 1.0).contribute("barrier", "x"),
+    "collective": lambda c: Collectives(c, 1.0).gather("barrier", "x"),
 }
 
 
@@ -105,7 +105,8 @@ def test_every_server_is_sent_its_own_part() -> None:
 
 def test_a_fetch_sends_no_update() -> None:
     transport = Answers(reply(0), reply(0))
-    ShardClient(client(transport)).exchange(5, [1, 2], push=False, fetch=True, updates=[(torch.zeros(2),)] * 2)
+    message = Exchange("s", 3, 5, 0, push=False, fetch=True)
+    ShardClient(client(transport)).exchange(message, [1, 2], [(torch.zeros(2),)] * 2)
     assert [m.update for _, m, _ in transport.sent] == [None, None]
 
 
@@ -132,7 +133,7 @@ def test_collectives_go_to_the_coordinator_and_are_counted() -> None:
     transport = Answers({0: "a"}, None)
     collectives = Collectives(client(transport), 2.0)
     for _ in range(2):
-        assert collectives.contribute("broadcast", "x", "mine", source=0) == {0: "a"}
+        assert collectives.gather("broadcast", "x", "mine", source=0) == {0: "a"}
     messages = [m for s, m, _ in transport.sent if s == 0]
     assert len(messages) == 2
     assert messages[0] == Contribution("s", 3, 1, "broadcast", "x", "mine", 0, None, 2.0)
@@ -185,12 +186,12 @@ def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.Mo
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives_module, "GRACE_S", 0.0)
     with pytest.raises(CollectiveTimeoutError, match=r"barrier 'epoch' of worker 3 was not answered within 0.01 s"):
-        Collectives(client(Answers(None, None)), 0.01).contribute("barrier", "epoch")
+        Collectives(client(Answers(None, None)), 0.01).gather("barrier", "epoch")
 
 
 def test_a_worker_waits_longer_than_the_coordinator_does() -> None:
     transport = Answers({}, None)
-    Collectives(client(transport), 5.0).contribute("barrier", "x")
+    Collectives(client(transport), 5.0).gather("barrier", "x")
     assert transport.sent[0][2] > 5.0
 
 
@@ -230,7 +231,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
     collectives = Collectives(c, 1.0)
     for _ in range(5):
         c.note_heartbeat(HeartbeatReply(needed=needed))
-        collectives.contribute("barrier", "x")
+        collectives.gather("barrier", "x")
     transport.sent.clear()
     collectives.repeat(c.connection)
     assert [(m.seq, m.answer) for _, m, _ in transport.sent] == [(seq, {3: "x"}) for seq in again]
@@ -239,7 +240,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
 def test_answers_are_not_kept_where_no_server_can_be_restored() -> None:
     collectives = Collectives(client(Answers({3: "x"}, None)), 1.0)
     for _ in range(5):
-        collectives.contribute("barrier", "x")
+        collectives.gather("barrier", "x")
     assert list(collectives._answers) == [5]
 
 
@@ -249,7 +250,7 @@ def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     c.connection.restorer = Restores()
     collectives = Collectives(c, 1.0)
     for _ in range(2):
-        collectives.contribute("gather", "x", "mine", target=3)
+        collectives.gather("gather", "x", "mine", target=3)
     transport.sent.clear()
     collectives.repeat(c.connection)
     assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]

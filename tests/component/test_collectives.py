@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
 from lightning_asgd.protocol import Contribution
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import Cluster, run_workers
 
 
@@ -242,10 +243,10 @@ def test_an_answer_tells_that_somebody_waits_who_trains_no_more() -> None:
     for stops in (False, True):
         mine = Contribution("test", 1, 1 + stops, "sync point", "epoch end", stops=stops)
         theirs = cluster.transport.call(0, mine, 10.0)
-        zero.fetch()
+        run(zero.fetch())
         assert collectives.others_stopped is stops
-        collectives.contribute("sync point", "epoch end")
+        collectives.gather("sync point", "epoch end")
         assert theirs.done()
         assert not collectives.others_stopped
-        zero.fetch()
+        run(zero.fetch())
         assert not collectives.others_stopped

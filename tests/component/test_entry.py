@@ -13,7 +13,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Training, WorkFeed
+from lightning_asgd.worker.synchronizer import Training, WorkFeed, run
 from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 
@@ -54,11 +54,11 @@ def test_a_push_counts_units_only_where_it_is_of_the_whole_module(parts: int, to
     client = cluster.client()
     client.join()
     synchronizer = set_up(client, Collectives(), torch.nn.Linear(2, 2), config, Training(data=Trained()))
-    synchronizer.begin()
+    run(synchronizer.begin())
     for _ in range(2):
         synchronizer.count_step()
-        synchronizer.advance()
-    synchronizer.flush()
+        run(synchronizer.advance())
+    run(synchronizer.flush())
     synchronizer.close()
     cluster.close()
     pushes = [message for message in log.messages if isinstance(message, Exchange) and message.push]

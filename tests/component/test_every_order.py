@@ -62,7 +62,7 @@ from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import synchronize
-from lightning_asgd.worker.synchronizer import Training, WorkFeed
+from lightning_asgd.worker.synchronizer import Training, WorkFeed, run
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0
@@ -221,13 +221,13 @@ class World:
         who = (0, 0) if plan.comes else (rank, plan.workers)
         end = End(self, rank)
         client = self.clients[rank] = SessionClient(Connection(end, "s", *who), policy=Policy(silence_s=PATIENCE_S))
-        replica = Replica(self.layout, lambda: [weights], [None] * plan.servers, remembers=True)
+        replica = Replica(self.layout, [([weights], 0)], [None] * plan.servers, remembers=True)
         shards, collectives = ShardClient(client), Collectives(client)
         training = Training(data=Back(self, rank))
         exchanger = Exchanger(self.layout, [(shards, replica)], self.config, training, clock=lambda: 0.0)
         try:
             self.come(rank, shards, replica)
-            exchanger.fetch()
+            run(exchanger.fetch())
         except ServerLostError:  # while it came: it ends, and its user starts it again
             assert plan.comes
             self.end(rank)
@@ -236,14 +236,14 @@ class World:
         self.ready.add(rank)
         self.held = plan.comes or len(self.ready) == plan.workers
         self.actors.wait_until(lambda: self.held)
-        exchanger.begin()
+        run(exchanger.begin())
         mine = weights.view(plan.servers, plan.workers, plan.pushes)[:, rank]
         for push in range(plan.pushes):
             exchanger.client.connection.attend()
             mine[:, push] += 1
             exchanger.count_step()
             before = self.back[rank]
-            exchanger.advance()
+            run(exchanger.advance())
             if self.back[rank] == before:
                 self.acknowledged.add((rank, push))
         if plan.meets:
@@ -267,7 +267,7 @@ class World:
 
     def meet(self, rank: int, collectives: Collectives, exchanger: Exchanger) -> None:
         """What the strategy does at a sync point."""
-        exchanger.flush()
+        run(exchanger.flush())
         mine = SyncReport(exchanger.moved, False, False, [])
         synchronize(exchanger.client, collectives, exchanger, "end", mine, all_have_pushed=False, always=True)
         self.fetched[rank] = self.weights[rank].clone()

@@ -27,7 +27,7 @@ from lightning_asgd.protocol import Exchange, Leave
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import WorkFeed
+from lightning_asgd.worker.synchronizer import WorkFeed, run
 from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
 from tests.helpers.reference import Reference
 from tests.helpers.script import ScriptedTransport, Waits, bits
@@ -66,7 +66,7 @@ class Worker:
     def step(self, change: float | torch.Tensor) -> None:
         """A batch, and what the strategy's hook does before the next one."""
         self.train(change)
-        self.exchanger.advance()
+        run(self.exchanger.advance())
 
 
 def scripted(servers: int = 1, workers: int = 1) -> tuple[Cluster, ScriptedTransport]:
@@ -88,9 +88,9 @@ def test_who_goes_on_after_a_flush_fetches_first_where_servers_are_restored() ->
     for remembers in (False, True):
         worker.exchanger.channels[0].replica.remembers = remembers
         worker.train(1.0)
-        worker.exchanger.flush()
+        run(worker.exchanger.flush())
         transport.log.clear()
-        worker.exchanger.begin()
+        run(worker.exchanger.begin())
         assert [m.fetch for m in transport.log] == [True] * remembers
         assert worker.exchanger.moved
     assert worker.w.tolist() == [2.0] * 4
@@ -104,7 +104,7 @@ def test_an_exchange_starts_every_nsync_steps(nsync: int, steps: int, expected: 
     worker = Worker(Cluster(2), nsync=nsync)
     for _ in range(steps):
         worker.step(1.0)
-    worker.exchanger.advance()  # an exchange counts once its answer is merged
+    run(worker.exchanger.advance())  # an exchange counts once its answer is merged
     stats = worker.exchanger.stats
     assert (stats.pushes, stats.fetches, stats.steps) == (expected, expected, steps)
 
@@ -116,7 +116,7 @@ def test_fetches_and_pushes_keep_their_own_rhythm(nfetch: int, npush: int) -> No
     transport.log.clear()
     for _ in range(12):
         worker.step(1.0)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     stats = worker.exchanger.stats
     assert (stats.pushes, stats.fetches) == (12 // npush, 12 // nfetch)
     both = 12 // math.lcm(nfetch, npush)
@@ -130,7 +130,7 @@ def test_advance_without_a_step_does_nothing() -> None:
     worker = Worker(cluster, nsync=1)
     transport.log.clear()
     for _ in range(3):
-        worker.exchanger.advance()
+        run(worker.exchanger.advance())
     assert transport.log == []
 
 
@@ -139,7 +139,7 @@ def test_pushes_are_numbered_from_one() -> None:
     worker = Worker(cluster, nsync=2)
     for _ in range(6):
         worker.step(1.0)
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert [m.seq for m in pushes(transport)] == [1, 2, 3]
 
 
@@ -156,7 +156,7 @@ def test_one_exchange_is_in_flight_and_the_rest_is_put_off() -> None:
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0, 2.0], [6.0, 6.0]]
     assert len(transport.in_flight) == 2
     transport.deliver()
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert [r.local_steps for r in worker.exchanger.stats.records] == [2, 6]
 
 
@@ -239,8 +239,8 @@ def test_before_an_exchange_begins_it_says_how_long_nothing_else_will_get_throug
     assert data.said == [0.0, 2.0]
     assert len(transport.log) == before + 1  # it begins right after
     transport.release()
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert len(data.said) == 2  # nobody trains meanwhile
 
 
@@ -270,7 +270,7 @@ def test_an_exchange_that_took_very_long_is_not_the_last_before_a_sync_point() -
     data.left_s = 1.0
     transport.release()
     for _ in range(4):
-        worker.exchanger.fetch()
+        run(worker.exchanger.fetch())
     transport.log.clear()
     for _ in range(2):
         train()
@@ -308,11 +308,11 @@ def test_steps_taken_during_an_exchange_are_kept_and_pushed_next() -> None:
     someone_else_pushes(cluster, 100.0)
     worker.step(10.0)
     transport.deliver()
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [112.0] * 4  # 2 pushed, 100 of the other's, 10 kept
     worker.step(10.0)
     transport.deliver()
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert pushes(transport)[1].update[0].tolist() == [20.0] * 4
     assert worker.exchanger.versions == [3]
 
@@ -332,7 +332,7 @@ def test_an_answer_that_comes_before_the_next_step_is_taken_as_it_is() -> None:
     worker.step(0.3)
     x = worker.w.clone()
     transport.deliver()
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     transport.release()
     servers = worker.exchanger.peek()["w"]
     assert bits(x + (servers - x)) != bits(servers)  # merging, the same in theory, would lose digits
@@ -344,12 +344,12 @@ def test_flush_pushes_what_was_trained_since() -> None:
     worker = Worker(cluster, nsync=5, scale="sum")
     for _ in range(7):
         worker.step(1.0)
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert [m.update[0].tolist() for m in pushes(transport)] == [[5.0] * 4, [2.0] * 4]
     assert transport.log[-1].fetch is False
     assert worker.exchanger.peek()["w"].tolist() == [7.0] * 4
     sent = len(transport.log)
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert len(transport.log) == sent  # nothing was trained since
 
 
@@ -360,7 +360,7 @@ def test_flush_waits_for_the_exchange_under_way(monkeypatch: pytest.MonkeyPatch)
     waits = Waits(monkeypatch, transport)
     for _ in range(3):
         worker.step(1.0)
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert waits.count == 2  # for the exchange of two steps, then for the push of the third
     assert cluster.versions() == [2, 2]
     stats = worker.exchanger.stats
@@ -373,7 +373,7 @@ def test_fetch_takes_the_servers_weights_and_forgets_what_was_not_flushed() -> N
     worker.step(1.0)
     assert worker.exchanger.moved
     someone_else_pushes(cluster, 5.0)
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [5.0] * 4
     assert not worker.exchanger.moved
     assert worker.exchanger.versions == [1, 1]
@@ -383,9 +383,9 @@ def test_what_was_not_flushed_is_not_pushed_after_a_fetch() -> None:
     cluster, transport = scripted()
     worker = Worker(cluster, nsync=10, scale="sum")
     worker.step(1.0)
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     worker.step(2.0)
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert pushes(transport)[-1].update[0].tolist() == [2.0] * 4
     assert worker.exchanger.peek()["w"].tolist() == [2.0] * 4
 
@@ -397,7 +397,7 @@ def test_peek_reads_the_servers_weights_and_changes_nothing() -> None:
     someone_else_pushes(cluster, 5.0)
     assert worker.exchanger.peek()["w"].tolist() == [5.0] * 4
     assert worker.w.tolist() == [1.0] * 4
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert worker.exchanger.peek()["w"].tolist() == [6.0] * 4
     assert cluster.versions() == [2, 2]
 
@@ -422,8 +422,8 @@ def test_nothing_but_the_verdict_travels_where_memory_is_shared() -> None:
     worker = Worker(cluster, nsync=1, scale="sum", shared=True)
     for _ in range(3):
         worker.step(1.0)
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [3.0] * 4
     assert [m.update for m in pushes(transport)] == [None] * 3
     assert [r.shared for r in worker.exchanger.stats.records] == [True] * 4
@@ -438,9 +438,9 @@ def test_flush_and_fetch_give_every_worker_the_same_bits() -> None:
         for step in range(3 + rank):
             worker.step(torch.randn(4, generator=torch.Generator().manual_seed(10 * rank + step)))
     for worker in workers:
-        worker.exchanger.flush()
+        run(worker.exchanger.flush())
     for worker in workers:
-        worker.exchanger.fetch()
+        run(worker.exchanger.fetch())
     assert len({bits(worker.w) for worker in workers}) == 1
 
 
@@ -455,7 +455,7 @@ def test_a_message_is_never_changed_while_it_is_sent() -> None:
     worker.step(1.0)
     transport.deliver()
     transport.release()
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     worker.exchanger.peek()
 
 
@@ -474,10 +474,10 @@ def test_averaged_and_counted_buffers_are_shared() -> None:
         mean += 4.0
         count += 10 + rank
         exchanger.count_step()
-        exchanger.advance()
+        run(exchanger.advance())
     for *_, exchanger in state:
-        exchanger.flush()
-        exchanger.fetch()
+        run(exchanger.flush())
+        run(exchanger.fetch())
     for w, mean, count, _ in state:
         assert w.tolist() == [2.0, 2.0]
         assert mean.tolist() == [4.0] * 3  # the mean of both whatever the scale
@@ -495,13 +495,13 @@ def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad:
     worker = Worker(cluster, nsync=1, scale="sum", overlap=overlap, shared=shared)
     someone_else_pushes(cluster, 5.0)
     worker.step(torch.tensor([1.0, bad, bad, 1.0]))  # half of it on each server
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [5.0] * 4
     assert worker.refused == 1
     assert worker.exchanger.stats.refused == 1
     assert cluster.counts("refused") == [1, 1]
     worker.step(1.0)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [6.0] * 4
     assert worker.refused == 1
     worker.exchanger.close()
@@ -515,12 +515,12 @@ def test_steps_taken_on_top_of_a_refused_update_are_forgotten() -> None:
     worker.step(math.nan)
     worker.step(1.0)
     transport.deliver()
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [0.0] * 4
     assert worker.refused == 1
     transport.release()
     worker.step(1.0)
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert worker.exchanger.peek()["w"].tolist() == [1.0] * 4
 
 
@@ -532,14 +532,14 @@ def test_after_a_refusal_nothing_is_left_to_push() -> None:
     worker.step(1.0)
     worker.step(1.0)
     transport.deliver()
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     transport.release()
     worker.step(1.0)
     assert len(pushes(transport)) == 1  # the steps begin to count anew
-    worker.exchanger.fetch()
-    worker.exchanger.flush()
+    run(worker.exchanger.fetch())
+    run(worker.exchanger.flush())
     sent = len(pushes(transport))
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert len(pushes(transport)) == sent
 
 
@@ -548,7 +548,7 @@ def test_a_push_alone_that_is_refused_brings_the_servers_weights_too() -> None:
     worker = Worker(cluster, nsync=1, nfetch=100, scale="sum")
     worker.step(1.0)
     worker.step(math.nan)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [1.0] * 4
     assert worker.refused == 1
     assert worker.exchanger.versions == [1]
@@ -557,8 +557,8 @@ def test_a_push_alone_that_is_refused_brings_the_servers_weights_too() -> None:
 def test_an_update_refused_at_the_last_flush_is_replaced_too() -> None:
     worker = Worker(Cluster(), nsync=10, scale="sum")
     worker.step(math.inf)
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [0.0] * 4
     assert worker.refused == 1
 
@@ -572,7 +572,7 @@ def test_a_lost_server_is_noticed_at_the_next_advance() -> None:
     transport.answer(0)
     transport.lose(1)
     with pytest.raises(ServerLostError, match="Server 1 is gone"):
-        worker.exchanger.advance()
+        run(worker.exchanger.advance())
 
 
 def test_a_servers_error_is_raised_at_the_next_advance() -> None:
@@ -583,7 +583,7 @@ def test_a_servers_error_is_raised_at_the_next_advance() -> None:
     cluster.services[0].close()
     transport.deliver()
     with pytest.raises(ProtocolError, match="not the current one"):
-        worker.exchanger.advance()
+        run(worker.exchanger.advance())
 
 
 def test_closing_forgets_the_exchange_under_way() -> None:
@@ -625,7 +625,7 @@ def test_a_push_or_a_fetch_alone_counts_its_bytes_alone() -> None:
     worker = Worker(Cluster(), nsync=1, nfetch=3, npush=2)
     for _ in range(5):
         worker.step(1.0)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     stats = worker.exchanger.stats
     assert (stats.pushes, stats.fetches) == (2, 1)
     assert (stats.bytes_pushed, stats.bytes_fetched) == (32, 16)
@@ -638,7 +638,7 @@ def test_the_distance_to_the_servers_is_measured_now_and_then_and_only_if_wanted
     distances = []
     for _ in range(3):
         worker.step(1.0)
-        worker.exchanger.advance()
+        run(worker.exchanger.advance())
         distances.append(worker.exchanger.stats.distance)
         blind.step(1.0)
         clock.now += 2.0
@@ -646,7 +646,7 @@ def test_the_distance_to_the_servers_is_measured_now_and_then_and_only_if_wanted
     assert distances[1] == distances[0]
     clock.now += 5000.0
     worker.step(0.0)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.exchanger.stats.distance != distances[0]
     assert worker.exchanger.stats.nsync == 1
     assert blind.exchanger.stats.distance == 0.0
@@ -656,7 +656,7 @@ def test_a_push_is_as_stale_as_the_weights_it_was_trained_from() -> None:
     worker = Worker(Cluster(), nsync=1, nfetch=3)
     for _ in range(6):
         worker.step(1.0)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     staleness = [r.staleness[0] for r in worker.exchanger.stats.records]
     assert staleness == [0, 1, 2, 0, 1, 2]  # its own pushes count: its base does not have them either
 
@@ -664,8 +664,8 @@ def test_a_push_is_as_stale_as_the_weights_it_was_trained_from() -> None:
 def test_waits_at_sync_points_are_counted_apart() -> None:
     worker = Worker(Cluster(), nsync=10, clock=Clock())
     worker.step(1.0)
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     stats = worker.exchanger.stats
     assert stats.wait_s == 0.0
     assert stats.sync_wait_s > 0.0
@@ -729,7 +729,7 @@ def test_every_script_gives_the_bits_of_the_single_threaded_reference(
             team[rank].train(change(number))
             reference.step(rank, change(number))
         elif action == "advance":
-            team[rank].exchanger.advance()
+            run(team[rank].exchanger.advance())
             reference.advance(rank)
         elif action == "deliver":
             team[rank].wire.deliver()
@@ -745,10 +745,10 @@ def test_every_script_gives_the_bits_of_the_single_threaded_reference(
         assert [bits(w.w) for w in team] == [bits(x) for x in reference.x]
     for rank, worker in enumerate(team):
         worker.wire.release()
-        worker.exchanger.flush()
+        run(worker.exchanger.flush())
         reference.flush(rank)
     for worker in team:
-        worker.exchanger.fetch()
+        run(worker.exchanger.fetch())
         assert bits(worker.w) == bits(reference.server)
         assert [bits(x) for x in worker.exchanger.peek().values()] == [bits(reference.server)]
     for worker in team:
@@ -801,7 +801,7 @@ def train(parameters: torch.nn.Parameter, target: torch.Tensor, steps: int, exch
         optimizer.step()
         if exchanger is not None:
             exchanger.count_step()
-            exchanger.advance()
+            run(exchanger.advance())
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -823,8 +823,8 @@ def test_one_worker_with_overlap_is_sequential_sgd_too(nsync: int) -> None:
     train(alone, target, 60, None)
     exchanger = Cluster().enter(0, {"w": through.data}, nsync=nsync)
     train(through, target, 60, exchanger)
-    exchanger.flush()
-    exchanger.fetch()
+    run(exchanger.flush())
+    run(exchanger.fetch())
     assert bits(alone.data) == bits(through.data)
 
 
@@ -885,12 +885,12 @@ def test_a_worker_alone_keeps_its_own_bits(servers: int, shared: bool, rules: di
     late = Random(1)
     for step in range(80):
         if step % 37 == 0:
-            lone.exchanger.begin()
+            run(lone.exchanger.begin())
         if rules.get("overlap") is not False and "algorithm" not in rules:
             lone.wire.hold()  # answers come some steps later
             if late.random() < 0.4:
                 lone.wire.deliver()
-        lone.exchanger.advance()
+        run(lone.exchanger.advance())
         lone.check()
         lone.train()
         lone.wire.release()
@@ -898,8 +898,8 @@ def test_a_worker_alone_keeps_its_own_bits(servers: int, shared: bool, rules: di
             assert lone.exchanger.catch_up().keys() <= lone.tensors.keys()
             lone.check()
         if step % 37 == 36:
-            lone.exchanger.flush()
-            lone.exchanger.fetch(park=True)
+            run(lone.exchanger.flush())
+            run(lone.exchanger.fetch(park=True))
             lone.check()
     assert lone.exchanger.stats.pushes > 15
     lone.exchanger.close()
@@ -912,7 +912,7 @@ def test_a_refused_update_of_a_worker_alone_is_thrown_away(servers: int, compres
     worker.step(1.0)
     worker.step(math.nan)
     assert worker.w.tolist() == [1.0] * 4
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert worker.refused == 1
 
 
@@ -958,8 +958,8 @@ def test_catching_up_with_other_weights_in_the_module_loses_no_update(
     worker.w.copy_(own)
     other.step(2.0)
     worker.step(0.25)
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [0.25 * (steps + 1) + 3.0] * 4
 
 
@@ -968,7 +968,7 @@ def test_catching_up_twice_before_the_answer_is_merged_finds_the_same() -> None:
     worker.step(0.25)
     weights = worker.exchanger.catch_up()["w"]
     assert weights.tolist() == worker.exchanger.catch_up()["w"].tolist() == [0.125] * 4
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.w.tolist() == [0.125] * 4
 
 
@@ -979,10 +979,10 @@ def test_a_worker_alone_takes_the_weights_that_the_servers_optimizer_has_made(ov
     for step in range(20):
         worker.w.grad = change(step).repeat(10)
         worker.step(0.01 * worker.w.grad)
-        worker.exchanger.advance()
+        run(worker.exchanger.advance())
         assert bits(worker.w) == bits(worker.exchanger.peek()["w"])
-    worker.exchanger.flush()
-    worker.exchanger.fetch(park=True)
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch(park=True))
     assert bits(worker.w) == bits(worker.exchanger.peek()["w"])
 
 
@@ -993,8 +993,8 @@ def test_catching_up_keeps_the_steps_whose_gradients_were_not_pushed() -> None:
     for _ in range(3):
         worker.train(-0.125)
     assert worker.exchanger.catch_up()["w"].tolist() == [-0.375] * 4
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [-3.0] * 4  # half of three gradients
 
 
@@ -1058,8 +1058,8 @@ def test_compressed_exchanges_bring_everything_in_the_end(compression: str, serv
         for worker in workers:
             worker.step(0.0)
     for worker in workers:
-        worker.exchanger.flush()
-        worker.exchanger.fetch()
+        run(worker.exchanger.flush())
+        run(worker.exchanger.fetch())
     assert torch.equal(workers[0].w, workers[1].w)  # a sync point
     assert torch.allclose(workers[0].w, total, atol=0.05)
 
@@ -1070,16 +1070,16 @@ def test_statistics_count_the_bytes_that_were_sent(compression: str) -> None:
     worker = Worker(Cluster(), 0, [0.0] * n, nsync=1, compression=compression)
     for _ in range(4):
         worker.step(torch.randn(n))
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     factor = find_compression(compression).factor  # type: ignore[union-attr]
     record = worker.exchanger.stats.records[-1]
     assert 4 * n / record.bytes_pushed == pytest.approx(factor, rel=0.25)
     assert 4 * n / record.bytes_fetched == pytest.approx(factor, rel=0.25)
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert 4 * n / worker.exchanger.stats.records[-1].bytes_fetched == pytest.approx(
         2, rel=0.05
     )  # differences, 16 bits
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert worker.exchanger.stats.records[-1].bytes_fetched == 0
 
 
@@ -1096,17 +1096,17 @@ def test_workers_near_and_far_take_the_same_bits_at_sync_points(compression: str
             for _ in range(3):
                 worker.step(0.1 * torch.randn(999, generator=generator))
         if away:
-            far[0].exchanger.come_back()
+            run(far[0].exchanger.come_back())
         for worker in workers:
-            worker.exchanger.flush()
+            run(worker.exchanger.flush())
         for worker in reversed(workers):
-            worker.exchanger.fetch()
+            run(worker.exchanger.fetch())
         assert torch.equal(far[0].w, near[0].w)
         assert torch.equal(far[1].w, near[0].w)
         whole = torch.cat([service.session.shards[0].weights[0] for service in cluster.services])
         assert torch.allclose(near[0].w, whole, atol=1e-4)
         for worker in workers:
-            worker.exchanger.begin()
+            run(worker.exchanger.begin())
     sent = far[1].exchanger.stats.records[-1].bytes_fetched
     assert sent < 4 * 999 / 1.9
 
@@ -1116,11 +1116,11 @@ def test_a_refused_update_leaves_nothing_behind(compression: str) -> None:
     worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, compression=compression)
     worker.step(torch.randn(500))
     worker.step(math.nan)
-    worker.exchanger.advance()
+    run(worker.exchanger.advance())
     assert worker.refused == 1
     worker.step(torch.ones(500))
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.isfinite().all()
 
 
@@ -1178,7 +1178,7 @@ def test_auto_exchanges_as_often_as_the_network_allows_and_follows_its_changes()
         for _ in range(800):
             worker.train(0.0)
             network.turn(0.02)
-            worker.exchanger.advance()
+            run(worker.exchanger.advance())
         periods.append(worker.exchanger.stats.records[-1].local_steps)
     assert periods[0] in (25, 26)
     assert periods[1] in (100, 101)

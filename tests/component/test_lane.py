@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
-from lightning_asgd.algorithms.base import Algorithm, Payload
+from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.device_staging import DeviceLane, lane_for
 from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.synchronizer import run
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
 
@@ -102,9 +103,9 @@ def test_an_update_is_sent_after_the_step_in_which_it_has_arrived(late: None) ->
     assert worker.exchanger.unacknowledged == 2
     assert [m.update[0].tolist() for m in pushes(transport)] == [[4.0] * 4] * 2
     assert worker.exchanger.stats.deferred == 0
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert worker.exchanger.unacknowledged == 0
-    worker.exchanger.fetch()
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [10.0] * 4
     assert [r.local_steps for r in worker.exchanger.stats.records if r.local_steps] == [4, 4, 2]
 
@@ -126,7 +127,7 @@ def test_nobody_waits_longer_for_an_update_on_its_way_than_for_any_other(monkeyp
     for _ in range(7):
         worker.step(1.0)
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4]
-    worker.exchanger.flush()
+    run(worker.exchanger.flush())
     assert cluster.versions() == [2]
 
 
@@ -135,13 +136,13 @@ def test_what_is_on_its_way_is_lost_with_all_that_was_not_applied_when_a_worker_
     worker = Worker(cluster, nsync=2, scale="sum")
     for _ in range(2):
         worker.step(1.0)
-    worker.exchanger.come_back()
+    run(worker.exchanger.come_back())
     assert pushes(transport) == []
     assert worker.w.tolist() == [0.0] * 4
     for _ in range(4):
         worker.step(1.0)
-    worker.exchanger.flush()
-    worker.exchanger.fetch()
+    run(worker.exchanger.flush())
+    run(worker.exchanger.fetch())
     assert worker.w.tolist() == [4.0] * 4
 
 
@@ -151,10 +152,10 @@ def test_a_checkpoint_within_an_epoch_waits_for_the_answer_that_the_device_still
     first, second = (Worker(cluster, rank, nsync=1, scale="sum", shared=True) for rank in range(2))
     first.step(1.0)
     for _ in range(2):
-        first.exchanger.advance()  # it is sent, answered, and its answer merged
+        run(first.exchanger.advance())  # it is sent, answered, and its answer merged
     assert first.exchanger.stats.exchanges == 1
     second.step(2.0)
-    second.exchanger.flush()
+    run(second.exchanger.flush())
     assert first.exchanger.peek()["w"].tolist() == [3.0] * 4
     first.exchanger.channels[0].replica.await_arrival()
     second.exchanger.close()
@@ -209,27 +210,27 @@ def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_r
                 worker.step(float(number))
             total += number
         elif action == "advance":
-            worker.exchanger.advance()
+            run(worker.exchanger.advance())
         else:
             worker.wire.deliver()
             worker.wire.release()
             if action == "flush":
-                worker.exchanger.flush()
+                run(worker.exchanger.flush())
             elif action == "fetch":
-                worker.exchanger.flush()
-                worker.exchanger.fetch(park=True)
-                worker.exchanger.begin()
+                run(worker.exchanger.flush())
+                run(worker.exchanger.fetch(park=True))
+                run(worker.exchanger.begin())
             elif action == "peek":
                 assert all(value.isfinite().all() for value in worker.exchanger.peek().values())
             elif action == "come back":
-                worker.exchanger.come_back()
+                run(worker.exchanger.come_back())
                 lost = True
             worker.wire.hold()
     for worker in team:
         worker.wire.release()
-        worker.exchanger.flush()
+        run(worker.exchanger.flush())
     for worker in team:
-        worker.exchanger.fetch()
+        run(worker.exchanger.fetch())
         assert worker.w.isfinite().all()
         if isinstance(algorithm, ASGD) and not lost:
             torch.testing.assert_close(worker.w.detach(), start + total, rtol=0, atol=1e-3)
@@ -240,12 +241,12 @@ def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_r
 # ---------------------------------------------------------------------- on a device
 
 
-@pytest.mark.parametrize("payload", [Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS])
+@pytest.mark.parametrize("algorithm", [ASGD(), Downpour(), EASGD()], ids=lambda a: a.payload.value)
 @pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=NEEDS_CUDA)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_device_packs_and_merges_what_a_cpu_does(
-    payload: Payload, device: torch.device, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm, device: torch.device, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA without one call that waits for the device, but for the last."""
     wires, results = [], []
@@ -255,10 +256,10 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
         module = {name: value.to(place, dtype) for name, value in module.items()}
         layout = build_layout(module.items(), [], 2)
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
-        gradients = [torch.ones_like(value) for value in module.values()]
-        about: Any = (payload, layout, lambda module=module: list(module.values()), blocks, lambda g=gradients: g)
+        for value in module.values():
+            value.grad = torch.ones_like(value)
         monkeypatch.setattr(replica_module, "lane_for", lambda device, lane=lane: lane)
-        replica = replica_for(*about)
+        replica = replica_for(algorithm, layout, [(module, name) for name in module], blocks)
         replica.adopt([tuple(torch.ones_like(t) for t in shard) for shard in replica.wire])
         assert place == CPU or all(t.is_pinned() for shard in replica.wire for t in shard)
         with _never_waiting(place):

@@ -40,7 +40,7 @@ from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.sync_point import synchronize
-from lightning_asgd.worker.synchronizer import Training
+from lightning_asgd.worker.synchronizer import Training, run
 from tests.helpers.turns import Turns
 
 PATIENCE_S = 3.0
@@ -261,9 +261,8 @@ class World:
             self.ended[rank] = True
 
     def replica(self, weight: torch.Tensor, blocks: Sequence[SharedBlock | None]) -> Replica:
-        payload, gradient = self.algorithm.payload, torch.zeros_like(weight)
-        weight.grad = gradient
-        made = replica_for(payload, self.layout, lambda: [weight], blocks, lambda: [gradient], remembers=True)
+        weight.grad = torch.zeros_like(weight)
+        made = replica_for(self.algorithm, self.layout, [([weight], 0)], blocks, remembers=True)
         self.replicas.append(made)
         return made
 
@@ -289,10 +288,10 @@ class World:
         assert shard_client.initialise(self.layout, self.config.algorithm, refs, first) == [self.shares] * len(refs)
         self.joined += 1
         collectives.barrier("servers have the weights")
-        exchanger.fetch()
+        run(exchanger.fetch())
         FailoverClient(client, collectives, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
-        exchanger.begin()
+        run(exchanger.begin())
         for epoch in range(self.epochs):
             leases.open(Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), 1))
             for segment in ENDS:
@@ -300,7 +299,7 @@ class World:
                 mine = SyncReport(exchanger.moved, False, False, [])
                 synchronize(client, collectives, exchanger, "segment", mine, all_have_pushed=True, always=True)
                 self.fetched.setdefault((epoch, segment), []).append(weight.clone())
-                exchanger.begin()
+                run(exchanger.begin())
                 leases.next_interval()
         self.ended[rank] = True
         while True:  # others may not have been answered, and what they miss was lost with a server
@@ -316,29 +315,29 @@ class World:
                 following = leases.take()
                 self.turns.wait_until(lambda: True)
                 self.before_batch(rank)
-                exchanger.advance()
+                run(exchanger.advance())
                 leases.begin_batch()
                 assert 0 < len(batch) <= leases.plan.step
                 learn(self.weights[rank], batch)
                 exchanger.count_step()
                 self.turns.wait_until(lambda: True)
                 if not leases.end_batch(stats.steps):
-                    exchanger.fetch()
+                    run(exchanger.fetch())
                 batch = following
             going = leases.more(stats.steps - exchanger.unacknowledged)
             if not going:
-                exchanger.flush()
+                run(exchanger.flush())
                 going = leases.wait(stats.steps - exchanger.unacknowledged)
                 if going:
-                    exchanger.begin()
-        exchanger.flush()
+                    run(exchanger.begin())
+        run(exchanger.flush())
 
     def before_batch(self, rank: int) -> None:
         """What else happens to a worker."""
 
     def come_back(self, exchanger: Exchanger) -> None:
         self.came_back += 1
-        exchanger.come_back()
+        run(exchanger.come_back())
 
 
 def learn(weight: torch.Tensor, batch: list[int]) -> None:

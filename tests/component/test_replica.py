@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.algorithms import ASGD, EASGD, Downpour
+from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.layout import Layout, Role, build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica as replica_module
@@ -85,7 +86,7 @@ def cases(draw: st.DrawFn) -> Case:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
         patch.setattr(replica_module, "_SMALL", draw(st.sampled_from([0, 2, 1 << 14])))
-        return Case(layout, tensors, Replica(layout, lambda: tensors, [None] * servers))
+        return Case(layout, tensors, Replica(layout, [(tensors, i) for i in range(len(tensors))], [None] * servers))
 
 
 @given(cases())
@@ -223,7 +224,7 @@ def test_tensors_stay_where_they_are(case: Case) -> None:
 def channels_last_case() -> Case:
     tensor = values((2, 3, 2, 2), torch.float32, 0).contiguous(memory_format=torch.channels_last)
     layout = build_layout([("w", tensor)], [], 2)
-    return Case(layout, [tensor], Replica(layout, lambda: [tensor], [None, None]))
+    return Case(layout, [tensor], Replica(layout, [([tensor], 0)], [None, None]))
 
 
 def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> None:
@@ -235,7 +236,7 @@ def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> N
 
 def test_parameters_that_require_gradients_can_be_changed() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
-    replica = Replica(build_layout([("w", parameter)], [], 1), lambda: [parameter.data], [None])
+    replica = Replica(build_layout([("w", parameter)], [], 1), [([parameter], 0)], [None])
     replica.adopt([(torch.ones(4),)])
     parameter.sum().backward()
     assert parameter.tolist() == [1.0] * 4
@@ -251,7 +252,7 @@ def test_updates_lie_in_the_block_where_there_is_one() -> None:
     tensor = torch.zeros(6)
     layout = build_layout([("w", tensor)], [], 2)
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
-    replica = Replica(layout, lambda: [tensor], blocks)
+    replica = Replica(layout, [([tensor], 0)], blocks)
     replica.adopt([(torch.zeros(3),), (torch.zeros(3),)])
     tensor.copy_(torch.arange(6.0))
     replica.drop_block(1)
@@ -272,14 +273,17 @@ def test_updates_lie_in_the_block_where_there_is_one() -> None:
 
 
 @pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
-@pytest.mark.parametrize("payload", [Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS])
+@pytest.mark.parametrize("algorithm", [ASGD(), Downpour(), EASGD()], ids=lambda a: a.payload.value)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e20])
 @pytest.mark.parametrize("place", [0, 299_999, 599_999])
-def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(payload: Payload, bad: float, place: int) -> None:
-    tensor, gradient = torch.zeros(600_000), torch.ones(600_000)
+def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(
+    algorithm: Algorithm, bad: float, place: int
+) -> None:
+    tensor = torch.zeros(600_000)
+    tensor.grad = gradient = torch.ones(600_000)
     layout = build_layout([("w", tensor)], [], 2)
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
-    replica = replica_for(payload, layout, lambda: [tensor], blocks, lambda: [gradient])
+    replica = replica_for(algorithm, layout, [([tensor], 0)], blocks)
     replica.adopt([tuple(torch.zeros_like(t) for t in shard) for shard in replica.wire])
     for value, is_within_bounds in ((1.0, True), (bad, False)):
         tensor[place] = gradient[place] = value
@@ -291,10 +295,10 @@ def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(payload: P
 
 def test_a_replica_of_gradients_remembers_what_it_fetched_where_memory_is_not_shared() -> None:
     weight = torch.zeros(3)
-    gradient = torch.ones(3)
+    weight.grad = torch.ones(3)
     layout = build_layout([("w", weight)], [], 1)
     blocks = [shared_memory.create(layout.shard(0))]
-    replica = GradientReplica(layout, lambda: [weight], blocks, lambda: [gradient], remembers=True)
+    replica = GradientReplica(layout, [([weight], 0)], blocks, remembers=True)
     replica.drop_block(0)  # the server is on another machine
     replica.adopt([(torch.tensor([1.0, 2.0, 3.0]),)])
     weight -= 5.0

@@ -51,7 +51,7 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.lease_client import DataLeases, Plan
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import Training
+from lightning_asgd.worker.synchronizer import Training, run
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 from tests.helpers.cluster import summary
 
@@ -464,11 +464,11 @@ class RunWorld(World):
         )
         if attachment.bootstraps:
             attachment.publish("layout", {}, None)
-        exchanger.fetch()
+        run(exchanger.fetch())
         FailoverClient(client, collectives, exchanger, lambda: leases.part, lambda server: "", lambda run: run())
         self.ready += 1
         self.joined += 1
-        exchanger.begin()
+        run(exchanger.begin())
         for epoch in range((attachment.progress or {"epochs": 0})["epochs"], self.epochs):
             plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
             leases.open(plan)
@@ -477,8 +477,8 @@ class RunWorld(World):
                     self.train_segment(rank, leases, exchanger)
                 except Left:
                     return
-                exchanger.fetch(park=True)
-                exchanger.begin()
+                run(exchanger.fetch(park=True))
+                run(exchanger.begin())
                 leases.next_interval()
             attachment.end_epoch(lambda done=epoch + 1: {"epochs": done}, should_stop=False)
         self.ended[rank] = True

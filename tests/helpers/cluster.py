@@ -23,7 +23,7 @@ from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import OwnData, Training, WorkFeed
+from lightning_asgd.worker.synchronizer import OwnData, Training, WorkFeed, run
 
 T = TypeVar("T")
 SESSION = "test"
@@ -74,13 +74,7 @@ class Cluster:
         layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services))
         tensors = {**parameters, **(buffers or {})}
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(layout.num_servers)]
-        replica = replica_for(
-            config.algorithm.payload,
-            layout,
-            lambda: [tensors[spec.name] for spec in layout.tensors],
-            blocks,
-            lambda: [tensors[spec.name].grad for spec in layout.tensors],
-        )
+        replica = replica_for(config.algorithm, layout, [(tensors, spec.name) for spec in layout.tensors], blocks)
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
         shard_client = ShardClient(client)
@@ -88,7 +82,7 @@ class Cluster:
         assert seen == [ref is not None for ref in refs]
         training = Training(on_refused, lr, data=data or OwnData(), measure=measure)
         exchanger = Exchanger(layout, [(shard_client, replica)], config, training, clock=clock)
-        exchanger.fetch()
+        run(exchanger.fetch())
         exchanger.stats = ExchangeStats()
         return exchanger
 

@@ -126,8 +126,9 @@ def test_an_error_comes_as_a_failure_and_is_raised_by_the_client(link: Link) -> 
     assert isinstance(failure, Failure)
     assert failure.error == "ProtocolError"
     shards = ShardClient(SessionClient(Connection(link.transport, link.session, 0, 1, timeout_s=WAIT_S)))
+    message = Exchange(*shards.connection.sender, 0, 0, False, True)
     with pytest.raises(ProtocolError, match="Expected a join first"):
-        shards.replies(shards.exchange(0, [0, 0], push=False, fetch=True, updates=[None, None]))
+        shards.replies(shards.exchange(message, [0, 0], [None, None]))
 
 
 def test_four_megabytes_arrive_bit_by_bit(link: Link) -> None:

@@ -44,7 +44,7 @@ def exchange_once(client: SessionClient) -> list[list[float]]:
     shards = ShardClient(client)
     shards.initialise(layout_of_floats(2 * n, n), ASGD("sum"), [None] * n, [(torch.zeros(2),)] * n)
     replies = shards.replies(
-        shards.exchange(1, [0] * n, push=True, fetch=True, updates=[(torch.ones(2),) for _ in range(n)])
+        shards.exchange(Exchange(*shards.connection.sender, 1, 0, True, True), [0] * n, [(torch.ones(2),)] * n)
     )
     return [r.weights[0].tolist() for r in replies if r.weights is not None]
 
@@ -156,7 +156,7 @@ def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Proce
     with pytest.raises(RuntimeError):
         waiting.wait()
     with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
-        shards.replies(shards.exchange(2, [1], push=False, fetch=True, updates=[None]))
+        shards.replies(shards.exchange(Exchange(*shards.connection.sender, 2, 0, False, True), [1], [None]))
     client.leave("nobody hears it")
     assert time.monotonic() - begun < 5.0
     assert exchange_once(client_of(connect(restarted), "after the restart")) == [[1.0, 1.0]]
@@ -230,7 +230,8 @@ class Step:
         self.connection = shards.connection
         n = len(self.connection.servers)
         updates = [(torch.ones(2),) for _ in range(n)]
-        self.futures = shards.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+        push = Exchange(*self.connection.sender, number, 0, True, True)
+        self.futures = shards.exchange(push, [number - 1] * n, updates)
         request = LeaseRequest(*self.connection.sender, "storm/0", 0, granted, granted, 0.001, 0.0)
         self.request = self.connection.post(0, request)
 

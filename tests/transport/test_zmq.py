@@ -19,7 +19,7 @@ import zmq
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.protocol import Contribution, Heartbeat, codec
+from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, codec
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
@@ -57,7 +57,8 @@ def transport(server: ZmqServer) -> Iterator[ZmqTransport]:
 def push(shards: ShardClient, number: int) -> Any:
     n = len(shards.connection.servers)
     updates = [(torch.ones(2),) for _ in range(n)]
-    return shards.exchange(number, [number - 1] * n, push=True, fetch=True, updates=updates)
+    message = Exchange(*shards.connection.sender, number, 0, True, True)
+    return shards.exchange(message, [number - 1] * n, updates)
 
 
 def begin(transport: Any, session: str) -> ShardClient:

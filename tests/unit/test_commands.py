@@ -1,13 +1,77 @@
-"""What people type after ``lightning-asgd``."""
+"""What people type after ``lightning-asgd``, and what they are told."""
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
-from lightning_asgd.cli.command_line import main
+from lightning_asgd.cli.command_line import COMMANDS, main
 
 
-@pytest.mark.parametrize("words", [["--watch"], ["--watch", "--every-n-seconds", "1"], ["--watch", "true"], []])
-def test_an_option_that_is_true_or_false_may_stand_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "nowhere", *words]) == 1
+@pytest.mark.parametrize(
+    "words", ["nowhere --watch", "--watch nowhere --every-n-seconds 1", "nowhere", "nowhere --every_n_seconds=1"]
+)
+def test_options_are_understood_in_any_place_and_with_hyphens_or_underscores(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", *shlex.split(words)]) == 1
     assert 'Expected "host:port"' in capsys.readouterr().err  # so the words were understood
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("serve --port 29400", "the following arguments are required: --run-id"),
+        ("serve --port x --run-id y", "argument --port: invalid int value: 'x'"),
+        ("serve --port 29400 --run-id y --transport smoke", "argument --transport: invalid choice: 'smoke'"),
+        (
+            "plan --link-gbit-s 1 --batch-sizes few",
+            "--batch-sizes: invalid list of whole numbers value: 'few'",
+        ),
+        ("serv", "invalid choice: 'serv'"),
+        ("", "the following arguments are required: COMMAND"),
+    ],
+)
+def test_mistakes_in_options_are_named_as_they_were_typed(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(words))
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_errors_of_the_library_name_options(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = "--link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3"
+    assert main(["plan", "--nsync", "0", *shlex.split(numbers)]) == 1
+    assert "--nsync 0. Expected a whole number of at least 1, such as --nsync 10." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_into_80_columns_and_shows_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([*([command] if command else []), "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"  lightning-asgd {command}" in shown
+    assert "``" not in shown, "help is for people, not for Sphinx"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("lightning-asgd 0.")
+
+
+def test_tables_fit_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = "--parameters 25.6e6 --step-s 0.25 --batch-size 32 --link-gbit-s 10 --workers 16 --simulate 5"
+    assert main(["plan", *shlex.split(numbers)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.startswith("  kept")], "no cell is broken into two lines"

@@ -90,8 +90,11 @@ def test_a_modules_own_batch_is_measured(capsys: pytest.CaptureFixture[str], scr
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--step-s", "0.1"], r"parameters=None, step_s=0.1, batch_size=None. Expected all three, or a module"),
-        ([*NUMBERS, "--workers", "0"], r"workers=0. Expected a whole number of at least 1"),
+        (
+            ["--step-s", "0.1"],
+            r"--parameters, --batch-size not given. Expected --parameters, --step-s and --batch-size, or",
+        ),
+        ([*NUMBERS, "--workers", "0"], r"--workers 0. Expected a whole number of at least 1"),
         (["--module", "nothing"], r"'nothing' names nothing. Expected 'package.module:Name'"),
         (["--module", "no_such_module:Net"], r"There is no module 'no_such_module'"),
         (["--module", "no_such_file.py:Net"], r"There is no file 'no_such_file.py'"),

@@ -39,6 +39,7 @@ from lightning_asgd.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 from lightning_asgd.posterior import averaged_prediction
 from lightning_asgd.protocol import Samples
 from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import SESSION, Cluster
 
 COORDINATES, NUM_DATA, PRIOR = 2000, 20, 5.0
@@ -92,10 +93,10 @@ def sample(
     shuffle = random.Random(3)
     means = DATA.view(-1, batch, COORDINATES).mean(1)
     for exchanger in exchangers:
-        exchanger.begin()
+        run(exchanger.begin())
     for _ in range(steps // workers):
         for w, optimizer, exchanger in zip(weights, samplers, exchangers, strict=True):
-            exchanger.advance()
+            run(exchanger.advance())
             w.grad = w.detach() - means[shuffle.randrange(len(means))]  # of the mean loss over the batch
             optimizer.step()
             exchanger.count_step()
@@ -209,7 +210,7 @@ def push_ones(exchanger: Exchanger, weight: Tensor, times: int) -> None:
     for _ in range(times):
         weight.data += 1
         exchanger.count_step()
-        exchanger.advance()
+        run(exchanger.advance())
 
 
 @pytest.mark.parametrize("cls", [SGMCMC, ElasticSGMCMC])
@@ -218,7 +219,7 @@ def test_burn_in_thinning_and_bound_are_exact(cls: Any, servers: int) -> None:
     weight, buffer = torch.zeros(7, requires_grad=True), torch.zeros(2)
     rule = cls(burn_in=4, thin=3, max_samples=2)
     exchanger = Cluster(servers).enter(0, {"w": weight}, {"b": buffer}, nsync=1, algorithm=rule, overlap=False)
-    exchanger.begin()
+    run(exchanger.begin())
     seen = {}
     for version in range(1, 15):
         push_ones(exchanger, weight, 1)
@@ -235,7 +236,7 @@ def test_samples_that_not_all_servers_have_are_left_out() -> None:
     weight = torch.zeros(6, requires_grad=True)
     rule = SGMCMC(burn_in=0, thin=2, max_samples=3)
     exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=rule, overlap=False)
-    exchanger.begin()
+    run(exchanger.begin())
     push_ones(exchanger, weight, 3)
     weight.data[0] = torch.nan  # one server refuses its part
     push_ones(exchanger, weight, 1)

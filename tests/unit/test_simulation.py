@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asgd import algorithms
-from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, LocalSGD, StaleSynchronous, Transform, WarmStart
+from lightning_asgd.algorithms import (
+    ASGD,
+    Algorithm,
+    Barrier,
+    LocalSGD,
+    StaleSynchronous,
+    StreamingDiLoCo,
+    Transform,
+    WarmStart,
+)
 from lightning_asgd.algorithms.base import Payload, Push
 from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
 from lightning_asgd.optim import SGHMC
@@ -34,6 +43,7 @@ from lightning_asgd.simulation import (
     Trace,
 )
 from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 
@@ -151,7 +161,7 @@ def test_the_in_process_cluster_does_the_same_in_the_same_order(algorithm: str, 
         for rank, p in enumerate(parameters)
     ]
     for exchanger in exchangers:
-        exchanger.begin()
+        run(exchanger.begin())
     ends = [(s, rank, 1) for rank, s in enumerate(speeds)]
     while ends:
         now, rank, step = heapq.heappop(ends)
@@ -159,10 +169,10 @@ def test_the_in_process_cluster_does_the_same_in_the_same_order(algorithm: str, 
         optimizers[rank].step()
         exchangers[rank].count_step()
         if step < steps:
-            exchangers[rank].advance()
+            run(exchangers[rank].advance())
             heapq.heappush(ends, (now + speeds[rank], rank, step + 1))
         else:
-            exchangers[rank].flush()
+            run(exchangers[rank].flush())
     weights = exchangers[0].peek()["w"]
     assert bits(weights) == bits(report.weights)
     assert list(report.versions) == cluster.versions()
@@ -407,6 +417,14 @@ def every_algorithm() -> list[Any]:
         elif cls not in (algorithms.Hogwild, algorithms.LayerWise):
             found.append(pytest.param(cls(), id=name))
     return found
+
+
+def test_streaming_diloco_mixes_the_servers_weights_into_a_workers() -> None:
+    reports = [
+        Simulation(problem=CLEAN, workers=2, steps=30, exchange={"nsync": 5, "algorithm": StreamingDiLoCo(alpha=alpha)})
+        for alpha in (0.1, 0.9)
+    ]
+    assert reports[0].run().losses != reports[1].run().losses
 
 
 @pytest.mark.parametrize("cls", [algorithms.Hogwild, algorithms.LayerWise])

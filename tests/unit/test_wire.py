@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd import compression, protocol
+from lightning_asgd import algorithms, compression, protocol
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
@@ -106,6 +107,40 @@ def test_an_exchange_with_its_weights() -> None:
 
 class Mine:
     """Of no class that the package knows."""
+
+
+@dataclass(frozen=True)
+class Tripled(algorithms.Algorithm):
+    """A user's own rule."""
+
+    factor: float = 3.0
+
+
+@dataclass(frozen=True)
+class Halved(algorithms.Transform):
+    """A user's own transform."""
+
+
+def test_algorithms_and_transforms_of_users_are_imported_by_name() -> None:
+    mine = Tripled(2.0, transforms=[Halved(), algorithms.DropStale(3)])
+    assert there_and_back(mine) == mine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "subprocess:Popen",
+        "no_such_module:Rule",
+        "tests.unit.test_wire:Mine",
+        "tests.unit.test_wire:algorithms.ASGD",
+        "lightning_asgd.algorithms:ASGD",  # which goes by its short name
+        ":ASGD",
+    ],
+)
+def test_nothing_else_is_made_by_its_module(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(["O", name, {}]).encode(), [])
 
 
 def test_an_object_crosses_closed_or_not_at_all() -> None:
