@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.compression import Compression
+from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
@@ -128,6 +131,12 @@ class ServerState:
 
         Returns whether exchanges can pass through shared memory.
         """
+        rules = message.algorithm, message.compression
+        if not isinstance(rules[0], Algorithm) or not (rules[1] is None or isinstance(rules[1], Compression)):
+            raise ProtocolError(
+                f"Worker {message.worker} sent {rules!r} as its algorithm and compression. Expected objects of "
+                "lightning_asgd.algorithms and lightning_asgd.compression."
+            )
         elastic = bool(self.registry.name)
         new = message.fragment not in session.shards
         if elastic and message.weights is not None:

@@ -43,6 +43,7 @@ from lightning_asgd.protocol import (
     Status,
     StatusRequest,
 )
+from lightning_asgd.protocol.field_types import check_types
 from lightning_asgd.server.epoch_history import Ranges
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
@@ -108,10 +109,11 @@ class Service:
             self._changed = self._changed or not isinstance(message, StatusRequest)
             handler, session = self._handlers.get(type(message)), self.session
             try:
-                if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
-                    session.members.check_process(message.worker, message.process, message.session)
                 if handler is None:
                     raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
+                check_types(message)
+                if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
+                    session.members.check_process(message.worker, message.process, message.session)
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
@@ -202,27 +204,26 @@ class Service:
         return self.state.registry.metadata.get(message.name)
 
     def _join(self, message: Join) -> Joined | RankHeld:
-        elastic = not message.world_size
-        self.state.registry.check_can_join(message.session, message.worker, message.protocol, elastic=elastic)
+        about = message.session, message.worker, message.protocol
+        self.state.registry.check_can_join(*about, elastic=not message.world_size)
         begins = self.session is None or self.session.members.session != message.session
         if begins:
             following = self.state.following(message)
             self._end_session(f"session {message.session!r} began")
             self.state.begin_session(following)
         session = self._current(message.session)
-        due, answer = self.state.enter(session, message, self._clock(), begun=begins)
+        due, joined = self.state.enter(session, message, self._clock(), begun=begins)
         self._complete(due)
         self._members_changed(session)
-        return replace(answer, pid=os.getpid()) if isinstance(answer, Joined) else answer
+        return replace(joined, pid=os.getpid()) if isinstance(joined, Joined) else joined
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self._clock())
         return self._heard(message.session, message.worker).heartbeat(message)
 
     def _initialise(self, message: InitShard) -> bool:
-        session = self._current(message.session)
-        shared = self.state.initialise(session, message)
-        self._members_changed(session)
+        shared = self.state.initialise(self._current(message.session), message)
+        self._members_changed(self._current(message.session))
         return shared
 
     def _exchange(self, message: Exchange) -> Any:
@@ -250,8 +251,7 @@ class Service:
         for earlier in self._pending.of(Contribution):
             if (earlier.worker, earlier.seq) == (message.worker, message.seq):
                 self._pending.take(earlier)  # its worker makes the call again, and waits for this one
-        future = self._pending.add(message)
-        before = session.members.composition
+        future, before = self._pending.add(message), session.members.composition
         self._complete(session.collectives.contribute(message, self._clock()))
         if session.members.composition != before:
             self._members_changed(session)

@@ -105,7 +105,13 @@ class SessionState:
         shard = self.shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
-        return shard.state() if message.state is None else shard.restore(message.state)
+        try:
+            return shard.state() if message.state is None else shard.restore(message.state)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ProtocolError(
+                f"Worker {message.worker} sent a state that does not fit its shard: {error!r}. Expected what a "
+                "checkpoint holds of the same algorithm and layout."
+            ) from error
 
     def members_changed(self) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now."""

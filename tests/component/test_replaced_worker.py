@@ -57,7 +57,7 @@ class Job:
         for rank, process in enumerate(TWO):
             first = (torch.zeros(2),) if rank == 0 else None
             self.says(InitShard("j.0.1", rank, GROUPS, ASGD("sum"), first), process)
-            self.says(OpenEpoch("j.0.1", rank, Epoch(KEY, 8, (8,), "")), process)
+            self.says(OpenEpoch("j.0.1", rank, Epoch(KEY, 8, (8,), b"")), process)
 
     def says(self, message: Request, process: str) -> Any:
         return self.service.handle(replace(message, process=process))
@@ -123,7 +123,7 @@ def test_the_process_before_it_changes_nothing_when_it_wakes_up(lost: Callable[[
         push(1),
         Heartbeat("j.0.1", 1),
         Join("j.0.1", 1, 2, again=True),
-        OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), "")),
+        OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), b"")),
     ):
         answer = job.says(message, TWO[1])
         assert isinstance(answer, Failure)
@@ -180,7 +180,7 @@ def test_the_units_of_the_process_before_it_are_granted_again() -> None:
     dies(job)
     joined = job.comes()
     job.says(Join("j.0.1", 1, 2, Policy(1.0), since=joined.collectives), NEW)
-    job.says(OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), "")), NEW)
+    job.says(OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), b"")), NEW)
     trained, again = 0, LeaseGrant()
     while True:
         request = LeaseRequest("j.0.1", 1, KEY, 0, trained, trained, 0.001, 0.0, size=2)
@@ -239,7 +239,7 @@ def test_it_may_die_at_any_moment_and_be_replaced_again(moment: int) -> None:
         steps: list[Request] = [
             InitShard("j.0.1", 1, GROUPS, ASGD("sum")),
             Exchange("j.0.1", 1, joined.pushed, 0, False, True),
-            OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), "")),
+            OpenEpoch("j.0.1", 1, Epoch(KEY, 8, (8,), b"")),
             LeaseRequest("j.0.1", 1, KEY, 0, 0, 0, 0.0, 0.0, size=2),
             Join("j.0.1", 1, 2, Policy(1.0), since=joined.collectives),
             push(joined.pushed + 1, 1),
