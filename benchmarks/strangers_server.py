@@ -46,6 +46,7 @@ from lightning_asgd.protocol import (
     Exchange,
     Failure,
     Heartbeat,
+    HeartbeatReply,
     InitShard,
     Join,
     LeaseRequest,
@@ -292,9 +293,9 @@ def fuzz(kind: str, address: str, place: tuple[str, int], session: str, number: 
 
 
 def is_rejected(future: Any) -> bool:
-    """Whether a message was answered with an error by name, or a refusal."""
+    """Whether a message was answered with an error by name, or with what changes nothing."""
     answer = future.wait()
-    return answer is False or isinstance(answer, Failure)
+    return answer is False or isinstance(answer, Failure | HeartbeatReply)
 
 
 def changed_message(session: str, chance: random.Random) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.protocol import Join, Policy, WorkerMetrics
+from lightning_asgd.protocol import Heartbeat, Join, Policy, Request, WorkerMetrics
 
 __all__ = ["Membership"]
 
@@ -147,6 +147,20 @@ class Membership:
             "refused: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
             "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
+
+    def check_sender(self, message: Request) -> None:
+        """Raise unless a message is of a worker that has joined, and of its process; of other sessions it fails later.
+
+        A server that replaces a lost one gets heartbeats before its workers have joined.
+        """
+        worker, session = message.worker, message.session
+        self.check_process(worker, message.process, session)
+        early = isinstance(message, Heartbeat) and (self.elastic or 0 <= worker < self.world_size)
+        if early or session != self.session or worker in self.joined or worker in self.left:
+            return
+        if self.elastic:
+            self.check(worker)
+        raise ProtocolError(f"Worker {worker} has not joined session {session!r}. Expected a join first.")
 
     def other_process(self, worker: int, process: str) -> str:
         """The name of the process that is a worker, if it is another one; else empty."""

@@ -113,7 +113,7 @@ class Service:
                     raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
                 check_types(message)
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
-                    session.members.check_process(message.worker, message.process, message.session)
+                    session.members.check_sender(message)
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
