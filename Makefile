@@ -6,7 +6,7 @@ OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin/python
 # The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
-PROCESSES := tests/lightning tests/transport tests/examples
+PROCESSES := tests/lightning tests/transport
 define run-tests
 @$(RUN) -m pytest $(PROCESSES) $(1) > $(VENV)/processes.log 2>&1 & beside=$$!; \
 $(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \

@@ -1,17 +1,16 @@
-"""Accuracy beside DDP, early and late in training: a small CNN with batch norm on Fashion-MNIST.
+"""Accuracy compared with DDP, early and late in training: a small CNN with batch norm on Fashion-MNIST.
 
-    python benchmarks/accuracy.py                                     # hours; goes on where it was interrupted
+    python benchmarks/accuracy.py                                     # hours; continues where it was interrupted
     python benchmarks/accuracy.py --optimizer Adam --seeds 3          # a part of it
-    python benchmarks/accuracy.py --table                             # what there is so far
+    python benchmarks/accuracy.py --table                             # the results so far
 
 20,000 training images; accuracy on the 10,000 test images after epochs 1, 3 and 10 of one run. SGD with momentum, Adam
 and AdamW with two workers, and Adam with four, each by DDP, by A-SGD and by A-SGD with data="split", from the same
-seeds with the same hyper-parameters. A seed fixes the first weights and the order of the data, for all alike, so
-differences are taken by seed; beside them stands their standard error. The goal: on the mean no more than 0.003 below
-DDP.
+seeds with the same hyper-parameters. A seed fixes the first weights and the order of the data, the same for all, so
+differences are taken by seed and shown with their standard error. The goal: on average no more than 0.003 below DDP.
 
-Every run is a line of results/accuracy.jsonl. A line counts as long as the files of lightning_asgd are those it was
-made with; DDP's always. The images are those of Debian's package dataset-fashion-mnist.
+Every run is a line of results/accuracy.jsonl. A line is valid as long as the files of lightning_asgd are unchanged;
+DDP's lines always are. The images are those of Debian's package dataset-fashion-mnist.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def main() -> int:
         "--seeds", type=int, help="at most this number of seeds (default: 10 for Adam with 2 workers, else 5)"
     )
     parser.add_argument("--epochs", type=int, default=READ[-1])
-    parser.add_argument("--table", action="store_true", help="run nothing, print what there is")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the results so far")
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
     found = known(args.file, args.epochs)

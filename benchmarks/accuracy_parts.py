@@ -10,8 +10,8 @@ the real ones, in virtual time, so a seed gives the same bits on any day. Each r
 1. one optimizer that takes the mean of all workers' gradients: DDP,
 2. an optimizer per worker, whose weights are averaged after every step: *local optimizers*,
 3. the same every ten steps: *drift* of the workers' weights,
-4. A-SGD every ten steps, whose answers come at once: *staleness*, since nobody waits for the other,
-5. the same, with answers that come some steps later: *merging while training goes on*, which is what the strategy does.
+4. A-SGD every ten steps, with immediate replies: *staleness*, since no worker waits for the other,
+5. the same, with replies that arrive some steps later: *merging while training continues*, as the strategy does.
 
 Batch norm's statistics are taken in three ways from the same weights: those of worker 0, as DDP does; the mean over the
 workers, as A-SGD does at sync points; and fresh ones from 5,000 images, so that only the weights count. With these the
@@ -51,8 +51,8 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "DDP: one optimizer": None,
     "one each, averaged every step": {"exchange": {"algorithm": "local_sgd", "nsync": 1}},
     "averaged every 10 steps": {"exchange": {"algorithm": "local_sgd", "nsync": 10}},
-    "A-SGD, answers at once": {"exchange": {"nsync": 10, "overlap": False}},
-    "A-SGD, answers 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
+    "A-SGD, immediate replies": {"exchange": {"nsync": 10, "overlap": False}},
+    "A-SGD, replies 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
 }
 STATISTICS = ("worker 0's", "the mean", "fresh")
 COLUMNS = (*(f"accuracy, {kind}" for kind in STATISTICS), "loss, fresh")

@@ -7,8 +7,8 @@
 Tasks: the digits CNN (SGD, learning rate 0.05, momentum 0.9, batch 16), and a model of characters on the text of
 Python's standard library (the same with learning rate 0.1; 16 characters of context). Every worker draws its own
 batches for a fixed time. A step takes as long as the task says, whatever the machine: a worker sleeps for the rest of
-it. Three workers' steps take one unit, the fourth one's four: so they behave like four machines although two cores
-serve them.
+it. Three workers' steps take one unit, the fourth worker's take four. So they behave like four machines, although they
+share two cores.
 
 All algorithms run with the same worker optimizer, and with their own defaults, except where the table says so. Worker 0
 reads the servers' weights a few times a second; the loss on held-out data is computed afterwards.
@@ -378,7 +378,7 @@ def table(rows: list[dict[str, Any]], task: Task) -> str:
 
 def verdicts(rows: list[dict[str, Any]], task: Task) -> str:
     """For everything that claims to reduce the harm of staleness: whether it did, beside its group's first."""
-    lines = [f"**{task.title}**, beside the same without it:", ""]
+    lines = [f"**{task.title}**, compared with the same run without it:", ""]
     claims = ("ScaleBy", "StalenessAware", "GapAware", "DropStale", "SoftSync", "Rennala", "DelayComp", "DANA", "Warm")
     for r in rows:
         if any(claim in r["name"] for claim in claims):
@@ -451,11 +451,11 @@ def report(results: Path, tasks: list[Task], page: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Every algorithm beside the others.")
+    parser = argparse.ArgumentParser(description="Compare all algorithms.")
     parser.add_argument("--task", choices=("digits", "characters"), action="append")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", help="rows whose name contains one of these")
-    parser.add_argument("--redraw", action="store_true", help="no runs: what was measured before")
+    parser.add_argument("--redraw", action="store_true", help="no runs: use the earlier measurements")
     args = parser.parse_args()
     tasks = [t for t in (digits(), characters()) if args.task is None or t.name in args.task]
     results = ROOT / "results" / "algorithms.json"

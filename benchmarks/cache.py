@@ -1,8 +1,8 @@
 """Samples per second of a data loader over files that are not in memory, with a cache of none, half and all of them.
 
-The operating system is asked to forget the files before every epoch, as if they were more than memory holds; with
---delay reading each of them also takes so long, as from storage over a network. First epochs fill the cache and are not
-counted. Runs take turns.
+The operating system drops the files from memory before every epoch, as if they did not fit. With --delay each read also
+takes that much longer, as from storage over a network. First epochs fill the cache and are not counted. Runs are
+interleaved.
 """
 
 from __future__ import annotations

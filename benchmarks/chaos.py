@@ -1,23 +1,24 @@
-"""Workers are stopped, woken and killed while they train, and servers are killed: what is lost?
+"""Suspend, resume and kill workers, and kill servers, during training: what is lost?
 
     python benchmarks/chaos.py                 # 100 faults, about ten minutes on two cores
     python benchmarks/chaos.py --faults 10     # a quick look
 
-Faults come at random moments, by seed: to random workers SIGSTOP, and SIGCONT after up to four times the seconds after
-which a silent worker counts as away; SIGKILL to workers other than 0, as long as half of them are left; SIGKILL to
-random servers. Two programs are trained:
+Faults happen at random moments, by seed. Random workers get SIGSTOP, and SIGCONT after up to four times `silence_s`.
+Workers other than 0 get SIGKILL, as long as half of them are left, and so do random servers. Two programs are trained:
 
-* one that counts: training a sample adds 1 to that sample's parameter, and pushes are added whole. Every sample must
+* a program that counts: training a sample adds 1 to that sample's parameter, and pushes are added in full. Every sample
+must
   have been applied exactly once per epoch: with faults of workers and one or two servers, with faults of two servers,
   with faults of workers and of one server. With two servers a worker that is killed while it sends a push may have
-  reached one of them only: then half of that push is lost, and so much is allowed.
-* scikit-learn's digits, as in convergence.py: with all these faults the accuracy must be within 0.01 of that without.
+  reached only one of them. Then half of that push is lost, which is allowed.
+* scikit-learn's digits, as in convergence.py: with all these faults the accuracy must be within 0.01 of the accuracy
+without faults.
 
-Last, how fast it goes meanwhile, with a fault of any kind about every 25 s and the program that counts: the samples
-trained per second of a living worker must be 0.9 of those without faults. Seconds in which a worker is stopped, and
-those after it was killed, do not count as living; those in which others wait for it do.
+Last, the speed of the counting program with a fault of any kind about every 25 s: a living worker must train at 0.9 of
+its speed without faults. A worker is not living while it is suspended or after it was killed. Time in which the others
+wait for it counts as living for them.
 
-Exits with 1 if either fails, or if training does not end by itself.
+Exits with 1 if one of these fails, or if training does not end by itself.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Job:
             "servers_killed": self.servers_killed,
             "stopped": self.stopped,
             "back": output.count("has rejoined"),
-            "restored": output.count("Another one takes its place"),
+            "restored": output.count("A replacement is being started"),
         }
 
     def close(self) -> None:
@@ -293,7 +294,7 @@ def count(workers: int, servers: int, faults: int, chance: random.Random, who: t
     allowed = 0 if servers == 1 else result["killed"] * NSYNC * BATCH
     fine = bool(lost <= allowed)
     verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
-    text = f"of {1000 * epochs} samples {lost:g} were applied not once (allowed: {allowed})"
+    text = f"of {1000 * epochs} samples {lost:g} were not applied exactly once (allowed: {allowed})"
     CONSOLE.print(f"{verdict}  {text}" if lost else f"{verdict}  all {1000 * epochs} samples were applied exactly once")
     return fine
 

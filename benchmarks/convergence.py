@@ -5,8 +5,8 @@
 
 Digits CNN of examples/digits.py, SGD with learning rate 0.05 and momentum 0.9, batch 16 per worker, 10 epochs. With
 each number of workers and each ``nsync``, A-SGD passes if its validation accuracy is at most 0.01 below that of DDP
-with as many workers (medians over the seeds, accuracy after the last epoch). A seed fixes the first weights and the
-order of the data, for both alike.
+with the same number of workers (medians over the seeds, accuracy after the last epoch). A seed fixes the first weights
+and the order of the data for both.
 
 Prints a table, writes results/convergence.json, and exits with 1 if a row fails.
 """
@@ -150,7 +150,7 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A-SGD's accuracy beside DDP's.")
+    parser = argparse.ArgumentParser(description="Compare A-SGD's accuracy with DDP's.")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--nsync", type=int, nargs="+", default=[10, 5])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

@@ -1,12 +1,12 @@
-"""Programs that others wrote, unchanged but for the strategy, trained to the loss that DDP reaches.
+"""Third-party programs, unchanged except for the strategy, trained to the loss that DDP reaches.
 
-* ``LightningTransformer`` and ``LightningLSTM`` from ``pytorch_lightning.demos``, with their own data loaders. Where
-  they expect Wikipedia's text they find the text of Python's standard library.
-* torchvision's ResNet-18 as a classifier of scikit-learn's digits.
+* ``LightningTransformer`` and ``LightningLSTM`` from ``pytorch_lightning.demos``, with their own data loaders. Instead
+of Wikipedia's text they get the text of Python's standard library. * torchvision's ResNet-18 as a classifier of
+scikit-learn's digits.
 
 Every program is trained by two workers under DDP and under A-SGD from the same seeds with the same hyper-parameters;
-what counts is the loss of the trained weights over the training data, in one process. A-SGD must come as low as DDP,
-give or take 5 % of what DDP gained.
+what counts is the loss of the trained weights over the training data, in one process. A-SGD's loss must differ from
+DDP's by at most 5 % of DDP's improvement.
 """
 
 from __future__ import annotations

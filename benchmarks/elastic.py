@@ -1,14 +1,13 @@
-"""From one worker to six and back to one within one epoch: how long does it take to join, and until others take over?
+"""From one worker to six and back to one within one epoch: how long does it take to join, and to take over?
 
     python benchmarks/elastic.py              # about a minute per repeat
 
-`lightning-asgd serve` serves a run. Workers attach themselves one after the other; when all train the server is
-killed; then they leave, by SIGTERM and SIGKILL in turn, until the first one is left, which ends the epoch. Training a
-sample adds 1 to that sample's parameter, and pushes are added whole: at the end every sample must have been applied
-exactly once.
+`lightning-asgd serve` hosts a run. Workers attach one after another. When all train, the server is killed. Then workers
+leave, by SIGTERM and SIGKILL in turn, until only the first worker is left, which ends the epoch. Training a sample adds
+1 to that sample's parameter, and pushes are added in full: at the end every sample must have been applied exactly once.
 
-Exits with 1 if one was not, or if a target is missed: 2 s from a worker's imports to its first batch; 3 s from a
-server's death to the next update that is applied; a worker's death noticed within the time that one may be silent.
+Exits with 1 if a sample was not, or if a target is missed: 2 s from a worker's imports to its first batch; 3 s from a
+server's death to the next update that is applied; a worker's death noticed within `silence_s`.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class Run:
         self.address = log.read_text().partition('server="')[2].partition('"')[0]
         host, _, port = self.address.rpartition(":")
         self.rendezvous = Rendezvous.connect(host, int(port), 10.0)
-        self.keys = self.rendezvous.get("session/counts", "The servers", 10.0)
+        self.keys = self.rendezvous.session("counts", "rpc", 10.0)
 
     def start(self, name: int) -> None:
         self.workers[name] = self.fork(target=work, args=(self.folder, name, self.address))
@@ -175,7 +174,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], int]:
     """One run.
 
     Returns:
-        seconds by what they are of; and how many samples were applied not once.
+        seconds by what they are of; and how many samples were not applied exactly once.
     """
     times: dict[str, list[float]] = {
         "first batch": [],
@@ -229,11 +228,11 @@ def main() -> int:
             wrong += lost
             for what, seconds in found.items():
                 times.setdefault(what, []).extend(seconds)
-            CONSOLE.print(f"{repeat + 1}/{args.repeats}: of {SAMPLES} samples {lost} were applied not once")
+            CONSOLE.print(f"{repeat + 1}/{args.repeats}: of {SAMPLES} samples {lost} were not applied exactly once")
     meaning = {
         "first batch": "from a worker's imports to its first batch",
         "first exchange": f"and to its first exchange, after {NSYNC} steps of {STEP_S} s",
-        "SIGTERM": "from SIGTERM until its data are free for others",
+        "SIGTERM": "from SIGTERM until its data are available to others",
         "SIGKILL": f"from SIGKILL until then, with silence_s={SILENCE_S:g}",
         "server": "from a server's death to the next update applied",
     }

@@ -1,17 +1,17 @@
-"""Seconds of one exchange, beside copying the same bytes: how near is it to what the memory can do?
+"""Seconds of one exchange, compared with copying the same bytes: how close is it to the memory's speed?
 
     python benchmarks/exchange.py                   # 100 MB through shared memory, by RPC and by ZeroMQ on loopback
     python benchmarks/exchange.py --megabytes 400
 
 A worker (this process) and a server, with one thread each, exchange a vector of float32: push and fetch in one message,
-the server's addition included. What the worker does before and after (packing, merging) is shown apart. All are
-measured in turns; medians with minimum and maximum. "torch's RPC alone" is what anybody can reach with it who writes no
-more than `rpc_sync` and an addition. ZeroMQ's connections are encrypted; where grpcio is installed, the same bytes and
-an addition go through gRPC with mutual TLS beside it.
+the server's addition included. The worker's part before and after (packing, merging) is shown separately. Measurements
+are interleaved; medians with minimum and maximum. "torch's RPC alone" is a program with nothing but `rpc_sync` and an
+addition. ZeroMQ's connections are encrypted; where grpcio is installed, the same bytes and an addition also go through
+gRPC with mutual TLS.
 
-There are two units, each two copies of the vector by one thread, since the bytes have to go there and back: from one
-buffer to another, and each into memory that the system has just given, like that which a message arrives in. The
-second is five times the first, or more: it is the system's handing out and clearing of pages that takes so long.
+There are two units, each of two copies of the vector by one thread, one per direction: copies from one buffer to
+another, and copies into memory that the system has just allocated, as for an arriving message. The second unit is at
+least five times the first, because the system must allocate and clear the pages.
 
 Exits with 1 if an exchange takes more than 1.0 of the first through shared memory, or more than 1.25 of the second by
 RPC. (The target of 1.25 was set where torch's RPC alone took 1.27 and a thread copied 1.9 GB/s: near the second only.)

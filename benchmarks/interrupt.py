@@ -1,11 +1,11 @@
-"""A job is interrupted at random moments, by Ctrl-C, SIGTERM and SIGKILL: what stays behind?
+"""Interrupt a job at random moments, by Ctrl-C, SIGTERM and SIGKILL: what is left behind?
 
     python benchmarks/interrupt.py               # 50 moments, about ten minutes on two cores
     python benchmarks/interrupt.py --times 6     # a quick look
 
-Scikit-learn's digits are trained by two workers, started anew as Lightning does or forked, with a checkpoint every few
-steps. At a moment drawn by seed, one in four while the program starts and the others in the first seconds of training,
-the main process gets SIGTERM or SIGKILL, or its whole group SIGINT, as from a terminal's Ctrl-C. Ten seconds later no
+Two workers train scikit-learn's digits, with a checkpoint every few steps. They are forked, or started by Lightning as
+new processes. At a moment drawn by seed (one in four during start-up, the others in the first seconds of training) the
+main process gets SIGTERM or SIGKILL, or its whole group SIGINT, as from a terminal's Ctrl-C. Ten seconds later no
 process of the job may be left, nothing in /dev/shm, and every checkpoint must load and be whole.
 
 Exits with 1 if not.
@@ -153,7 +153,7 @@ def interrupt(how: str, what: str, chance: random.Random, start_s: float) -> tup
         problems += unusable(folder)
         if problems:
             output.seek(0)
-            problems.append(f"its last words: {output.read().decode(errors='replace')[-1500:]}")
+            problems.append(f"its last output: {output.read().decode(errors='replace')[-1500:]}")
         return problems, len(list(folder.rglob("*.ckpt"))), gone_s, trains_s
 
 
@@ -186,7 +186,7 @@ def main() -> int:
         for problem in problems:
             CONSOLE.print(f"      {problem}", markup=False)
     CONSOLE.print(
-        f"{good} of {args.times}: {trained} while training, {checkpoints} checkpoints; slowest to be gone: "
+        f"{good} of {args.times}: {trained} while training, {checkpoints} checkpoints; slowest to end: "
         + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in sorted(longest.items()))
     )
     return 0 if good == args.times else 1

@@ -1,10 +1,10 @@
 """The smallest nsync whose exchange stays hidden: by the formula, in real runs, and as nsync="auto" finds it.
 
 Two workers on two machines (network namespaces) joined by a slow cable; the server runs on the first one's machine, so
-that the second one's exchanges are all that the cable carries. Workers wait rather than take more than nsync steps
-between two exchanges, or no period would be too small. The second one's seconds between two exchanges are then those of
-an exchange for small periods, and those of the steps for large ones; the knee is where the two lines meet. Needs Linux
-and root.
+that the cable carries only the second machine's exchanges. Workers wait rather than take more than nsync steps between
+two exchanges, or no period would be too small. The second one's seconds between two exchanges are then those of an
+exchange for small periods, and those of the steps for large ones; the knee is where the two lines meet. Needs Linux and
+root.
 """
 
 from __future__ import annotations

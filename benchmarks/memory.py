@@ -1,11 +1,11 @@
-"""Host memory that A-SGD costs: of a worker beyond training on a single device, of a server beyond importing torch.
+"""Host memory that A-SGD uses: a worker's beyond training on a single device, a server's beyond importing torch.
 
-Every process is a fresh one. While the workers train, its memory is read many times a second, and the peak counts:
+Every process is new. While the workers train, its memory is read many times a second, and the peak counts:
 
 * RSS counts every page that a process has mapped: one that three processes share is counted in each of them.
-* PSS divides a shared page by the number of its users, so that the PSS of all processes adds up to what the machine
-  gives. Pages of program files are left out: their share depends on who else has imported torch.
-* "own" is what belongs to this process alone: RSS less program files and shared memory.
+* PSS divides a shared page by the number of its users, so that the PSS of all processes adds up to the memory that the
+machine provides. Pages of program files are left out, because their share depends on which other processes have
+imported torch. * "own" is the memory of this process alone: RSS minus program files and shared memory.
 
 Worker and server of one machine share the memory through which they exchange, so RSS charges both for it. The limits
 are about RSS, on one machine.

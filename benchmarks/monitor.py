@@ -1,8 +1,8 @@
-"""What an ASGDMonitor costs: samples per second of A-SGD with it and without it, and the time that its hooks take.
+"""The cost of an ASGDMonitor: samples per second of A-SGD with and without it, and the time that its hooks take.
 
 Both runs have a CSVLogger, and are taken in pairs whose order alternates, so that a machine that gets slower or busier
-meets both. Speeds vary from run to run by far more than the 1 % that is asked about, so the hooks are timed as well:
-what they take of the training threads' time is the same on a busy machine.
+affects both. Speeds vary from run to run by far more than the 1 % in question, so the hooks are timed as well: what
+they take of the training threads' time is the same on a busy machine.
 """
 
 from __future__ import annotations

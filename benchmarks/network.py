@@ -1,6 +1,6 @@
 """Network namespaces joined by cables: several machines on one, for benchmarks and tests. Needs Linux and root.
 
-Two are joined by one cable, which may be slow; more of them by a switch, which is a namespace too.
+Two namespaces are joined by one cable, which may be slow; more than two by a switch, which is a namespace too.
 
 Each namespace has its own loopback and one end of a veth pair whose both directions are limited by ``tc ... tbf``::
 

@@ -1,15 +1,15 @@
-"""A newcomer's walk: what the documentation promises to somebody new to this package, done from its pages alone.
+"""A newcomer's walk: follow the documentation as a new user would, from its pages alone.
 
     sudo python -m benchmarks.newcomer
-    sudo python -m benchmarks.newcomer --venv             # in a fresh virtual environment, filled as the pages say
+    sudo python -m benchmarks.newcomer --venv             # in a new virtual environment, installed as the pages say
     sudo python -m benchmarks.newcomer --only encrypted   # steps with this word in their names
 
-One machine, one's own module, two machines, workers that come and go between them (unencrypted, and encrypted with a
-secret), and an offline run of Weights & Biases that is looked at. Commands are those of the pages, word for word; the
-programs are the first page's `train.py`, changed by the arguments that each page gives its Trainer. The two machines
-are network namespaces, joined by a cable of 100 Mbit/s. So where a page is wrong, the walk fails.
+The steps: one machine, your own module, two machines, workers that join and leave (unencrypted, and encrypted with a
+secret), and an offline run of Weights & Biases. Commands are those of the pages, word for word; the programs are the
+first page's `train.py`, changed by the arguments that each page gives its Trainer. The two machines are network
+namespaces, joined by a cable of 100 Mbit/s. If a page is wrong, the walk fails.
 
-Exits with 1 if a step fails, or if all of them take more than 10 minutes, in which a newcomer should be through.
+Exits with 1 if a step fails, or if all of them take more than 10 minutes, which a newcomer should need at most.
 """
 
 from __future__ import annotations
@@ -311,10 +311,10 @@ class Walk:
         logs = [here.folder / "serve", here.folder / "output", there.folder / "output"]
         servers = here.start(serve, logs[0])
         with ended(servers):
-            until(lambda: "Workers attach themselves" in logs[0].read_text(), "the servers' start", logs[0])
+            until(lambda: "Workers attach" in logs[0].read_text(), "the servers' start", logs[0])
             first, second = here.start(train, logs[1]), there.start(train, logs[2])
             with ended(first, second):
-                until(lambda: both_came(logs[1:]), "the coming of both workers", *logs)
+                until(lambda: both_came(logs[1:]), "the joining of both workers", *logs)
                 os.killpg(first.pid, signal.SIGKILL)
                 seen = there.run(status)
                 accuracy = self.reached(finished(second, "the second worker", logs[2]))
@@ -351,7 +351,7 @@ class Walk:
             "one machine": self.one_machine,
             "your own module": self.own_module,
             "two machines": self.two_machines,
-            "workers that come and go": lambda: self.runs(encrypted=False),
+            "workers that join and leave": lambda: self.runs(encrypted=False),
             "the same, encrypted": lambda: self.runs(encrypted=True),
             "Weights & Biases, offline": self.weights_and_biases,
         }

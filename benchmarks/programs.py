@@ -1,18 +1,18 @@
-"""Programs of others, unchanged but for the strategy: one process, DDP and A-SGD side by side.
+"""Third-party programs, unchanged except for the strategy: one process, DDP and A-SGD compared.
 
     python -m benchmarks.programs                      # all; over an hour on two cores the first time
     python -m benchmarks.programs --only scvi-tools    # one of them
-    python -m benchmarks.programs --only scvi-tools --seeds 5    # is it as good as under DDP, or was that seed lucky?
+    python -m benchmarks.programs --only scvi-tools --seeds 5    # as good as under DDP, or was the seed lucky?
     python -m benchmarks.programs --page               # and write the tables into docs/compatibility.md
 
 * Libraries that train: each as its documentation shows, with two workers. What counts is the error of what was trained,
   that every sample is trained once per epoch, that no file is written by two workers, and how the script ends.
 * Data sets that divide themselves by rank, with 1, 2, 3 workers and 0, 2 loader processes: no sample is trained twice,
   none is missing.
-* What ships with Lightning and torchvision: see demos.py.
+* Programs that ship with Lightning and torchvision: see demos.py.
 
-Every library is installed into an environment of its own below results/programs/overlays, once. What a program did lies
-in results/programs/<name>.json; what is there is not run again until the program or lightning_asgd changes.
+Every library is installed into an environment of its own below results/programs/overlays, once. A program's results are
+in results/programs/<name>.json. Finished trainings are not run again until the program or lightning_asgd changes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "programs"
 PAGE = ROOT / "benchmarks" / "libraries" / "page.md"
 DEMOS = ("LightningTransformer", "LightningLSTM", "torchvision resnet18")
-HEAD = """## Programs of others
+HEAD = """## Third-party programs
 
 Made by `make programs`, not by the tests: each library as its documentation shows it, on data made on the spot, in one
 process, with two workers under DDP and with two under `ASGDStrategy(nsync=10)`. Errors are of one seed, lower is
-better. The result is *as DDP* where the script ends well, as many samples are trained per epoch as without A-SGD, no
-file is written by two workers that DDP writes once, and the error is DDP's, give or take a tenth of what DDP gained.
+better. The result is *as DDP* if the script ends without an error, as many samples are trained per epoch as without
+A-SGD, no file that DDP writes once is written by two workers, and the error differs from DDP's by at most a tenth of
+DDP's improvement.
 """
 DATA = """
 Data sets that divide themselves among the workers, with 0 and with 2 loader processes:
@@ -92,9 +93,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="part of a program's name")
     parser.add_argument(
-        "--cells", default="", metavar="TEXT", help='only trainings whose name holds this, as "asgd 2x0"'
+        "--cells", default="", metavar="TEXT", help='only trainings whose name contains this, such as "asgd 2x0"'
     )
-    parser.add_argument("--again", action="store_true", help="run what has been run before, too")
+    parser.add_argument("--again", action="store_true", help="run finished trainings again, too")
     parser.add_argument("--seeds", type=int, default=1, help="seeds per library; its errors are means over them")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/compatibility.md")
     args = parser.parse_args()

@@ -1,23 +1,23 @@
-"""Seconds to an accuracy: one worker alone, DDP, local SGD and A-SGD, where workers or networks are slow.
+"""Seconds to an accuracy: one worker alone, DDP, local SGD and A-SGD, with slow workers or networks.
 
     python benchmarks/race.py                                # all scenarios, 5 repeats: about 50 minutes
     python benchmarks/race.py --scenario straggler --repeats 1
     sudo python benchmarks/race.py --scenario cable-10       # two "machines" joined at 10 Mbit/s
     python benchmarks/race.py --codes                        # accuracy and bytes with every compression
-    python benchmarks/race.py --epoch                        # an epoch's time beside the ideal, with slow workers
+    python benchmarks/race.py --epoch                        # an epoch's time, compared with the ideal
     python benchmarks/race.py --epoch --work cnn             # the same for throughput.py's network alone
 
 The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
 DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's nsync, from the first step on.
 
-With --epoch the ideal is the sum of the speed of one worker alone and of what its slowness leaves of that. Beside it
-stands the sum of what both really do when they train at once, each for itself: cores that share caches, and a worker
-that finds them cold after it slept, make less of it. It does so for the digits CNN, whose steps take 2 ms, and for
+With --epoch the ideal is the speed of one worker alone plus the slow worker's share of that speed. The table also shows
+the sum of both workers' speeds when they train at once without exchanges. That sum is lower, because cores share
+caches, and a worker that has slept finds them cold. It does so for the digits CNN, whose steps take 2 ms, and for
 throughput.py's network of 0.6 M parameters with batches of 32, whose steps take ten times as long.
 
-Systems take turns; a ratio is taken between neighbours in time. A run that does not get there within --limit seconds
-counts as that long, and says so. Bytes are those of the network interface between the two machines.
+Systems are interleaved; a ratio is taken between neighbouring runs. A run that does not reach the accuracy within
+--limit seconds counts with that time, and is marked. Bytes are those of the network interface between the two machines.
 
 Writes results/race.json and results/race.png; exits with 1 if a target is missed.
 """
@@ -412,7 +412,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--goal", type=float, default=0.97)
     parser.add_argument("--codes", action="store_true", help="accuracy and bytes with every compression instead")
-    parser.add_argument("--epoch", action="store_true", help="an epoch's time beside the ideal instead")
+    parser.add_argument("--epoch", action="store_true", help="an epoch's time compared with the ideal instead")
     parser.add_argument("--epochs", type=int, default=10, help="with --codes")
     parser.add_argument("--work", choices=list(WORKS), action="append", help="with --epoch")
     args = parser.parse_args()

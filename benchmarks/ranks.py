@@ -1,4 +1,4 @@
-"""Ranks of a run, forked from a process that has imported torch and Lightning once, and has done nothing with them.
+"""Ranks of a run, forked from a process that has imported torch and Lightning but not used them.
 
 They are started as an external launcher would start them, on one machine or on the two of :mod:`network`.
 """

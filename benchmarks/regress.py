@@ -3,13 +3,14 @@
     make regress BASE=<commit>
     python benchmarks/regress.py <commit> --repeats 1 --seconds 2 --scenario equal      # a quick look
 
-The other commit is checked out beside this tree. This tree's benchmarks measure the library of either, in turns: base
-and new, new and base, ... so that a machine that gets slower or busier meets both. Every run is a process of its own,
-and says which library it has imported.
+The other commit is checked out next to this tree. This tree's benchmarks measure both libraries, interleaved: base and
+new, new and base, ... so that a machine that gets slower or busier affects both. Every run is a separate process, and
+reports which library it has imported.
 
-Each ratio is taken between neighbours in time, and more is better: samples per second of new / base, memory of
-base / new. The interval holds the true ratio with 95 %: Student's t over the logarithms of the ratios. The exit code is
-1 where an interval lies wholly below 0.97. Half an hour at most on two cores; as root, or the slow network is left out.
+Each ratio is taken between neighbouring runs, and more is better: samples per second of new / base, memory of
+base / new. The interval holds the true ratio with a probability of 95 %: Student's t over the logarithms of the ratios.
+The exit code is 1 if an interval is entirely below 0.97. It takes half an hour at most on two cores. Without root the
+slow network is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What else a user of Lightning would pick."""
+"""The alternatives that Lightning's users have."""
 
 from __future__ import annotations
 

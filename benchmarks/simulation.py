@@ -1,21 +1,21 @@
-"""How fast the simulator is, and how well it predicts how long a real run takes.
+"""The simulator's speed, and how well it predicts the time of a real run.
 
     python benchmarks/simulation.py              # about four minutes
     python benchmarks/simulation.py --repeats 1  # a quick look
 
 1. 1,000 workers with 100 steps each on a quadratic of 10 dimensions, on one core.
 2. Two workers of examples/quickstart.py: digits CNN, nsync=10, ten epochs with validation, of which the first warms up
-   and is not counted. First a few epochs are measured of a single worker with a server of its own: each step's seconds,
-   what an exchange takes from the training, and the time between two epochs. The simulator is told these and nothing
-   else. Its prediction stands beside the wall time of a real run with two workers, from the second epoch's first batch
-   to the end of the last validation on worker 0.
+   and is not counted. First a few epochs of a single worker with its own server are measured: each step's seconds,
+   the time that an exchange takes from training, and the time between two epochs. The simulator gets these and nothing
+   else. Its prediction is compared with the wall time of a real run with two workers, from the second epoch's first
+   batch to the end of the last validation on worker 0.
 
-A worker alone knows nothing of a second one that competes for the cores' caches and clock. So the same is also
-predicted from two such single workers that run at the same time, each for itself.
+Measurements of one worker do not include the second worker's competition for the cores' caches and clock. So the same
+is also predicted from two such single workers that run at the same time, without exchanges.
 
-Measuring, predicting and the real run take turns; medians count. Rounds in which other programs took more than a tenth
-of the processors do not: on a machine that is not always idle, --rounds says how often to try. Exits with 1 if the
-simulation takes a minute, or if the prediction from two at a time is off by more than 15 per cent.
+Measurement, prediction and real run are interleaved; medians count. Rounds in which other programs took more than a
+tenth of the processors are dropped: on a machine that is not always idle, --rounds sets the number of attempts. Exits
+with 1 if the simulation takes a minute, or if the prediction from two at a time is off by more than 15 per cent.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def thousand() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The simulator's speed, and its prediction of a real run.")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that are to count")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds at the most, disturbed ones included")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=15, help="at most this many rounds, including disturbed ones")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)

@@ -29,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from throughput import build_loader, build_module, trainer_options
 
+from lightning_asgd.processes.reaper import started
+
 SETTLE = 10  # first fits, in which caches fill
 GROWTH_MB = 6.0  # between the first and the last third of the fits; keeping every fit's weights would make 25
 GONE_S = 15.0  # for processes to end after their program
@@ -81,7 +83,7 @@ def figures() -> dict[str, Any]:
         "memory": _memory_mb(me),
         "server memory": sum(_memory_mb(p) for p in servers),
         "listening": sorted({c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}),
-        "children": [(p.pid, p.create_time()) for p in children],
+        "children": [(p.pid, started(p.pid)) for p in children],
     }
 
 
@@ -171,11 +173,11 @@ def _judge(reports: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def _left_behind(reports: list[dict[str, Any]], memory_files: set[str]) -> list[str]:
     """Processes, ports and shared memory that are still there some seconds after the program's end."""
-    pids = {(pid, created) for r in reports for pid, created in r["children"]}
+    pids = {(pid, since) for r in reports for pid, since in r["children"]}
     ports = {port for r in reports for port in r["listening"]}
     deadline = time.monotonic() + GONE_S
     while True:
-        left = [f"process {pid}" for pid, created in pids if _runs(pid, created)]
+        left = [f"process {pid}" for pid, since in pids if _runs(pid, since)]
         listening = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
         left += [f"port {port}" for port in sorted(ports & listening)]
         left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - memory_files) if _orphan(name)]
@@ -184,10 +186,9 @@ def _left_behind(reports: list[dict[str, Any]], memory_files: set[str]) -> list[
         time.sleep(0.5)
 
 
-def _runs(pid: int, created: float) -> bool:
+def _runs(pid: int, since: str) -> bool:
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return abs(process.create_time() - created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return started(pid) == since and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 

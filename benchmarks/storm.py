@@ -1,23 +1,23 @@
-"""Workers and servers of a run, each on a machine of its own, are killed, stopped and cut off the network.
+"""Kill, suspend and disconnect workers and servers of a run, each on its own machine.
 
     python benchmarks/storm.py                 # 60 faults in half an hour
-    python benchmarks/storm.py --short         # 5 faults in a minute, without root too, and no measuring of speed
+    python benchmarks/storm.py --short         # 5 faults in a minute, also without root; speed is not measured
 
-`lightning-asgd serve` serves a run from one machine (a network namespace), with two servers; eight workers attach
-themselves from eight others, over one switch. Faults come at random moments, by seed: SIGKILL of any worker, in whose
-place another one comes, or of a server; SIGSTOP of a worker or a server, and SIGCONT after up to four times the seconds
-after which a silent worker counts as away; and the cable of a worker, or that of the servers, is pulled for as long.
-Needs Linux and root; where these are missing ``--short`` has all processes on one machine, without cables.
+`lightning-asgd serve` hosts a run on one machine (a network namespace), with two servers; eight workers attach from
+eight other machines, over one switch. Faults happen at random moments, by seed: SIGKILL of a worker, which a new worker
+replaces, or of a server; SIGSTOP of a worker or a server, and SIGCONT after up to four times `silence_s`; and the cable
+of a worker or of the servers is unplugged for as long. Needs Linux and root; without them ``--short`` runs all
+processes on one machine, without cables.
 
-Training a sample adds 1 to that sample's parameter, and pushes are added whole. At the end
+Training a sample adds 1 to that sample's parameter, and pushes are added in full. At the end
 
-* every sample must have been applied exactly once per epoch, but for what a killed worker's last push may have left on
-  one of the servers only;
-* the version must count every update that any worker was told of;
-* the samples trained per second of a living worker must be 0.9 of those without faults. Living is who is neither
-  stopped nor killed nor cut off; who waits for others lives. (A worker whose servers are stopped or cut off does not.)
+* every sample must have been applied exactly once per epoch, except for a killed worker's last push, which may have
+reached only one of the servers; * the version must count every update that was acknowledged to a worker; * the samples
+trained per second of a living worker must be 0.9 of those without faults. A worker is living if it is neither suspended
+nor killed nor disconnected, even if it waits for others. A worker whose servers are suspended or disconnected does not
+count.
 
-Then digits are trained for so many epochs with and without: the accuracy must be within 0.01 of that without faults.
+Then digits are trained with and without faults: the accuracies must be within 0.01 of each other.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class Run:
         Where a worker was killed just before, and is not missed yet, the new server waits a minute for its word.
         """
         before = {name: self.told(name)["pushes"] for name in self.names.values()}
-        seconds, what = 90, "an update with the server in the lost one's place"
+        seconds, what = 90, "an update with the replacement"
         self.wait(lambda: all(self.told(name)["pushes"] > pushes + 1 for name, pushes in before.items()), seconds, what)
 
     def _pull(self, machine: int, seconds: float) -> None:
@@ -342,7 +342,7 @@ class Run:
         self.check()
         results = [self.told(name) for name in self.names.values()]
         if not all(told.get("ended") for told in results):
-            raise RuntimeError(f"A worker has not told how it ended.\n{self.last_words()}")
+            raise RuntimeError(f"A worker has not reported how it ended.\n{self.last_words()}")
         last = max(results, key=lambda told: told["epochs"])
         lived = sum(self._lived(machine, ended) for machine in self.machines)
         return {**last, "pace": (after - self.before) / lived, "told": self.trained("pushes"), "killed": self.killed}

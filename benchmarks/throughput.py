@@ -1,8 +1,8 @@
 """Samples per second of DDP, local SGD and A-SGD on the same module, and of one worker alone.
 
-The systems take turns (alone, DDP, local SGD, A-SGD, alone, DDP, ...), so that a machine that gets slower or busier
-meets all of them, and every ratio is taken between neighbours in time. This process imports torch and Lightning once,
-does nothing with them, and forks the ranks of each run as an external launcher would start them.
+The systems are interleaved (alone, DDP, local SGD, A-SGD, alone, DDP, ...), so that a machine that gets slower or
+busier affects all of them, and every ratio is taken between neighbouring runs. This process imports torch and Lightning
+once, does not use them, and forks the ranks of each run as an external launcher would start them.
 
 What counts is a window that starts when every rank has trained for a while and ends before the first rank stops. Under
 DDP all ranks take the same number of steps: rank 0 chooses the last one, a few ahead, when its time is up. Under A-SGD
@@ -632,7 +632,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--straggler", type=float, default=0.0, metavar="SECONDS", help="rank 1 sleeps in every step")
-    parser.add_argument("--slow", type=float, default=1.0, metavar="TIMES", help="rank 1 is so many times slower")
+    parser.add_argument("--slow", type=float, default=1.0, metavar="TIMES", help="rank 1 is this many times slower")
     parser.add_argument("--compression", help="of A-SGD")
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
@@ -640,13 +640,13 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")
-    parser.add_argument("--check", action="store_true", help="say PASS or FAIL per target; exit code 1 if one fails")
+    parser.add_argument("--check", action="store_true", help="print PASS or FAIL per target; exit code 1 if one fails")
     parser.add_argument(
         "--patience",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="how long in all to wait for other programs, and to repeat runs that they disturbed",
+        help="seconds in total to wait for other programs, and to repeat runs that they disturbed",
     )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")

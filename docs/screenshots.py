@@ -1,13 +1,13 @@
-"""Take pictures of what people look at, to be looked at, and check what a program can: ``make screenshots``.
+"""Take screenshots for people to look at, and check what a program can check: ``make screenshots``.
 
     make docs
     python examples/monitor.py                        # the run whose report is shown
     pip install playwright pyte && playwright install chromium
-    python -m docs.screenshots                        # --browser "$(command -v chromium)" for a browser that is there
+    python -m docs.screenshots                        # --browser "$(command -v chromium)" for an installed browser
 
-Pictures lie in build/screenshots: the site's start page, a search, and the report, as a desktop and a phone show them;
-the terminal view, `lightning-asgd status --watch`, of a real run; and what `wandb leet` draws of an offline run, made
-by the program of docs/monitoring.md. Options of the browser come last: ``-- --no-sandbox`` where root starts it.
+Pictures are in build/screenshots: the site's start page, a search, and the report, as a desktop and a phone show them;
+the terminal view, `lightning-asgd status --watch`, of a real run; and the charts that `wandb leet` draws of an offline
+run of the program of docs/monitoring.md. Options of the browser come last: ``-- --no-sandbox`` if root starts it.
 
 Exits with 1 if a page is wider than a phone, if a text's contrast is below 4.5 (WCAG 2.2, 1.4.3, level AA), or if the
 search does not find what it should.
@@ -284,7 +284,7 @@ Trainer(devices=1, max_epochs=-1, callbacks=[ASGDMonitor()], strategy=ASGDStrate
         program = newcomer.block(newcomer.ONE_MACHINE, "python", "class Digits")
         (folder / "train.py").write_text(newcomer.changed(program, watched))
         with newcomer.ended(*(machine.start("python train.py", log) for log in logs[1:])):
-            newcomer.until(lambda: newcomer.both_came(logs[1:]), "the coming of both workers", *logs)
+            newcomer.until(lambda: newcomer.both_came(logs[1:]), "the joining of both workers", *logs)
             yield address
 
 
@@ -322,7 +322,7 @@ def watched(address: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--browser", help="one of the Chromium family")
+    parser.add_argument("--browser", help="a browser of the Chromium family")
     parser.add_argument("options", nargs="*", help="of the browser")
     args = parser.parse_args()
     for needed, made in (
@@ -342,7 +342,7 @@ def main() -> int:
             report(camera, address)
         terminal(camera)
         charts(camera)
-    print(f"{len(camera.wrong)} things are wrong" if camera.wrong else "Nothing is wrong that a program can see.")
+    print(f"{len(camera.wrong)} things are wrong" if camera.wrong else "The program has found nothing wrong.")
     return 1 if camera.wrong else 0
 
 

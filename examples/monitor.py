@@ -39,7 +39,7 @@ class Slowed(Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A-SGD, watched.")
-    parser.add_argument("--split", action="store_true", help="do not let the data follow speed")
+    parser.add_argument("--split", action="store_true", help="give every worker a fixed part of the data")
     parser.add_argument("--fast", action="store_true", help="6 epochs instead of 60")
     args = parser.parse_args()
     epochs = 6 if args.fast else 60

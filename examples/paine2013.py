@@ -468,7 +468,7 @@ def print_claims(f: Figures) -> None:
     For accuracies the medians over the seeds count. A difference of errors counts from two standard errors on, within
     one run of each.
     """
-    print("\nWhat the paper claims, and what was seen here (± two standard errors, of one run each):\n")
+    print("\nThe paper's claims, and the results here (± two standard errors, of one run each):\n")
     more = [run for run in f.cold if run.workers > 1]
     for run in more:
         claim = f"{run.workers} workers reach the accuracy of one in as many passes"
@@ -492,18 +492,18 @@ def print_claims(f: Figures) -> None:
         half = (f.start_s + f.end_s) / 2
         later = f.error(run, f.start_s, half)
         gain = later - f.error(cold, f.start_s, half)
-        claim = f"a warm start repairs that for {run.workers} workers"
+        claim = f"a warm start fixes that for {run.workers} workers"
         slow = 1 in f.slower(cold, f.single, 0, f.end_s)
         found = f"{later} against {f.error(cold, f.start_s, half)} cold and {f.error(f.single, f.start_s, half)} of one"
         repaired = gain.sign < 0 and (later - f.error(f.single, f.start_s, half)).sign <= 0
-        nothing = "" if slow else "; there was nothing to repair"
+        nothing = "" if slow else "; there was nothing to fix"
         say("2", claim, slow and repaired, f"error from {f.start_s:.1f} to {half:.1f} s {found}{nothing}")
     first, then = f.results[f.single]["curvatures"]
     limit = 2 / f.task.lr
     print(
         f"     The loss's largest curvature is {first:.0f} at the cold start and {then:.0f} at the warm one. The steps "
         f"of one are unstable above {limit:.0f},\n     those of {f.most} whose pushes are added above "
-        f"{limit / f.most:.0f}, and earlier since they come late."
+        f"{limit / f.most:.0f}, and earlier because they arrive late."
     )
     single = f.error(f.single, f.start_s, f.end_s)
     for run in f.nsyncs:

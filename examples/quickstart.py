@@ -47,7 +47,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A-SGD beside a single process and DDP.")
+    parser = argparse.ArgumentParser(description="Compare A-SGD with a single process and with DDP.")
     parser.add_argument("--fast", action="store_true", help="2 epochs instead of 10")
     parser.add_argument("--only", choices=NAMES, help="train with this one only")
     parser.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)

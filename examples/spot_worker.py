@@ -29,7 +29,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker of an elastic run.")
-    parser.add_argument("--server", default="127.0.0.1:29400", help="where lightning-asgd serve serves the run")
+    parser.add_argument("--server", default="127.0.0.1:29400", help="address of `lightning-asgd serve`")
     parser.add_argument("--run-id", default="digits", help="the run's name")
     parser.add_argument("--fast", action="store_true", help="2 epochs instead of 20")
     args = parser.parse_args()

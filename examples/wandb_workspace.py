@@ -24,7 +24,7 @@ SECTIONS = {
     },
     "Waiting": {
         "Share of the time waited": "wait/share",
-        "for the servers' answers": "wait/exchange",
+        "for the servers' replies": "wait/exchange",
         "at sync points": "wait/sync",
         "for data": "wait/data",
     },

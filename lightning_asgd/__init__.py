@@ -59,7 +59,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-# Before anything asks Lightning for a rank: this process may be a program that a worker has started.
+# Before any code asks Lightning for a rank: this process may be a program that a worker has started.
 if rank_variables.detect():
     class_trees.forget_rank()
 

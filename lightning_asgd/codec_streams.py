@@ -50,7 +50,7 @@ class Updates:
     def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
         """Code an update, one tensor per group; those that are coded are overwritten."""
         if not all(is_finite(buffer) for buffer in buffers):
-            self.forget()  # the servers will refuse it
+            self.forget()  # the servers will reject it
             return tuple(buffers)
         return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
 
@@ -91,7 +91,7 @@ class Weights:
         return tuple(self._decode(i, part, value) for i, (part, value) in enumerate(zip(parts, values, strict=True)))
 
     def hold(self, weights: Sequence[Tensor]) -> None:
-        """Go on from weights that both ends have got in another way."""
+        """Continue from weights that both ends already have."""
         if self.compression.differences:
             self._known = {i: w.clone() for i, (w, coded) in enumerate(zip(weights, self._coded, strict=True)) if coded}
 
@@ -119,23 +119,23 @@ class Weights:
 
 
 class SyncPointCodec:
-    """The weights that all workers take at sync points, at one end: what has changed since the last ones is sent.
+    """One end of the codec for sync points: it sends the change since the weights of the last sync point.
 
-    Both ends hold the last ones, and name them by a digest. They move on to the same bits at both: the last ones and
-    the difference with 16 bits, an error of 1 / 65,534 of the largest change in a block, which does not add up. Whoever
-    holds others is sent the new ones whole.
+    Both ends hold the weights of the last sync point, named by a digest. Both then take the same new bits: the last
+    weights plus the difference with 16 bits, an error of 1 / 65,534 of the largest change in a block, which does not
+    accumulate. A worker that holds other weights is sent the new ones whole.
     """
 
     def __init__(self, groups: Groups) -> None:
         self.code = _Int16()
         self.coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
-        """Per group, whether it is."""
+        """Per group, whether it is coded."""
         self.values: tuple[Tensor, ...] | None = None
-        """The last ones, per group; of those that are not coded what they were."""
+        """The last weights, per group; groups that are not coded keep the weights as they were sent."""
         self.digest = ""
-        """Name of them; empty where there are none."""
-        self._before = ""  # the name of those before
-        self._served = ""  # of the weights that these stand for
+        """Their digest; empty if there are none."""
+        self._before = ""  # the digest of the weights before
+        self._served = ""  # digest of the weights that these encode
         self._difference: tuple[Coded, ...] = ()
 
     def hold(self, weights: Sequence[Tensor]) -> None:
@@ -146,7 +146,7 @@ class SyncPointCodec:
     def encode(self, weights: Sequence[Tensor], held: str) -> tuple[Coded, ...]:
         """Code the servers' weights for a worker that holds those named ``held``: nothing, a difference, or all.
 
-        As long as the weights stay the same, so does what they become.
+        The result is kept as long as the weights stay the same.
         """
         values = self.take(weights)
         rest = self._difference if held == self._before else values
@@ -173,7 +173,7 @@ class SyncPointCodec:
         return self.values
 
     def _moved(self, weights: Sequence[Tensor]) -> tuple[tuple[Coded, ...], tuple[Tensor, ...]]:
-        """The difference, coded, from what is held to some weights, and what it leads to."""
+        """The coded difference between the held weights and the given ones, and the decoded result."""
         if self.values is None:
             values = tuple(w.clone() for w in weights)
             return values, values

@@ -1,4 +1,4 @@
-"""Fewer bytes per exchange: lossy codes for vectors. What a code loses is kept by who uses it (``codec_streams.py``).
+"""Fewer bytes per exchange: lossy codes for vectors. The caller keeps what a code loses (``codec_streams.py``).
 
 References:
     Dettmers, "8-Bit Approximations for Parallelism" (2016), for scales of blocks; Aji and Heafield, "Sparse

@@ -21,11 +21,11 @@ _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long to wait, in seconds. A process that dies is noticed at once; these are for those that hang."""
+    """How long to wait, in seconds. A process that dies is noticed at once; these are for processes that hang."""
 
     silence_s: float = 10.0
-    """For a worker's heartbeat. A worker that sends none counts as away: the others continue without it until it
-    rejoins. Raise it if your network may be interrupted for longer and you would rather wait."""
+    """For a worker's heartbeat. A worker that sends none is excluded: the others continue without it until it rejoins.
+    Raise it if your network may be interrupted for longer and the others should wait."""
 
     start_s: float = 120.0
     """For servers and workers to start. Raise it if importing your script takes minutes."""
@@ -50,16 +50,16 @@ class ExchangeConfig:
     algorithm: Algorithm = field(default_factory=ASGD)
     """What workers push and what servers do with it."""
     auto: bool = False
-    """Whether a worker finds both by itself; they are what it begins with."""
+    """Whether a worker chooses both by itself; these are its first values."""
     overlap: bool = True
-    """Train on while an exchange is under way."""
+    """Continue training while an exchange is in flight."""
     max_offline_steps: int = 1000
-    """Steps a worker takes alone while an exchange is under way before it waits for the answer."""
+    """Steps a worker takes alone while an exchange is in flight before it waits for the reply."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
     """Code of what goes over the network."""
     snapshot_every_s: float = 60.0
-    """Seconds between two snapshots of what the algorithm keeps on the servers beside the weights."""
+    """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
 
     @property
     def algorithm_name(self) -> str:
@@ -68,10 +68,10 @@ class ExchangeConfig:
 
     @property
     def restorable(self) -> bool:
-        """Whether the workers hold the weights that a server has, so that one that is lost can be restored from them.
+        """Whether the workers hold the weights that a server has, so that a lost server can be restored from them.
 
-        Gathered pushes are in nobody's weights yet; those that are pushed to more often than they are fetched are in
-        nobody's answer; and compressed ones are not what the servers have.
+        Aggregated pushes are in no worker's weights yet. If workers push more often than they fetch, the latest pushes
+        are in no reply. And compressed weights are not the servers' exact weights.
         """
         exact = self.nfetch == self.npush and self.compression is None
         return exact and self.algorithm.leaves_weights
@@ -111,7 +111,7 @@ class ExchangeConfig:
         auto = nsync == "auto"
         if auto and (nfetch is not None or npush is not None):
             raise ConfigurationError(
-                f"nsync='auto' was given beside nfetch={nfetch!r} and npush={npush!r}. Expected one or the other."
+                f"nsync='auto' was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
             )
         nsync = _FIRST_NSYNC if auto else positive_int("nsync", nsync)
         rule = find(algorithm, scale)
@@ -123,8 +123,8 @@ class ExchangeConfig:
         if code is not None and not rule.compressible:
             raise ConfigurationError(
                 f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
-                "workers push differences or gradients and take the servers' weights, such as ASGD: there later pushes "
-                "make up for what a code loses, and here they would not."
+                "workers push differences or gradients and take the servers' weights, such as ASGD: with these, later "
+                "pushes make up for what a code loses."
             )
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
@@ -148,8 +148,8 @@ def seconds(name: str, value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
         return value
     raise ConfigurationError(
-        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait for as long as "
-        "possible give the largest."
+        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait as long as "
+        f"possible, pass the largest."
     )
 
 

@@ -4,7 +4,7 @@
 
     ASGDError (RuntimeError)
     ├── ConfigurationError (also ValueError)   a setting is wrong; nothing was started
-    ├── SnapshotError                          servers cannot go on from what others have written
+    ├── SnapshotError                          servers cannot continue from the snapshots in a folder
     ├── LaunchError                            a server or a worker did not start
     ├── ServerLostError                        a server died or does not answer
     ├── WorkerLostError                        a worker died, or this worker was declared dead
@@ -47,7 +47,7 @@ class ConfigurationError(ASGDError, ValueError):
 
 
 class SnapshotError(ASGDError):
-    """Servers cannot go on from the snapshots in a folder."""
+    """Servers cannot continue from the snapshots in a folder."""
 
 
 class LaunchError(ASGDError):

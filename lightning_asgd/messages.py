@@ -9,7 +9,7 @@ from lightning_asgd.stats import Verdict
 __all__ = ["Verdict"]
 
 warnings.warn(
-    "lightning_asgd.messages is going to be removed. Import Verdict from lightning_asgd.stats.",
+    "lightning_asgd.messages will be removed in the next release. Import Verdict from lightning_asgd.stats.",
     DeprecationWarning,
     stacklevel=2,
 )

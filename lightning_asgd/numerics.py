@@ -18,7 +18,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether every element is finite, in one pass over memory unless the sum overflows.
 
     A sum is NaN or infinite if any element is; the converse fails only for sums beyond the dtype's range, and then
-    the elements are looked at one by one.
+    the elements are checked one by one.
     """
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return True
@@ -35,7 +35,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def is_within_bounds(tensor: Tensor) -> bool:
-    """Whether every element is finite and below :data:`MAX_UPDATE`; False also where only a closer look would tell.
+    """Whether every element is finite and below :data:`MAX_UPDATE`; False also if only a closer check would show it.
 
     From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
     """

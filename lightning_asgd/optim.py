@@ -74,8 +74,8 @@ class PosteriorSampler(Optimizer):
         at_least(f"{name}(temperature)", defaults["temperature"], 0, finite=True)
         if generator is not None and (seed is not None or stream is not None):
             raise ConfigurationError(
-                f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one of them: a "
-                "generator is seeded where it is made, differently on every worker."
+                f"{name} was given a generator beside seed={seed!r}, stream={stream!r}. Expected one or the other: "
+                f"seed a generator where you create it, differently on every worker."
             )
         for what, number in (("seed", seed), ("stream", stream)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -128,9 +128,9 @@ class PosteriorSampler(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
-        The random stream goes on where it was. If the state is another worker's, as in a checkpoint that was written
+        The random stream continues where it was. If the state is another worker's, as in a checkpoint that was written
         in the middle of an epoch, a stream begins that belongs to this worker and to that state alone.
         """
         super().load_state_dict(state_dict)
@@ -196,7 +196,7 @@ class SGLD(PosteriorSampler):
         [Welling 2011, eq. 4], with :math:`\epsilon = 2 h`.
 
     Departures:
-        The paper lets the step go to zero; here it is what the user's scheduler says. A constant step has a bias of
+        The paper lets the step go to zero; here the user's scheduler sets it. A constant step has a bias of
         its own order, and no Metropolis test removes it.
 
     Example:
@@ -285,7 +285,7 @@ class PSGLD(PosteriorSampler):
             raise ConfigurationError(f"PSGLD(alpha)={alpha!r}. Expected a number below 1, such as 0.99.")
         at_least("PSGLD(eps)", eps, 0, finite=True)
         if eps == 0:
-            raise ConfigurationError("PSGLD(eps)=0: the step has no bound then. Expected a number above 0.")
+            raise ConfigurationError("PSGLD(eps)=0: the step would be unbounded. Expected a number above 0.")
         defaults = {
             "lr": lr,
             "num_data": num_data,
@@ -354,7 +354,9 @@ class SGHMC(PosteriorSampler):
     ) -> None:
         between("SGHMC(friction)", friction, 0, 1)
         if friction == 0:
-            raise ConfigurationError("SGHMC(friction)=0: nothing would dissipate. Expected a number above 0, up to 1.")
+            raise ConfigurationError(
+                "SGHMC(friction)=0: momentum would never decay. Expected a number above 0, up to 1."
+            )
         defaults = {
             "lr": lr,
             "num_data": num_data,

@@ -19,5 +19,5 @@ def merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> lis
 
 
 def common(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """What ranges have in common with another one."""
+    """The intersection of two lists of ranges."""
     return [(max(a, first), min(b, last)) for a, b in ranges if a < last and first < b]

@@ -65,7 +65,7 @@ class Job:
         server_gbit_s: the same of every server's link.
         latency_s: seconds of a small message from a worker to a server.
         sent: bytes that are sent one way, as a share of ``parameter_bytes``: below 1 with compression.
-        exchange_s: seconds that the training stands still per exchange, to pack an update and to merge an answer.
+        exchange_s: seconds that training pauses per exchange, to pack an update and to merge a reply.
         server_gbyte_s: parameters that one server takes up and answers in a second, in GB.
 
     Raises:
@@ -130,7 +130,7 @@ def cycle_s(job: Job) -> float:
 
     .. math:: \max(n T + c, \; 2 \max(x, y) + z + 2 l, \; N \max(y, z))
 
-    A worker has one exchange under way, so the next begins neither before its ``nsync`` steps are done nor before its
+    A worker has one exchange in flight, so the next begins neither before its ``nsync`` steps are done nor before its
     own answer is there; and a server takes :math:`N` exchanges per cycle.
 
     Returns:
@@ -157,7 +157,7 @@ def steps_between_exchanges(job: Job) -> int:
 
     .. math:: \max(n, \lceil \max(2 \max(x, y) + z + 2 l, \; N \max(y, z)) / T \rceil)
 
-    An exchange that falls due while the one before is under way is put off until that is answered.
+    An exchange that falls due while the one before is in flight is deferred until that is answered.
 
     Returns:
         steps, at least ``nsync``.
@@ -222,7 +222,7 @@ def worker_memory_bytes(job: Job) -> float:
 
 
 def server_memory_bytes(job: Job) -> float:
-    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is under way."""
+    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is in flight."""
     return (1 + job.workers) * job.parameter_bytes / job.servers
 
 
@@ -287,7 +287,7 @@ def recommended_batch_size(step_s: Mapping[int, float], within: float = 0.05) ->
         ConfigurationError: there are none.
     """
     if not step_s:
-        raise ConfigurationError("step_s={} holds no batch size. Expected the seconds of a step of at least one.")
+        raise ConfigurationError("step_s={} holds no batch size. Expected the seconds per step of at least one.")
     best = max(size / seconds for size, seconds in step_s.items())
     return min(size for size, seconds in step_s.items() if size / seconds >= (1 - within) * best)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["ExchangeRecord", "ExchangeStats", "Verdict"]
 
-_KEPT = 10_000  # records kept; the sums go on for ever
+_KEPT = 10_000  # records kept; the sums include older ones
 
 
 class Verdict(str, Enum):
@@ -18,7 +18,7 @@ class Verdict(str, Enum):
     APPLIED = "applied"
     REPEATED = "repeated"  # applied before: this delivery changed nothing
     REFUSED = "refused"  # it held a NaN or an infinity
-    DROPPED = "dropped"  # a transform did not want it
+    DROPPED = "dropped"  # by a transform
     NONE = "none"  # nothing was pushed
 
 
@@ -32,7 +32,7 @@ class ExchangeRecord:
         staleness: per server, the updates applied between the fetch this push was based on and the push.
         verdicts: per server, what became of the push.
         round_trip_s: seconds from the message to the answer's being merged.
-        wait_s: seconds of these in which the training thread stood still.
+        wait_s: the part of these seconds in which the training thread waited.
         bytes_pushed: bytes of update sent.
         bytes_fetched: bytes of weights received.
         local_steps: optimizer steps in the push.
@@ -56,7 +56,7 @@ class ExchangeStats:
     """Sums over all exchanges of a fit, and the last 10,000 records in :attr:`records`.
 
     ``staleness_mean`` and ``staleness_max`` are over pushes, in versions; ``wait_s`` is the time in which the training
-    thread waited for answers, sync points not counted.
+    thread waited for replies, without sync points.
     """
 
     records: deque[ExchangeRecord] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -66,7 +66,7 @@ class ExchangeStats:
     refused: int = 0
     repeated: int = 0
     steps: int = 0
-    deferred: int = 0  # times an exchange was due while the one before was still under way
+    deferred: int = 0  # times an exchange was due while the one before was still in flight
     wait_s: float = 0.0
     sync_wait_s: float = 0.0  # time at sync points in which the training thread waited for the servers
     round_trip_s: float = 0.0
@@ -77,8 +77,8 @@ class ExchangeStats:
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     nsync: int = 0  # optimizer steps between two exchanges, as of the latest
     distance: float = 0.0  # norm of this worker's parameters minus the servers', when measured last; 0 before
-    lost_workers: dict[int, str] = field(default_factory=dict)  # worker 0's, at the end: who was gone, and why
-    servers_replaced: int = 0  # times a lost server was, while this worker trained
+    lost_workers: dict[int, str] = field(default_factory=dict)  # on worker 0, at the end of the fit
+    servers_replaced: int = 0  # lost servers that were replaced while this worker trained
 
     def add(self, record: ExchangeRecord, *, pushed: bool, fetched: bool) -> None:
         """Count an exchange."""

@@ -74,7 +74,7 @@ class TrainingStep:
 
 
 def seconds_per_step(step: TrainingStep, batch: Any, steps: int = 10, warm_up: int = 3) -> float:
-    """Median seconds of a step on a batch that lies on the device.
+    """Median seconds of a step on a batch that is on the device.
 
     Args:
         step: what is timed.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.helpers import leaks
 
 TESTS = Path(__file__).resolve().parent
 
+gc.disable()  # nothing of what the tests import is garbage
 torch.set_num_threads(1)  # before anything starts torch's thread pool, which a forked child would lack
 
 # Every run tries the same examples, so that a failure comes from the change under test and from nothing else.
@@ -18,6 +20,15 @@ torch.set_num_threads(1)  # before anything starts torch's thread pool, which a 
 hypothesis.settings.register_profile("steady", derandomize=True, database=None, deadline=None, max_examples=40)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # forked processes would copy every page that the collector looks at
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton's bindings complain of what is left at the interpreter's end
 
 
 @pytest.fixture(autouse=True)

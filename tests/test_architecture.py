@@ -1,4 +1,4 @@
-"""Who may import whom: what the tables of docs/architecture.md say."""
+"""Which file may import which: what the tables of docs/architecture.md say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layers_of(page: str) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     """What the page says, from the ground up: the files of each layer, and the layers that each may import."""
     files: dict[str, list[str]] = {}
     imports: dict[str, set[str]] = {}
-    section = page.partition("## Files, and who may import whom")[2].partition("\n## ")[0]
+    section = page.partition("## Files, and what each may import")[2].partition("\n## ")[0]
     for heading, text in re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", section, re.M | re.S):
         below = re.search(r"Imports: ([\w, ]+)\.", text)
         assert below, f"the section {heading} does not say what its files import"

@@ -61,7 +61,7 @@ HOOKS = ("on_train_batch_start", "optimizer_step")
 
 RECORDED = {
     "exchange: rooms that carry": 12,
-    "exchange: frames that carry": 30,
+    "exchange: frames that carry": 29,
     "exchange: rooms entered": 24,  # one is adapter/private_names: all that the loop is told goes through there
     "step: rooms that carry": 3,
     "step: frames that carry": 3,

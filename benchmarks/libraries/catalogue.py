@@ -1,4 +1,4 @@
-"""Which libraries there are. Every one has a script."""
+"""The list of libraries. Each has a script."""
 
 from __future__ import annotations
 

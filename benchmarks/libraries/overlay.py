@@ -1,8 +1,8 @@
-"""Other people's libraries, each in an environment of its own on top of this program's.
+"""Third-party libraries, each in its own environment on top of this program's.
 
 An overlay is a virtual environment whose path also leads to this program's packages. pip sees those, so it installs
-only what is missing, or what the library needs in another version. Torch, Lightning and torchmetrics are held where
-they are: a library that cannot live beside them is refused by pip, and pip's reason is kept.
+only what is missing, or what the library needs in another version. Torch, Lightning and torchmetrics are pinned: pip
+rejects a library that conflicts with them, and its reason is kept.
 """
 
 from __future__ import annotations

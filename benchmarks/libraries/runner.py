@@ -1,7 +1,8 @@
 """Runs the programs of the folder scripts, each in its overlay and in a process of its own, and judges what they did.
 
-Every training is a cell of its row. A row's cells lie in one JSON file, which is written after each of them: what was
-interrupted goes on with the next cell, and what is there is not run again until the program or the library changes.
+Every training is a cell of its row. A row's cells are in one JSON file, which is written after each cell: an
+interrupted run continues with the next cell, and a finished cell is not run again until the program or the library
+changes.
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ def _problem(text: str, code: int | None) -> str:
         return f"not done within {DEADLINE_S:g} s"
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return errors[-1][:300] if errors else "a process ended without a word"
+    return errors[-1][:300] if errors else "a process ended without a message"
 
 
 def _lines(folder: Path, pattern: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is wrong with A-SGD's trainings of a program, and the tables of all programs."""
+"""Verdicts on A-SGD's trainings of a program, and the tables of all programs."""
 
 from __future__ import annotations
 

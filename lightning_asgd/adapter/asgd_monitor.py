@@ -111,7 +111,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ sync points: the strategy has taken figures
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log: all workers have told theirs."""
+        """Log: all workers have reported their metrics."""
         self._pause(trainer, over=False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -120,7 +120,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             self._meter.resume()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log: all workers have told theirs."""
+        """Log: all workers have reported their metrics."""
         self._pause(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

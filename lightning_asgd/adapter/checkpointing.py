@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 KEY = "lightning_asgd"
-"""Where it stands in the checkpoint."""
+"""Its key in the checkpoint."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Resumption:
         if not fits and any(group.get("slots") for fragment in servers for shard in fragment for group in shard):
             rank_zero_warn(
                 f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
-                f"{num_servers}: what the servers kept beside the weights, such as momentum, starts from zero."
+                f"{num_servers}: other state of the servers, such as momentum, starts from zero."
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
         return mine
@@ -176,7 +176,7 @@ def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
     To be called while the strategy is set up, after the optimizers: Lightning then resumes from the same progress.
     """
     if private_names.loaded_checkpoint(trainer):
-        rank_zero_warn("The checkpoint is not loaded: this worker takes part in a run that has begun.")
+        rank_zero_warn("The checkpoint is not loaded: this worker joins a run that has already started.")
     private_names.loaded_checkpoint.set(trainer, progress or {})
     if progress is not None:
         private_names.load_callback_states(trainer)()

@@ -123,7 +123,7 @@ class Tree:
         if self.version in MALICIOUS:
             raise ConfigurationError(
                 f"{self.distribution} {self.version} is a malicious release. Expected another version. Uninstall it "
-                "and replace the passwords and keys that this machine can read: its code has been run."
+                "and replace the passwords and keys that this machine can read: its code has run."
             )
 
     def info(self, message: str) -> None:

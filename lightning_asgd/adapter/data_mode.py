@@ -50,15 +50,15 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
     (loader,) = loaders
     sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if not private_names.deals_samples_out(sampler):
-        return "Lightning has put no distributed sampler into the training dataloader, or there is no batch sampler"
+        return "the training dataloader has no distributed sampler from Lightning, or no batch sampler"
     if not private_names.may_replace_samplers(trainer):
         return "use_distributed_sampler=False"
     if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
-        return f"the sampler deals samples out to {sampler.num_replicas} instead of {workers} workers"
+        return f"the sampler divides the samples among {sampler.num_replicas} instead of {workers} workers"
     if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
         return "training_step takes the dataloader's iterator"
     if private_names.validation_interval_s(trainer) is not None:
-        return "validations are at times of the clock"
+        return "validations are scheduled by time"
     batches = expected_batches(trainer)
     if batches == float("inf"):
         return "the training dataloader has no length"

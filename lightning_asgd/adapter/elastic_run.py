@@ -1,4 +1,4 @@
-"""A worker's membership in an elastic run: a Trainer attaches itself, and workers join and leave.
+"""A worker's membership in an elastic run, which workers join and leave.
 
 What a worker learns when it joins, and publishes to the others, is in ``worker/attachment.py``, without Lightning.
 """
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 def check_is_one_worker(devices: int, num_nodes: int) -> None:
-    """Check that a Trainer which attaches itself is a single worker."""
+    """Check that a Trainer of an elastic run is a single worker."""
     if devices * num_nodes != 1:
         raise ConfigurationError(
             f"devices={devices} and num_nodes={num_nodes} were given with server=... Expected "
-            "devices=1 and num_nodes=1: a Trainer attaches itself as one worker. Start one for every device."
+            "devices=1 and num_nodes=1: a Trainer attaches as one worker. Start one Trainer for every device."
         )
 
 
@@ -177,23 +177,22 @@ class ElasticFleet(Fleet):
     def refuse_another_layout(self) -> NoReturn:
         """Raise: workers of an elastic run do not synchronise, so they cannot agree on a layout."""
         raise ConfigurationError(
-            "Weights were replaced, or parameters unfrozen, during fit in a run that workers attach themselves to. "
-            "Expected the same trainable parameters from the first batch to the last: there is nobody to agree "
-            "with about others."
+            "Weights were replaced, or parameters unfrozen, during fit in an elastic run. Expected the same trainable "
+            "parameters from the first batch to the last: workers of an elastic run cannot agree on others."
         )
 
     def refuse_a_split(self, reason: str) -> NoReturn:
         """Raise: a split needs a number of workers that does not change."""
         raise ConfigurationError(
-            f"{reason}. Expected training data that workers can share in a run that they attach themselves to: one "
-            "dataloader over a dataset with a length, whose batches Lightning may deal out."
+            f"{reason}. Expected training data that the workers of an elastic run can share: one dataloader over a "
+            f"dataset with a length, into which Lightning may put its distributed sampler."
         )
 
     def refuse_a_search(self) -> NoReturn:
         """Raise: this training is a callback's search for a learning rate or batch size."""
         raise ConfigurationError(
-            "A search for a learning rate or batch size was begun in a run that workers attach themselves to. "
-            "Expected it to be done before, with a Trainer of its own: it would spoil the weights of all."
+            "A search for a learning rate or batch size was started in an elastic run. Expected it to be done "
+            "beforehand, with a separate Trainer: it would change the weights of all workers."
         )
 
 

@@ -227,7 +227,7 @@ class FitSession:
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
         rank = self._trainer.global_rank
-        log.warning("Worker %d was silent for long: it joins again, with the servers' weights.", rank)
+        log.warning("Worker %d missed its heartbeats and was excluded; it rejoins with the servers' weights.", rank)
         run(self.synchronizer.come_back())
 
     def _lr(self) -> float:
@@ -238,7 +238,7 @@ class FitSession:
     def _reset_nonfinite_state(self) -> None:
         """After a rejected update: zero non-finite optimizer state, or the next update would be rejected too."""
         log.warning(
-            "[worker %d step %d] The servers refused an update that held NaN or infinity (%d so far); training goes on "
+            "[worker %d step %d] The servers rejected an update with NaN or infinity (%d so far); training continues "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
             self._trainer.global_rank,
             self.synchronizer.stats.steps,
@@ -340,7 +340,7 @@ class FitSession:
                 count_in(self._trainer, self._reference_batch)
 
     def _progress(self) -> dict[str, Any]:
-        """The progress that a worker needs that attaches itself now."""
+        """The progress that a joining worker needs."""
         progress = progress_of(self._trainer)
         self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress
@@ -360,7 +360,7 @@ class FitSession:
         self._report_losses()
 
     def _report_losses(self) -> None:
-        """Let nobody take a fit that lost workers or servers for an undisturbed one."""
+        """Log which workers and servers were lost during the fit."""
         stats, membership = self.synchronizer.stats, self._membership
         stats.servers_replaced = sum(membership.client.connection.restored)
         if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:

@@ -1,8 +1,8 @@
 """Lightning's training loop where every worker trains a part of the data of its own: nothing is leased.
 
-Nobody deals out iterable datasets, or samplers that Lightning does not replace: each worker trains what its own
-dataloader yields. That is right where the dataset divides itself, by ``torch.distributed``'s rank or by ``RANK``; any
-other is trained whole by every worker, which is said.
+The strategy does not divide iterable datasets, or samplers that Lightning does not replace: each worker trains what its
+own dataloader yields. That is right where the dataset divides itself, by ``torch.distributed``'s rank or by ``RANK``;
+any other is trained in full by every worker, and a warning says so.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class FixedSplit:
                 "torch.distributed or by RANK and WORLD_SIZE."
             )
         tree_of(self._trainer).info(
-            f"{what} A slow worker holds the others up at the end of an epoch. ASGDStrategy(data='split') says that "
-            "this is meant."
+            f"{what} A slow worker delays the others at the end of an epoch. Pass ASGDStrategy(data='split') if this "
+            f"is intended."
         )
 
     @property
     def _undealt(self) -> bool:
-        """Whether nobody but the dataset itself gives workers their shares."""
+        """Whether the dataset itself must divide the data among the workers."""
         alone = self._membership.alone or self._membership.comes_and_goes
         return not alone and not is_dealt(self._trainer)
 
@@ -103,9 +103,9 @@ class FixedSplit:
             if digest and len(ranks) > 1 and self._trainer.is_global_zero:
                 log.warning(
                     "Workers %s have trained the same first batch: %s seems to yield the same samples to each of them, "
-                    "which are then trained %d times per epoch. Expected each worker to have its share: divide the "
-                    "dataset by torch.distributed.get_rank() and get_world_size(), or give one with a length, which "
-                    "workers share.",
+                    "which are then trained %d times per epoch. Expected each worker to get a different part: divide "
+                    "the dataset by torch.distributed.get_rank() and get_world_size(), or use a dataset with a length, "
+                    "which workers share.",
                     ", ".join(map(str, ranks)),
                     datasets_of(self._trainer),
                     len(ranks),

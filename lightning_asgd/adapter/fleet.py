@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import job_address, world
 from lightning_asgd.adapter.checkpointing import Resumption, progress_in
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
@@ -40,7 +40,7 @@ __all__ = ["FixedFleet", "Fleet", "end_idle_membership", "idle_membership", "rel
 
 log = logging.getLogger(__name__)
 
-_NEWS_S = 1.0  # until worker 0 tells people what has happened to another one
+_NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
 _TRACEBACK_LINES = 20
 
 
@@ -60,7 +60,7 @@ class Fleet:
     """
 
     comes_and_goes = False
-    """Whether workers do. Then each of them comes to sync points by itself."""
+    """Whether workers join and leave. Then each of them reaches sync points by itself."""
     entry: EntryPoint | None = None
     """Where the others were when this worker joined, if they train already."""
 
@@ -154,7 +154,7 @@ class Fleet:
             self.end_membership()
 
     def end_membership(self) -> None:
-        """Leave the session for good."""
+        """Leave the session permanently."""
         self._stop()
         if not self._failed:
             self._failed = True  # send the others nothing any more
@@ -165,7 +165,7 @@ class Fleet:
             overseer.on_worker_exit(None)
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure at once, so that no worker waits for this one, and worker 0 can tell people of it."""
+        """Report a failure at once, so that no worker waits for this one, and worker 0 can log it."""
         self._failed = True
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
@@ -211,10 +211,9 @@ class FixedFleet(Fleet):
         rank, world_size = place
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
-        self._start = EntryPoint(
-            ""
-        )  # what does not change during the fit, and the progress when the latest epoch began
-        # Hogwild and LayerWise cannot exclude a worker: what it shared cannot be undone. Nobody waits for a lone one.
+        # What does not change during the fit, and the progress when the latest epoch began.
+        self._start = EntryPoint("")
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started
@@ -275,7 +274,7 @@ class FixedFleet(Fleet):
             return self._take_rank()
 
     def _take_rank(self) -> Joined:
-        if self._watched and not self._layouts:  # else nobody can tell that the process before this one is gone
+        if self._watched and not self._layouts:  # else no process can tell that the process before this one is gone
             return take_rank(self.client)
         self.client.join()
         return Joined(0)
@@ -298,7 +297,7 @@ class FixedFleet(Fleet):
         """The workers that are not there at the end of a fit, and why."""
         client = self.client
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it was silent, and has not rejoined")
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:
@@ -388,7 +387,7 @@ def idle_membership() -> Fleet | None:
 
 @atexit.register
 def end_idle_membership() -> None:
-    """Leave the latest session for good: another one begins, or the process ends."""
+    """Leave the latest session permanently: another session begins, or the process ends."""
     global _idle
     membership, _idle = _idle, None
     if membership is not None:
@@ -398,6 +397,7 @@ def end_idle_membership() -> None:
 def release_process_group() -> None:
     """Release the default process group to another strategy of this process, which is about to make its own."""
     end_idle_membership()
+    job_address.release_port()
     if world.is_ours():
         world.withdraw()
 

@@ -6,6 +6,7 @@ process, and one worker's death does not end the others (Lightning's observer wo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -24,7 +25,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter import job_address, private_names
 from lightning_asgd.adapter.checkpointing import save_on_exception
 from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
@@ -34,7 +35,7 @@ from lightning_asgd.protocol import Policy
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, local_address_towards
 from lightning_asgd.transports.transport import Transport
 
 __all__ = ["MultiProcessLauncher", "ScriptLauncher", "TrainingJob"]
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
-_hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _connected = False  # whether this process has been a worker
 _transport: Transport | None = None  # kept from one call of the Trainer to the next
 _inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
@@ -51,12 +51,18 @@ _inherited: list[Any] = []  # the parent's, of a forked process, which must not 
 
 def _after_fork() -> None:
     global _transport
-    _inherited.append((_transport, dict(_hosted)))
+    _inherited.append(_transport)
     _transport = None
-    _hosted.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _close_transport() -> None:
+    """After the fleet's own handler. A thread that completes futures of torch while Python ends aborts the process."""
+    if _transport is not None:
+        _transport.close()
 
 
 @dataclass
@@ -68,23 +74,25 @@ class TrainingJob:
         start_timeout_s: seconds to wait for servers and workers.
         hot_standby: whether a server is kept ready to replace one that dies.
         snapshot_every_s: seconds between two snapshots for that one; 0 for none.
-        transport: how messages are sent.
+        asked: for the transport, by its name or ``"auto"``.
+        transport: how messages are sent, once a job has begun or a run was found.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
             same program.
         launches: how often the Trainer was called with this strategy.
         address: ``(host, port)`` of the rendezvous, None before the first launch.
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
-        run_id: name of the run, served elsewhere, that this process attaches itself to; empty for a job of its own.
+        run_id: name of the elastic run that this process joins; empty for a job.
     """
 
     num_servers: int
     start_timeout_s: float
     hot_standby: bool = False
-    transport: str = "rpc"
+    asked: str = registry.AUTO
     snapshot_every_s: float = 0.0
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
+    transport: str = "rpc"
     address: tuple[str, int] | None = None
     name: str | None = None
     interface: str = "lo"
@@ -107,7 +115,7 @@ class TrainingJob:
 
     @property
     def attaches(self) -> bool:
-        """Whether this process attaches itself to a run that is served elsewhere."""
+        """Whether this process joins an elastic run."""
         return bool(self.run_id)
 
     @property
@@ -115,34 +123,34 @@ class TrainingJob:
         """Name of the present run of fit, validate, test or predict."""
         return self.run_id or f"{self.name}.{self.number}.{self.launches}"
 
-    def begin(self, environment: Any, num_nodes: int, *, is_main: bool) -> None:
-        """Find or host the rendezvous, and start the servers if this is the main process."""
-        kind = registry.kind_of(self.transport)
-        kind.check_available()
-        kind.provide_secret(one_machine=num_nodes == 1 and not environment.creates_processes_externally)
+    def begin(self, environment: Any, num_nodes: int, tree: Any, *, is_main: bool) -> None:
+        """Find or host the rendezvous. In the main process, start the servers, and say which transport it is."""
+        one_machine = num_nodes == 1 and not environment.creates_processes_externally
+        say = tree.info if is_main else None
+        self.transport, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
+        kind.provide_secret(one_machine=one_machine)
         self.launches += 1
-        self.address = self._find_rendezvous(environment, num_nodes, is_main)
+        self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
         if is_main:
-            rendezvous = _hosted.get(self.address)
-            if rendezvous is None:
-                rendezvous = _hosted[self.address] = Rendezvous.connect(*self.address, self.start_timeout_s)
+            rendezvous = job_address.rendezvous_at(self.address, self.start_timeout_s)
             self.name = rendezvous.announce_job()
             several = environment.world_size() > 1
             every_s = self.snapshot_every_s if several else 0.0
             settings = ServerSettings(self.interface, self.transport, job=self.name, snapshot_every_s=every_s)
             overseer = supervisor.ensure(self.num_servers, rendezvous, settings)
             overseer.hot_standby = self.hot_standby and several
-            rendezvous.put(f"session/{self.session}", overseer.keys(self.num_servers))
+            rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
         """Find the servers of the run, which are running already."""
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
-        registry.kind_of(self.transport).check_available()
-        _, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
+        self.transport, _ = job_address.choose_transport(self.asked, one_machine=False)
+        rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
+        rendezvous.close()
         self.interface = interface_of(local_address_towards(self.address[0]))
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:
@@ -156,13 +164,11 @@ class TrainingJob:
     def connect(self) -> Transport:
         """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
-        if self.address is None:
-            raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
-        if not self.attaches:
-            self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
-        keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
-        addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
+        with self._rendezvous() as rendezvous:
+            if not self.attaches:
+                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
+            keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
+            addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
                 _transport.close()
@@ -172,57 +178,32 @@ class TrainingJob:
 
     def store(self) -> Any:
         """A key-value store that all workers of the present session reach."""
+        return self._rendezvous().shared(f"session/{self.session}/")
+
+    def _rendezvous(self) -> Rendezvous:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
-        return rendezvous.shared(f"session/{self.session}/")
+        return Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
-        lost = f"Server {server} is gone, and none has taken its place"
+        lost = f"Server {server} is gone, and no replacement has started"
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
         try:
-            rendezvous = Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
-            keys = rendezvous.get(f"session/{self.session}", "The main process", self.start_timeout_s, kind=list)
-            return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
+            with self._rendezvous() as rendezvous:
+                keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
+                return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
         except RuntimeError as error:
             raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def excuse(self, rank: int) -> None:
         """Report to the main process that a worker fails within a fit that continues without it."""
         if self.address is not None and not self.attaches and rank:
-            with contextlib.suppress(RuntimeError):  # the main process is gone
-                Rendezvous.connect(*self.address, _STOP_S).put(supervisor.excuse_of(os.getpid()), True)
-
-    def _find_rendezvous(self, environment: Any, num_nodes: int, is_main: bool) -> tuple[str, int]:
-        known = rank_variables.address()
-        if known is not None:
-            host, _, port = known.rpartition(":")
-            return host, int(port)
-        if num_nodes == 1 and not environment.creates_processes_externally:
-            rendezvous = Rendezvous.host(LOOPBACK)
-            _hosted[rendezvous.address] = rendezvous
-            rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
-            return rendezvous.address
-        by_hand = private_names.is_a(environment, private_names.one_machine)
-        if num_nodes > 1 and by_hand and "MASTER_PORT" not in os.environ:
-            raise LaunchError(
-                f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
-                "the same on every machine: set MASTER_PORT to a free port of the first one."
-            )
-        address = (str(environment.main_address), int(environment.main_port))
-        if address[1] == 0:
-            raise LaunchError(
-                "MASTER_PORT is 0. Expected a port that is the same on every machine. Start torchrun with "
-                "--standalone or --rdzv-backend=c10d on one machine, or give --master-port a free port."
-            )
-        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if is_main and not agent_store and address not in _hosted:
-            _hosted[address] = Rendezvous.host(*address)
-        return address
+            with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, _STOP_S) as rendezvous:
+                rendezvous.put(supervisor.excuse_of(os.getpid()), True)  # unless the main process is gone
 
 
 class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ignore[misc]
@@ -250,9 +231,9 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             raise ConfigurationError(
                 f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
-                "Trainer of a script the same devices, or make those with fewer on the first ranks only."
+                f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
-        self.job.begin(environment, self.num_nodes, is_main=rank == 0)
+        self.job.begin(environment, self.num_nodes, self.tree, is_main=rank == 0)
         if not external:
             with rank_variables.launching():
                 processes = self.start_scripts()
@@ -355,7 +336,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         """Start the servers and the workers, wait for the workers, return worker 0's result."""
         self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(self.strategy.cluster_environment, 1, is_main=True)
+        self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:

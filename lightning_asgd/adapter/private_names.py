@@ -34,7 +34,7 @@ DATA = "find the training data"
 SAVING = "save and resume progress"
 SIGNALS = "handle SIGTERM without waiting for worker 0"
 BARS = "show how many batches are expected"
-LOOKING = "see whether gradients are looked at"
+LOOKING = "detect compiled modules"
 LOGGING = "log what workers do"
 STALLS = "measure data stalls"
 TIMING = "time a training step"
@@ -170,10 +170,10 @@ optimizers = Name(f"{_STRATEGY}._optimizers", INSTANCE, TAKING)
 wrapped_optimizers = Name(f"{_STRATEGY}._lightning_optimizers", INSTANCE, TAKING)
 
 module_trainer = Name("core:LightningModule()._trainer", INSTANCE, TAKING)
-compiled = Name("core:LightningModule()._compiler_ctx", INSTANCE, LOOKING, otherwise="compiled modules are not seen")
+compiled = Name("core:LightningModule()._compiler_ctx", INSTANCE, LOOKING, otherwise="compiled modules are not noticed")
 to_device = Name("core:LightningModule._apply_batch_transfer_handler(batch, device)", SIGNATURE, TIMING)
 
-_KEPT = "another worker that goes on writing checkpoints does not know it"
+_KEPT = "another worker that takes over writing checkpoints does not know it"
 kth_score = Name("callbacks:ModelCheckpoint().kth_value", INSTANCE, SAVING, otherwise=_KEPT)
 last_saved = Name("callbacks:ModelCheckpoint()._last_checkpoint_saved", INSTANCE, SAVING, otherwise=_KEPT)
 last_step_saved = Name("callbacks:ModelCheckpoint()._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
@@ -184,9 +184,9 @@ accumulation_in = Name(
     "callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)",
     SIGNATURE,
     LEASES,
-    otherwise="it is that of the epoch before",
+    otherwise="the value of the previous epoch is used",
 )
-_SHOWN = "the progress bar shows as many as Lightning counts"
+_SHOWN = "the progress bar shows the number of batches that Lightning counts"
 tqdm_bar = Name("callbacks:TQDMProgressBar()._train_progress_bar", INSTANCE, BARS, otherwise=_SHOWN)
 rich_bar = Name("callbacks:RichProgressBar().progress", INSTANCE, BARS, otherwise=_SHOWN)
 rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, BARS, otherwise=_SHOWN)

@@ -54,7 +54,7 @@ class RankInfo:
         """The environment variables that libraries read in place of ``torch.distributed``.
 
         None for a worker that is alone in its job: a later Trainer with several devices would take them for those of a
-        process that was launched by somebody else.
+        process that another launcher has started.
         """
         if self.meets and self.world_size == 1:
             return {}
@@ -68,7 +68,7 @@ class RankInfo:
 class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ignore[misc]
     """The store behind the default group, which only process groups of other backends use.
 
-    It connects to the job's rendezvous when it is first used, and refuses where there are no sync points.
+    It connects to the job's rendezvous when it is first used, and raises an error where there are no sync points.
     """
 
     def __init__(self, place: Callable[[], RankInfo | None]) -> None:
@@ -80,23 +80,23 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         place = self._place()
         if place is not None and place.encrypted:
             raise CollectiveUnavailableError(
-                "A process group with a backend of torch's own was asked for with transport='zmq', and nothing would "
-                "encrypt what it sends. Expected new_group(), or new_group(backend='gloo'), of all ranks or of a "
-                "single one: A-SGD's own group serves that."
+                "A process group with one of torch's own backends was requested with transport='zmq', and its traffic "
+                "would not be encrypted. Expected new_group(), or new_group(backend='gloo'), with all ranks or a "
+                "single rank: A-SGD's own backend serves these."
             )
         alone = (Phase.ASYNC, Phase.ENTERING)
         if place is None or place.store is None or not place.meets or place.collectives().phase in alone:
             raise CollectiveUnavailableError(
-                "A process group with a backend of torch's own was asked for where A-SGD workers do not meet. Expected "
-                "new_group(backend=...) outside of training steps, in a job whose workers start together: call it in "
-                "setup() or on_fit_start()."
+                "A process group with one of torch's own backends was requested where A-SGD workers do not "
+                "synchronise. Expected new_group(backend=...) outside of training steps, in a job whose workers start "
+                "together: call it in setup() or on_fit_start()."
             )
         if self._store is None:
             self._store = place.store()
             log.warning(
-                "A process group with a backend of torch's own was made. Its calls wait for all of its ranks, also "
-                "between two sync points: call them at sync points and outside of fit only. They are neither encrypted "
-                "nor authenticated."
+                "A process group with one of torch's own backends was created. Its calls wait for all of its ranks, "
+                "even between two sync points: make them only at sync points and outside of fit. They are neither "
+                "encrypted nor authenticated."
             )
         return self._store
 
@@ -304,13 +304,13 @@ def served_through(call: str, place: RankInfo | None) -> Collectives:
         why = "in a process that a worker has started, such as a DataLoader's"
         what = "it in the worker itself"
     elif not place.meets:
-        why = "in a run that workers join and leave, where there is no moment in which all of them meet"
-        what = "no collective: let one worker do by itself what it is for"
+        why = "in an elastic run, where there is no moment at which all workers meet"
+        what = "no collective: let one worker do this work alone"
     elif place.collectives().phase in (Phase.ASYNC, Phase.ENTERING):
-        why = "in the asynchronous phase, where workers take their steps at different times and nobody waits"
+        why = "in the asynchronous phase, where workers take their steps at different times and none waits"
         what = (
             "it at a sync point (on_train_epoch_end, on_validation_*, on_fit_start, on_train_end) or outside of fit. "
-            "Where a library calls it in every step, switch its synchronisation off; values are reduced by "
+            "If a library calls it in every step, turn its synchronisation off; to reduce values use "
             "self.log(..., on_epoch=True, sync_dist=True)"
         )
     elif place.collectives().real:
@@ -322,8 +322,8 @@ def served_through(call: str, place: RankInfo | None) -> Collectives:
 
 def _lack(call: str, ranks: list[int]) -> None:
     raise CollectiveUnavailableError(
-        f"torch.distributed.{call} needs every rank, and {ranks} are gone. Expected a call that the living ranks can "
-        "complete, such as all_reduce or barrier. Look at the output of the missing ranks."
+        f"torch.distributed.{call} needs every rank, and {ranks} are gone. Expected a call that the remaining ranks "
+        f"can complete, such as all_reduce or barrier. Look at the output of the missing ranks."
     )
 
 

@@ -40,70 +40,71 @@ log = logging.getLogger(__name__)
 class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
-    Every ``nsync`` optimizer steps a worker sends what it learnt to the servers and takes back what all have learnt,
-    while it goes on training. At the ends of epochs and before validations all workers meet and hold the same weights.
+    Every ``nsync`` optimizer steps a worker sends its update to the servers and receives the combined weights of all
+    workers, while it continues training. At the ends of epochs and before validations all workers synchronise and hold
+    the same weights.
 
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
-            ``"auto"``: as few as cost next to nothing. Every worker measures steps, exchanges and the servers while it
-            trains, and follows their changes.
+            ``"auto"``: the smallest number whose cost is negligible. Every worker measures steps, exchanges and the
+            servers while it trains, and adapts to changes.
         nfetch: steps between two fetches of the weights, if not ``nsync``.
-        npush: steps between two pushes of what was learnt, if not ``nsync``.
+        npush: steps between two pushes of updates, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.
-        scale: for ``ASGD``, what a push is multiplied with on the servers: ``"mean"`` (1 / live workers; by batch sizes
-            where these differ) converges like DDP with the same hyper-parameters; ``"sum"`` is the founding paper's
-            rule, which needs a warm start and a smaller learning rate; a number is taken as it is.
-        overlap: train on while an exchange is under way. False waits for the answer, which is slower, and takes no step
-            on weights that are older than it. None means what the algorithm does by itself.
-        data: ``"leases"``: workers take batches of an epoch as they come, so that faster ones train more of them, and
-            every sample is trained once per epoch. ``"split"``: everybody trains an equal part, as under DDP, and a
-            slow worker holds the others up at the end of every epoch. Split anyway are iterable datasets, several
-            loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for each
-            other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
+        scale: for ``ASGD``, the factor that the servers apply to a push: ``"mean"`` (1 / live workers; by batch sizes
+            where these differ) converges like DDP with the same hyper-parameters; ``"sum"`` is the original paper's
+            rule, which needs a warm start and a smaller learning rate; a number is used as given.
+        overlap: continue training while an exchange is in flight. False waits for the reply, which is slower, but no
+            step uses weights that are older than the reply. None means the algorithm's default.
+        data: ``"leases"``: workers request batches of an epoch as they need them, so that faster workers train more of
+            them, and every sample is trained once per epoch. ``"split"``: every worker trains an equal part, as under
+            DDP, and a slow worker delays the others at the end of every epoch. Always split are iterable datasets,
+            several loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for
+            each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
-            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. 16 bits of each at sync points.
+            ``"topk"``, or an object of :mod:`lightning_asgd.compression`. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
         min_workers: training is ended when fewer than these are left.
-        on_worker_failure: ``"continue"``: when a worker dies or hangs the others take its data and go on; one that
-            hung joins again when it wakes. ``"abort"``: end training on all workers, and say why. Worker 0 logs and
-            writes the checkpoints: nothing goes on without it.
+        on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
+            worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
+            why. Worker 0 logs and writes the checkpoints: no worker continues without it.
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
-            nobody gets in without the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
-            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each.
-        server: where `lightning-asgd serve` serves a run, as ``"host:port"``. This Trainer attaches itself as one more
-            worker, with one device, at any time: it takes over weights and progress, and leaves when it ends. None
-            means a job of its own, whose workers start and end together.
+            authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
+            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` on several
+            machines that have both, else ``"rpc"``; one line at the start says which, and who could get in.
+        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
+            as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
+            None means a separate job, whose workers start and end together.
         run_id: name of that run.
-        monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. One
-            that you put into the Trainer's callbacks takes its place.
-        max_offline_steps: steps that a worker takes alone while an exchange is under way before it waits for it.
-        snapshot_every_s: seconds after which servers write down again what the algorithm keeps there beside the
-            weights, such as an optimizer's state, to a temporary file. One that takes a lost server's place has the
-            weights from the workers, as they were, and that from the file. Where ``server`` is given, `serve` says
-            how often.
-        accelerator: these five are as for Lightning's ``DDPStrategy``, and seldom given: the Trainer has arguments for
-            them.
+        monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
+            monitor among the Trainer's callbacks is used instead.
+        max_offline_steps: steps that a worker takes alone while an exchange is in flight before it waits for the reply.
+        snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
+            weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
+            the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
+        accelerator: these five are the same as for Lightning's ``DDPStrategy``, and rarely needed: the Trainer has
+            arguments for them.
         parallel_devices: see above.
         cluster_environment: see above.
         checkpoint_io: see above.
         precision_plugin: see above.
 
     Attributes:
-        stats: what this worker's exchanges were like; of worker 0 in the main process.
-        settings: the arguments above that say how it trains, as plain values.
-        board: the latest figures of every worker in the process of worker 0, where a monitor takes any; elsewhere those
-            of the latest sync point.
+        stats: statistics of this worker's exchanges; in the main process those of worker 0.
+        settings: the arguments above that define how it trains, as plain values.
+        board: the latest metrics of every worker, in the process of worker 0 if a monitor collects them; elsewhere
+            those of the latest sync point.
         samples: after a fit with an algorithm that samples from a posterior, such as
-            :class:`~lightning_asgd.algorithms.SGMCMC`: what the servers have collected, oldest first, on the CPU, by
-            the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on the others.
-            Samples end with the layout: those from before parameters were unfrozen during fit are not among them.
+            :class:`~lightning_asgd.algorithms.SGMCMC`: the samples that the servers have collected, oldest first, on
+            the CPU, by the names of the module's ``state_dict()``. On worker 0 and in the main process only; empty on
+            the others. Samples from before parameters were unfrozen during fit are not included.
 
-    It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of the one or the
-    other takes it: attributes such as ``world_size`` are there from then on. Several Trainers may take it, of either,
-    one after the other: the object is the latest one's, and those before keep a copy.
+    It becomes a ``DDPStrategy`` of ``pytorch_lightning`` or of ``lightning.pytorch`` when a Trainer of that package
+    uses it; attributes such as ``world_size`` exist from then on. Several Trainers of either package may use it one
+    after another: the object belongs to the latest one, and earlier Trainers keep a copy.
 
     Raises:
         ConfigurationError: an argument is of the wrong type or out of range.
@@ -136,7 +137,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         min_workers: int = 1,
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
-        transport: str = "rpc",
+        transport: str = "auto",
         server: str | None = None,
         run_id: str | None = None,
         monitor: bool = True,
@@ -177,7 +178,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
 
     @property
     def global_rank(self) -> int:
-        """The worker's. In a run whose workers come and go the chief's is 0, and that of others their number."""
+        """The worker's. In an elastic run the chief's is 0, and that of others their number."""
         return int(super().global_rank) if self._membership is None else self._membership.rank
 
     @property
@@ -205,7 +206,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     # ------------------------------------------------------------------ starting and stopping
 
     def _make_launcher(self) -> Any:
-        """The launcher; None if this process attaches itself to a run."""
+        """The launcher; None in an elastic run."""
         self._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes)
@@ -239,6 +240,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             self._membership.join()
+            self.settings["transport"] = self._job.transport
         self.announce()
         self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
 
@@ -270,8 +272,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         fitting = self._is_fitting(trainer)
         if fitting and private_names.layer_sync.of(self):
             rank_zero_warn(
-                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so there "
-                "is no common batch. Each normalises by its own batches; the running statistics are averaged."
+                "sync_batchnorm=True has no effect under A-SGD: workers take their steps at different times, so no "
+                "batch spans all workers. Each normalises by its own batches; the running statistics are averaged."
             )
         world.check_module(self.lightning_module)
         self.precision_plugin.convert_module(self.model)
@@ -419,8 +421,9 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """
         if self._saves_nothing:
             log.warning(
-                "The main process has trained nothing, and does not write %s. Worker 0 does when it raises an "
-                "exception. If it was killed, or says that it could not, there is none: resume from an earlier one.",
+                "The main process has not trained, and does not write %s. Worker 0 writes it when it raises an "
+                "exception. If worker 0 was killed, or reports that it could not write it, there is no such "
+                "checkpoint: resume from an earlier one.",
                 filepath,
             )
             return

@@ -14,7 +14,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Policy
-from lightning_asgd.transports.registry import kind_of
+from lightning_asgd.transports.registry import check_name
 
 __all__ = ["StrategyOptions"]
 
@@ -84,7 +84,7 @@ class StrategyOptions:
         if self.start_method not in _START_METHODS:
             expected = ", ".join(_START_METHODS)
             raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")
-        kind_of(self.transport)
+        check_name(self.transport)
         if self.data not in _DATA:
             raise ConfigurationError(f"data={self.data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         if self.on_worker_failure not in _ON_FAILURE:
@@ -101,24 +101,24 @@ class StrategyOptions:
             _ = self.address
 
     def _check_attaches(self) -> None:
-        """Check what was given beside ``server=`` or ``run_id=``."""
+        """Check what was given together with ``server=`` or ``run_id=``."""
         server, algorithm = self.server, self.config.algorithm
         if not server or not self.run_id:
             raise ConfigurationError(f"server={server!r} and run_id={self.run_id!r}. Expected both, or neither.")
         if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
             raise ConfigurationError(
                 f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
-                "not wait for each other, such as ASGD: here they come and go."
+                "not wait for each other, such as ASGD: workers of an elastic run join and leave."
             )
         if self.data == "split":
             raise ConfigurationError(
-                f"data='split' was given with server={server!r}. Expected data='leases': nobody knows how many workers "
-                "there will be to split them among."
+                f"data='split' was given with server={server!r}. Expected data='leases': the number of workers of an "
+                f"elastic run is not known in advance."
             )
         if self.policy.abort or self.policy.min_workers > 1:
             raise ConfigurationError(
-                "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers come and "
-                "go as they like."
+                "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers of an "
+                "elastic run join and leave at any time."
             )
 
     @functools.cached_property

@@ -109,9 +109,9 @@ def _check_is_free(strategy: Any) -> None:
     if trainer is not None and trainer.strategy is strategy and private_names.status(trainer) == "running":
         method = private_names.called_method(trainer).value
         raise ConfigurationError(
-            f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running "
-            f"{method}. Expected one that no Trainer uses at the time. Make another "
-            f"{type(strategy).__name__}, or wait until the first Trainer is through."
+            f"Trainer(strategy=...) was given the {type(strategy).__name__} of a Trainer that is running {method}. "
+            f"Expected a strategy that no Trainer is using. Make another {type(strategy).__name__}, or wait until the "
+            f"first Trainer has finished."
         )
 
 

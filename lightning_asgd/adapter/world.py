@@ -59,7 +59,7 @@ def announce(place: RankInfo) -> None:
         log.warning(
             "torch.distributed was initialized before this fit, with rank %d of %d. This worker is rank %d of %d. "
             "Libraries that ask torch.distributed get the former. Call torch.distributed.destroy_process_group() "
-            "before the fit, or run A-SGD in a process of its own.",
+            "before the fit, or run A-SGD in a separate process.",
             dist.get_rank(),
             dist.get_world_size(),
             place.rank,
@@ -101,8 +101,8 @@ def check_module(module: nn.Module) -> None:
         if any(cls.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") for cls in type(part).__mro__):
             raise ConfigurationError(
                 f"The module's part {name!r} is a {type(part).__name__}, which reduces gradients over all workers in "
-                "every backward. Expected a plain module: under A-SGD workers take their steps at different times. "
-                "Assign the wrapped module itself."
+                f"every backward pass. Expected a plain module: under A-SGD workers take their steps at different "
+                f"times. Assign the wrapped module itself."
             )
 
 
@@ -124,7 +124,7 @@ def _prepare_torch() -> None:
     c10d = _dist.distributed_c10d
     make_group = getattr(c10d, "_new_group_with_tag", None)  # every way to make a group calls it
     if make_group is None:
-        return  # then the store refuses what nothing would encrypt
+        return  # then the store rejects groups that would not be encrypted
 
     @functools.wraps(make_group)
     def make_encrypted(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +139,9 @@ def _prepare_torch() -> None:
 @functools.cache
 def _say_that_ours_serves() -> None:
     log.warning(
-        "A process group with backend 'gloo' was asked for, and is served by A-SGD's own: nothing would encrypt what "
-        "gloo sends, and transport='zmq' is to. Call its collectives at sync points and outside of fit only."
+        "A process group with backend 'gloo' was requested, and is served by A-SGD's own backend: gloo would send its "
+        "data unencrypted, and transport='zmq' encrypts everything. Call its collectives at sync points and outside of "
+        "fit only."
     )
 
 
@@ -156,14 +157,14 @@ def _create(options: Any, _: Any) -> Any:
     """What ``torch.distributed`` calls for the default group, and for those that ``new_group`` makes."""
     if _place is None:
         raise ConfigurationError(
-            f"A process group with backend {BACKEND!r} was asked for outside of A-SGD training. Expected a Trainer "
-            "with ASGDStrategy to make it."
+            f"A process group with backend {BACKEND!r} was requested outside of A-SGD training. Expected a Trainer "
+            f"with ASGDStrategy to create it."
         )
     ranks = list(options.global_ranks_in_group)
     if ranks and len(ranks) not in (1, _place.world_size):
         instead = f"Give new_group(ranks={ranks}, backend='gloo') to have torch's own group."
         if _place.encrypted:
-            instead = "With transport='zmq' there is no other: nothing would encrypt what a group of torch's own sends."
+            instead = "With transport='zmq' there are no others: torch's own groups would send data unencrypted."
         raise CollectiveUnavailableError(
             f"torch.distributed.new_group({ranks}) was called among {_place.world_size} workers of A-SGD. Expected all "
             f"ranks or a single one. {instead}"

@@ -96,7 +96,7 @@ def find(algorithm: Any = None, scale: Any = None) -> Algorithm:
         )
     if scale is not None:
         raise ConfigurationError(
-            f"scale={scale!r} was given beside algorithm={algorithm!r}. Expected one of them: "
+            f"scale={scale!r} was given together with algorithm={algorithm!r}. Expected one of them: "
             "give the scale to the algorithm."
         )
     return algorithm

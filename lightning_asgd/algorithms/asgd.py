@@ -7,7 +7,7 @@ scale.
 
 References:
     T. Paine, H. Jin, J. Yang, Z. Lin, T. Huang, "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural
-    Network Training", 2013 (arXiv 1312.6186): ``s = 1``, every push is added as it comes.
+    Network Training", 2013 (arXiv 1312.6186): ``s = 1``, every push is added in full.
     J. Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 (Downpour SGD client).
 
 Departures:
@@ -44,7 +44,7 @@ class ASGD(Algorithm):
         none beside the weights.
 
     Staleness:
-        ignored, unless a transform looks at it: an update is added whole however old its base is.
+        ignored, unless a transform looks at it: an update is added in full, however old its base is.
 
     Example:
         >>> import torch
@@ -83,6 +83,6 @@ def parse_scale(scale: object) -> str | float:
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0:
         return float(scale)
     raise ConfigurationError(
-        f"scale={scale!r} is unknown. Expected 'mean', 'sum' or a positive number. "
-        "Use 'mean' unless you know better: it converges like DDP with the same hyper-parameters."
+        f"scale={scale!r} is unknown. Expected 'mean', 'sum' or a positive number. Use 'mean' unless you have measured "
+        f"otherwise: it converges like DDP with the same hyper-parameters."
     )

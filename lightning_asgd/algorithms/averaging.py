@@ -1,4 +1,4 @@
-r"""Model averaging: workers train alone for ``nsync`` steps, then all go on from the mean of their weights.
+r"""Model averaging: workers train alone for ``nsync`` steps, then all continue from the mean of their weights.
 
 .. math::  w \leftarrow \frac1N \sum_i x_i = w + \frac1N \sum_i (x_i - w)
 

@@ -26,7 +26,7 @@ class Payload(str, Enum):
     """What a worker pushes for its parameters."""
 
     DELTA = "delta"
-    """Its weights minus what it has agreed with the servers so far: works with any optimizer."""
+    """Its weights minus those that it has agreed with the servers so far: works with any optimizer."""
     GRADIENT = "gradient"
     """The gradients of its steps since the last push, added up: for optimizers on the server."""
     WEIGHTS = "weights"
@@ -41,7 +41,7 @@ class Answer(str, Enum):
     """What a worker gets back for its parameters when it pushes and fetches at once."""
 
     WEIGHTS = "weights"
-    """The server's weights right after its push; the worker goes on from them."""
+    """The server's weights right after its push; the worker continues from them."""
     FORCE = "force"
     """What the rule left in the update; the worker subtracts it."""
 
@@ -197,12 +197,12 @@ class Algorithm(Configurable):
                 )
             if self.payload not in transform.payloads:
                 raise ConfigurationError(
-                    f"{type(transform).__name__} cannot be used with {name}: workers push "
-                    f"{_PLURAL[self.payload]} there. Expected {' or '.join(_PLURAL[p] for p in transform.payloads)}."
+                    f"{type(transform).__name__} cannot be used with {name}: its workers push {_PLURAL[self.payload]}. "
+                    f"Expected {' or '.join(_PLURAL[p] for p in transform.payloads)}."
                 )
         if sum(t.gathers for t in (*given, *self.always)) > 1:
             names = ", ".join(type(t).__name__ for t in (*given, *self.always) if t.gathers)
-            raise ConfigurationError(f"{name} was given several transforms that gather pushes: {names}. Expected one.")
+            raise ConfigurationError(f"{name} was given several transforms that aggregate: {names}. Expected one.")
         object.__setattr__(self, "transforms", (*(t for t in given if t not in self.always), *self.always))
 
     @property
@@ -237,8 +237,8 @@ class Algorithm(Configurable):
         return {}
 
     def save(self, slots: dict[str, Any]) -> dict[str, Any]:
-        """The part of :meth:`start`'s result for a checkpoint."""
-        return {name: tensor.clone() for name, tensor in slots.items()}
+        """The part of :meth:`start`'s result for a checkpoint. The caller copies it."""
+        return dict(slots)
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
         """Restore what :meth:`save` returned."""

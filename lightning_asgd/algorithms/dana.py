@@ -39,6 +39,6 @@ class DANASlim(ASGD):
         needs_nesterov("DANASlim", run)
         if run.nsync != 1:
             raise ConfigurationError(
-                f"DANASlim was given nsync={run.nsync}. Expected nsync=1: the look-ahead is that of one step. "
+                f"DANASlim was given nsync={run.nsync}. Expected nsync=1: it looks ahead by one step. "
                 "For several steps use ASGD."
             )

@@ -21,7 +21,6 @@ Departures:
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class Downpour(Algorithm):
 
     def save(self, slots: dict[str, Any]) -> dict[str, Any]:
         """See :class:`Algorithm`."""
-        return {"optimizer": copy.deepcopy(slots["optimizer"].state_dict())}
+        return {"optimizer": slots["optimizer"].state_dict()}
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
         """See :class:`Algorithm`."""
@@ -140,7 +139,7 @@ class Downpour(Algorithm):
         except TypeError as error:
             raise ConfigurationError(
                 f"Downpour(optimizer={self.optimizer!r}, options={dict(self.options)!r}): {error}. "
-                "Expected arguments that the optimizer knows."
+                "Expected arguments that the optimizer accepts."
             ) from error
         return optimizer
 
@@ -154,7 +153,7 @@ class Downpour(Algorithm):
         except (RuntimeError, TypeError) as error:
             raise self._not_element_wise(str(error)) from error
         if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
-            raise self._not_element_wise("a part of a vector moves otherwise than within the whole")
+            raise self._not_element_wise("a slice of a vector is updated differently from the whole vector")
 
     def _moved(self, gradients: list[Tensor]) -> Tensor:
         weights = torch.ones_like(gradients[0])

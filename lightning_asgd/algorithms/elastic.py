@@ -9,7 +9,7 @@ References:
 Departures:
     The paper's worker fetches *w* and computes *E* itself; here it sends :math:`x_i` and the server computes *E* with
     the centre of that moment, in one round trip and never stale. At sync points every worker holds the centre, which is
-    what is validated and saved; training goes on from the worker's own weights.
+    what is validated and saved; training continues from the worker's own weights.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EASGD(Algorithm):
             raise ConfigurationError(
                 f"{type(self).__name__}(alpha={self.alpha}) with {run.workers} workers: alpha times workers is "
                 f"{self.alpha * run.workers:g}, and above 1 the centre overshoots. Expected at most "
-                f"{1 / run.workers:g}: give beta instead, and alpha follows the number of workers."
+                f"{1 / run.workers:g}: pass beta instead, and alpha adapts to the number of workers."
             )
 
 

@@ -4,7 +4,7 @@ r"""Layer-wise asynchronous gradient descent: each layer's gradient leaves durin
 
 :math:`k` is the delay. With k = 0 this is synchronous SGD, whose communication hides behind backward and the next
 forward: a layer's gradient is waited for just before the layer is used again. With k >= 1 it has k steps of time, and
-no worker waits unless it takes longer. Where something looks at gradients before the optimizer's step (clipping, hooks,
+no worker waits unless it takes longer. If gradients are read before the optimizer's step (clipping, hooks,
 manual optimization), or where parameters are tied, all layers are waited for in that step.
 
 References:

@@ -1,4 +1,4 @@
-"""Transforms that let workers wait for each other: for algorithms in rounds, and for a warm start."""
+"""Transforms that make workers wait for each other: for algorithms with rounds, and for a warm start."""
 
 from __future__ import annotations
 

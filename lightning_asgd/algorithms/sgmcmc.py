@@ -27,7 +27,7 @@ References:
     C. Chen et al., "Stochastic Gradient MCMC with Stale Gradients", NIPS 2016 (arXiv 1610.06664): what staleness does.
 
 Departures:
-    Of the first paper only the abstract was at hand: the protocols are put together from it, from Downpour SGD and from
+    Only the abstract of the first paper was available: the protocols are derived from it, from Downpour SGD and from
     EASGD. The elastic centre has no noise of its own, as Springenberg's has.
 """
 
@@ -49,7 +49,7 @@ __all__ = ["SGMCMC", "ElasticSGMCMC"]
 
 @dataclass(frozen=True)
 class _Collects(Algorithm):
-    """What both protocols have in common: which versions are samples, and what would spoil them."""
+    """The common part of both protocols: which versions are samples, and which settings would spoil them."""
 
     burn_in: int = field(default=1000, kw_only=True)
     thin: int = field(default=100, kw_only=True)
@@ -64,7 +64,7 @@ class _Collects(Algorithm):
             if isinstance(transform, Transform) and _changes_updates(type(transform)):
                 raise ConfigurationError(
                     f"{type(transform).__name__} cannot be used with {name}: it scales, changes, drops or averages "
-                    "pushes, and with them the noise, which would make the samples' spread wrong. Expected transforms "
+                    "pushes and with them the noise, so the spread of the samples would be wrong. Expected transforms "
                     "that leave pushes as they are: StaleSynchronous, DynamicSteps."
                 )
         super().__post_init__()
@@ -89,8 +89,8 @@ class _Collects(Algorithm):
         for optimizer in run.optimizers:
             if not isinstance(optimizer, PosteriorSampler):
                 raise ConfigurationError(
-                    f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise: "
-                    "what the servers collect would be no samples. Expected SGLD, PSGLD or SGHMC of "
+                    f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise, "
+                    f"so the servers would not collect samples of the posterior. Expected SGLD, PSGLD or SGHMC of "
                     "lightning_asgd.optim."
                 )
 

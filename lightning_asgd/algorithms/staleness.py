@@ -68,7 +68,7 @@ class StalenessAware(Transform):
     r"""Divide a push by its staleness, :math:`\alpha(\tau) = 1/\tau`, or take it whole if fresh [Zhang 2016, eq. 6].
 
     Between equal workers every push is about N - 1 versions stale, so this is mostly a smaller learning rate there; it
-    tells apart where speeds differ.
+    distinguishes if speeds differ.
 
     Example:
         >>> StalenessAware().weigh(Push(staleness=4)), StalenessAware().weigh(Push(staleness=0))
@@ -118,7 +118,7 @@ class GapAware(Transform):
 
     Departures:
         The paper averages squared momentum and takes the largest learning rate so far; a server of differences knows
-        neither, so it averages what was pushed, from the first push on without bias.
+        neither, so it averages the pushes, from the first push on without bias.
     """
 
     decay: float = 0.999
@@ -177,10 +177,10 @@ class DelayCompensation(Transform):
 
 @dataclass(frozen=True)
 class SoftSync(Transform):
-    """Apply the mean of every ``floor(N / splits)`` pushes: n-softsync [Zhang 2016, eq. 3]. Nobody waits.
+    """Apply the mean of every ``floor(N / splits)`` pushes: n-softsync [Zhang 2016, eq. 3]. No worker waits.
 
     ``splits=1`` is loosely synchronous, ``splits=N`` plain asynchronous. The paper's learning rate is
-    :class:`StalenessAware`, given beside it.
+    :class:`StalenessAware`, passed together with it.
 
     Args:
         splits: the paper's *n*: updates per round of N pushes.
@@ -222,10 +222,10 @@ class Rennala(Transform):
 
 @dataclass(frozen=True)
 class StaleSynchronous(Transform):
-    """Let a worker wait that is more than ``bound`` exchanges ahead of the slowest one that trains: SSP [Ho 2013].
+    """A worker waits if it is more than ``bound`` exchanges ahead of the slowest worker that trains: SSP [Ho 2013].
 
-    A worker's clock is the number of its pushes since the last sync point; nobody gets more than ``bound + 1`` ahead.
-    ``bound=0`` is bulk synchronous.
+    A worker's clock is the number of its pushes since the last sync point; no worker gets more than ``bound + 1``
+    ahead. ``bound=0`` is bulk synchronous.
 
     Args:
         bound: the paper's *s*.

@@ -42,7 +42,7 @@ def plan(
     simulate: int = 100,
     picture: Path | None = None,
 ) -> int:
-    """Say how well a job scales, and what it needs.
+    """Print how well a job scales, and what it needs.
 
     Describe the job by numbers (--parameters, --step-s, --batch-size), or give a LightningModule to measure (--module).
 
@@ -61,7 +61,7 @@ def plan(
         worker_link_gbit_s: speed of a worker's link. The default is that of a server's.
         latency_s: seconds that a small message takes, one way.
         sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
-        exchange_s: seconds that training stands still for each exchange.
+        exchange_s: seconds that training pauses for each exchange.
         server_gbyte_s: GB of parameters that a server can take in and send back per second.
         simulate: largest number of workers to simulate.
         picture: PNG file for a picture of the scaling.
@@ -139,9 +139,7 @@ def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
 
 def _size(loader: Any) -> int:
     if not loader.batch_size:
-        raise ConfigurationError(
-            f"{loader!r} does not say its batch_size. Expected a loader that does, or batch_sizes."
-        )
+        raise ConfigurationError(f"{loader!r} has no batch_size. Expected a loader with one, or batch_sizes.")
     return int(loader.batch_size)
 
 

@@ -24,7 +24,7 @@ def report(run_dir: str, *, out: str | None = None) -> None:
     Raises:
         ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.
     """
-    from lightning_asgd.monitoring.metric_log import find_log, read  # torch comes with them: other commands do without
+    from lightning_asgd.monitoring.metric_log import find_log, read  # here, since they import torch
 
     file = find_log(run_dir)
     fits = read(file)

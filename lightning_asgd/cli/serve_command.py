@@ -24,7 +24,7 @@ def serve(
     run_id: str,
     host: str = "127.0.0.1",
     num_servers: int = 1,
-    transport: Literal["rpc", "zmq"] = "rpc",
+    transport: Literal["auto", "rpc", "zmq"] = "auto",
     snapshots: Path | None = None,
     snapshot_every_s: float = 60.0,
 ) -> None:
@@ -39,29 +39,25 @@ def serve(
         host: address of this machine to listen at. At the default only workers on this machine reach the servers.
         num_servers: processes that share the weights equally.
         transport: "rpc" is torch's, without authentication. "zmq" encrypts every connection, and accepts only processes
-            with the same secret in the environment variable LIGHTNING_ASGD_SECRET.
+            with the same secret in the environment variable LIGHTNING_ASGD_SECRET. "auto" is "zmq" where that is set.
         snapshots: folder for snapshots of weights, optimizer states and progress. If it holds snapshots of this run,
             the run continues from them. Without a folder the run ends with its servers.
         snapshot_every_s: seconds between two snapshots. If all servers are lost at once, the updates since the latest
             snapshot are lost.
     """
-    # Here, since torch comes with them: help and other commands do without.
+    # Here, since they import torch, which help and other commands do not need.
     from lightning_asgd.config import seconds
     from lightning_asgd.processes import supervisor
     from lightning_asgd.server.server_process import ServerSettings
     from lightning_asgd.server.snapshot_store import Snapshots
-    from lightning_asgd.transports import registry
-    from lightning_asgd.transports.rendezvous import Rendezvous, interface_of
+    from lightning_asgd.transports.rendezvous import interface_of
 
     seconds("snapshot_every_s", snapshot_every_s)
     version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
-    kind = registry.kind_of(transport)
-    kind.check_available()
-    kind.provide_secret(one_machine=False)
-    stopped, rendezvous = _signals(), Rendezvous.host(host, port)
+    stopped, (name, line, rendezvous) = _signals(), _open(transport, host, port)
     settings = ServerSettings(
         interface=interface_of(socket.gethostbyname(host)),
-        transport=transport,
+        transport=name,
         run=run_id,
         snapshots="" if snapshots is None else str(snapshots.resolve()),
         snapshot_every_s=snapshot_every_s,
@@ -70,19 +66,31 @@ def serve(
         overseer = supervisor.ensure(num_servers, rendezvous, settings)
         overseer.hot_standby = True
         keys = overseer.keys(num_servers)
-        _await_servers(rendezvous, keys)
-        rendezvous.announce_run(run_id, transport, keys)
+        for index, key in enumerate(keys):
+            rendezvous.server(index, key, _START_S)
+        rendezvous.announce_run(run_id, name, keys)
         _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", snapshots, version)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
         while not stopped:
             time.sleep(_POLL_S)
             overseer.check_servers()
     finally:
         supervisor.close_current()
+        rendezvous.close()
 
 
-def _await_servers(rendezvous: Rendezvous, keys: list[str]) -> None:
-    for index, key in enumerate(keys):
-        rendezvous.server(index, key, _START_S)
+def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
+    """The transport's name, a line about it, and the rendezvous."""
+    from lightning_asgd.server.server_process import allow_many_connections
+    from lightning_asgd.transports import registry
+
+    name, line = registry.choose(transport, one_machine=False)
+    kind = registry.kind_of(name)
+    kind.check_available()
+    kind.provide_secret(one_machine=False)
+    allow_many_connections()
+    return name, line, kind.host_rendezvous(host, port)
 
 
 def _signals() -> list[int]:
@@ -94,12 +102,11 @@ def _signals() -> list[int]:
 
 
 def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None, version: int | None) -> None:
-    """Say how workers find the run, and what it goes on from."""
+    """Print how workers find the run, and the snapshots that it continues from."""
     servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
     sys.stdout.write(
-        f"Run {run_id!r} has {servers} at {address}. Workers attach themselves with\n"
+        f"Run {run_id!r} has {servers} at {address}. Workers attach with\n"
         f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
     )
     if version is not None:
-        sys.stdout.write(f"It goes on from its snapshots in {snapshots}, version {version}.\n")
-    sys.stdout.flush()
+        sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")

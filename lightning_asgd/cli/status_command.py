@@ -60,7 +60,8 @@ def _connect(server: str) -> tuple[Transport, str]:
             "'zmq', or no secret: a foreign process may be answering there."
         )
     kind.check_available()
-    address = rendezvous.server(0, keys[0], _START_S)
+    with rendezvous:
+        address = rendezvous.server(0, keys[0], _START_S)
     return kind.connect([address], interface_of(local_address_towards(host))), run["run_id"]
 
 
@@ -78,12 +79,12 @@ def _look(transport: Transport) -> Status:
 
 
 def tables(run: str, view: Status, before: Status | None = None) -> RenderableType:
-    """A run as users want to see it.
+    """A run's status as tables.
 
     Args:
         run: its name.
-        view: what the coordinator says.
-        before: what it said some time ago: rates are over the time since then. None: since training began.
+        view: the coordinator's status.
+        before: an earlier status: rates are over the time since then. None: since training began.
     """
     from rich.console import Group
     from rich.markup import escape
@@ -92,7 +93,7 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
         progress = "no epoch has begun"
     else:
         progress = f"epoch {view.epoch}: {view.done} of {view.steps} steps ({view.done / view.steps:.0%})"
-    refused = f", {view.refused} updates refused" if view.refused else ""
+    refused = f", {view.refused} updates rejected" if view.refused else ""
     title = f"run {run}   {progress}   version {view.version}{refused}"
     headings = ("steps", "s/step", "samples/s", "staleness", "waits", "heard of")
     made = table(title, "worker", "", *headings)
@@ -102,7 +103,7 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
         state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     if not view.workers:
-        made.add_row("", "nobody takes part now", *[""] * len(headings))
+        made.add_row("", "no worker takes part now", *[""] * len(headings))
     return Group(made, *map(escape, view.news))
 
 

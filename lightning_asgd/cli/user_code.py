@@ -45,7 +45,7 @@ def named(reference: str) -> Any:
     """
     place, colon, name = reference.rpartition(":")
     if not (place and colon and name):
-        raise ConfigurationError(f"{reference!r} names nothing. Expected 'package.module:Name' or 'script.py:Name'.")
+        raise ConfigurationError(f"{reference!r} has no name. Expected 'package.module:Name' or 'script.py:Name'.")
     module = _script(Path(place)) if place.endswith(".py") else _module(place)
     if not hasattr(module, name):
         raise ConfigurationError(f"{place} has no {name!r}. Expected a name that is defined there, outside functions.")

@@ -24,12 +24,12 @@ _ENTRY = 8  # bytes of a number in shared memory
 class SampleCache:
     """Samples in shared memory, which stay once they are there.
 
-    Nothing is ever evicted: an epoch reads every sample once, in random order, so that a cache which replaces what was
-    used least recently throws out samples shortly before they are needed. One that keeps what it has answers as large a
-    share of all reads as it holds of the dataset (MinIO, Mohan et al. 2021, section 4).
+    Nothing is ever evicted. An epoch reads every sample once, in random order, so a cache that evicts the least
+    recently used sample often evicts samples that are needed soon. A cache that evicts nothing serves as large a share
+    of all reads as it holds of the dataset (MinIO, Mohan et al. 2021, section 4).
 
-    The memory is an anonymous file: it has no name, it is given out as it is used, and it goes with the last process
-    that has it. Only its pages that were written count.
+    The memory is an anonymous file: it has no name, it is allocated as it is used, and it is freed with the last
+    process that has it. Only pages that were written take memory.
 
     Args:
         samples: how many there may be.
@@ -93,7 +93,7 @@ class SampleCache:
                 return False
             self._memory[end - len(sample) : end] = sample
             self._numbers[2 + 2 * index + 1] = len(sample)
-            self._numbers[2 + 2 * index] = end  # last: who reads it finds the rest
+            self._numbers[2 + 2 * index] = end  # last: a process that reads this finds the rest
             self._numbers[0] += len(sample)
             self._numbers[1] += 1
             return True
@@ -121,10 +121,10 @@ class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are read from storage once, as long as there is room for them.
 
     Args:
-        source: what reads: ``source[i]`` is a sample as it lies in storage, such as a file's bytes. Samples are kept
+        source: what reads: ``source[i]`` is a sample as it is stored, such as a file's bytes. Samples are kept
             pickled.
         limit_bytes: memory for all samples together, shared by all processes of a loader.
-        prepare: makes of it what is trained with, every time again: decoding, random augmentation. None for
+        prepare: turns a stored sample into a training sample, every time: decoding, random augmentation. None for
             nothing.
 
     Raises:

@@ -1,7 +1,7 @@
 """Measures the data stalls of a module and its loader: the differential technique of Mohan et al. (2021).
 
-The same steps are taken three times: on one batch that stays on the device; on samples that lie in memory; and on
-samples that come from storage. What each takes longer than the one before is what its part costs.
+The same steps are taken three times: on one batch that stays on the device; on samples that are in memory; and on
+samples that come from storage. The time that each takes beyond the one before is the cost of its part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stalls(
 
     What is fetched and what is prepared is known where the loader's dataset is a :class:`CachedDataset`, or holds one
     as ``dataset``: what its source does is fetching. Elsewhere it is what the second reading of the same samples saves,
-    since the operating system keeps files in memory; then name the ``files``, or they may lie there from the beginning.
+    since the operating system keeps files in memory; then name the ``files``: they may already be in memory.
 
     Args:
         module: a LightningModule.
@@ -50,7 +50,7 @@ def stalls(
         steps: to be timed, per pass; fewer if the loader has fewer batches.
         warm_up: steps before that. With loader processes at least two batches of each.
         repeats: of everything; the fastest of each pass counts, since what else a machine does only adds to it.
-        files: a folder, or a file, that is read from storage: the operating system is asked to forget it.
+        files: a folder, or a file, that is read from storage: the operating system is asked to drop it from memory.
         exchanges: of a fit, ``trainer.strategy.stats``, for the sync stall.
         clock: in seconds.
 
@@ -103,14 +103,14 @@ def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], in
     dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset) or sampler is None:
         raise ConfigurationError(
-            f"Cannot find data stalls of {type(loader).__name__} over {type(dataset).__name__}. Expected a DataLoader "
-            "that makes batches of a map-style dataset."
+            f"Cannot measure the data stalls of {type(loader).__name__} over {type(dataset).__name__}. Expected a "
+            f"DataLoader that makes batches of a map-style dataset."
         )
     batches = [list(batch) for batch in itertools.islice(sampler, steps + warm_up)]
     if len(batches) < 2 * warm_up:
         raise ConfigurationError(
-            f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to get "
-            "going. Lower its batch size, its processes or warm_up."
+            f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to "
+            f"warm up. Lower its batch size, its processes or warm_up."
         )
     return batches, warm_up
 

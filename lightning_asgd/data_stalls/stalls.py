@@ -2,7 +2,7 @@
 
 A *prep stall* is time that the device waits for samples to be prepared (decoded, augmented, collated, copied to it), a
 *fetch stall* time that it waits for them to come from storage, a *sync stall* time that it waits for an exchange.
-:mod:`lightning_asgd.data_stalls.probe` measures them; the arithmetic stands here.
+:mod:`lightning_asgd.data_stalls.probe` measures them; this file has the arithmetic.
 
 References:
     Mohan, Phanishayee, Raniwala, Chidambaram, "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 14(5), 2021,
@@ -24,10 +24,10 @@ class Stalls:
     Args:
         batch_size: samples per step.
         processes: of the data loader; 0 where the training process loads.
-        synthetic_s: a step on a batch that lies on the device.
-        cached_s: a step on samples that lie in memory and are prepared again.
+        synthetic_s: a step on a batch that is on the device.
+        cached_s: a step on samples that are in memory and are prepared again.
         cold_s: a step on samples that come from storage.
-        prep_s: what the loader takes for a batch that lies in memory, if nobody trains.
+        prep_s: the loader's time for a batch that is in memory, without training.
         load_s: what it takes for a batch that comes from storage.
         sync_s: what a step waits for exchanges.
     """
@@ -63,7 +63,7 @@ class Stalls:
 
     @property
     def prep_rate(self) -> float:
-        """Samples per second that the loader can prepare, if they lie in memory."""
+        """Samples per second that the loader can prepare, if they are in memory."""
         return _rate(self.batch_size, self.prep_s)
 
     @property

@@ -1,8 +1,8 @@
 """What a worker trains, and where the time of its training thread goes.
 
 Every moment of a fit is one of these: computing, waiting for the servers' answers, waiting at sync points, waiting for
-data, or something else (validations, checkpoints, other callbacks). The training says when batches and validations
-begin and end; who waits within them counts the seconds himself, and these are taken off.
+data, or something else (validations, checkpoints, other callbacks). The training loop reports when batches and
+validations begin and end. Waits inside them are timed where they occur, and subtracted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EXACT = 16  # staleness below is counted by itself: histograms stay small howev
 
 
 class Waited(NamedTuple):
-    """Seconds in which the training thread has stood still so far."""
+    """Seconds that the training thread has waited so far."""
 
     exchange_s: float = 0.0
-    """For the servers' answers while it trained."""
+    """For the servers' replies while it trained."""
     sync_s: float = 0.0
     """At sync points, for the servers and the other workers."""
     data_s: float = 0.0
@@ -39,7 +39,7 @@ class Meter:
     Args:
         stats: gives what the exchanges were like.
         waited: gives the seconds waited.
-        epoch: gives the epochs trained, with the fraction of the present one.
+        epoch: gives the epochs trained, including the fraction of the current one.
         clock: seconds; given by tests.
     """
 
@@ -68,7 +68,7 @@ class Meter:
         self._switch("train")
 
     def end_batch(self, samples: int, loss: Tensor | None = None) -> float:
-        """A batch is through.
+        """A batch is finished.
 
         Args:
             samples: number of its samples.
@@ -84,11 +84,11 @@ class Meter:
         return self._switch("data")
 
     def pause(self) -> None:
-        """Something else than training begins, a validation for instance."""
+        """Something other than training begins, such as a validation."""
         self._switch("other")
 
     def resume(self) -> float:
-        """The next thing to come is a batch.
+        """A batch comes next.
 
         Returns:
             seconds on the meter's clock.
@@ -96,7 +96,7 @@ class Meter:
         return self._switch("data")
 
     def read(self) -> WorkerMetrics:
-        """The figures as of now."""
+        """The metrics as of now."""
         now = self._switch(self._now)
         self._read_losses()
         waited, stats = self._standing, self._stats()
@@ -136,7 +136,7 @@ class Meter:
         return now
 
     def _read_losses(self) -> None:
-        """Add up what came since the last time: on a GPU that waits for it."""
+        """Add up the losses since the last call: on a GPU this waits for them."""
         if self._unread:
             losses = torch.stack([loss.reshape(()) for loss in self._unread]).float()
             finite = losses[torch.isfinite(losses)]

@@ -1,4 +1,4 @@
-"""What workers' figures say: rates, means and shares between two moments, of one worker and of all together. Pure."""
+"""Rates, means and shares between two reports of metrics, for one worker and for all together. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["METRICS", "Metric", "Window", "Windows", "bars", "measures", "stalen
 
 @dataclass(frozen=True)
 class Window:
-    """Two figures of one worker, and the time between them.
+    """Two reports of one worker's metrics, and the time between them.
 
     Attributes:
-        after: the later ones.
-        before: the earlier ones; those of the beginning by default.
+        after: the later report.
+        before: the earlier report; by default all zero, as when training began.
     """
 
     after: WorkerMetrics
@@ -69,7 +69,7 @@ def _total(name: str) -> Callable[[Sequence[Window]], float]:
 
 
 def _mean(name: str) -> Callable[[Sequence[Window]], float | None]:
-    """Of those who know it: where it is above 0."""
+    """Over the workers that have a value above 0."""
 
     def value(windows: Sequence[Window]) -> float | None:
         known = [value for window in windows if (value := getattr(window.after, name)) > 0]
@@ -90,30 +90,30 @@ _WAITS = ("exchange_wait_s", "sync_wait_s", "data_wait_s")
 _BYTES = ("bytes_pushed", "bytes_fetched")
 
 METRICS: dict[str, Metric] = {
-    "epoch": Metric("epochs", "epochs trained, with the fraction of the present one", _mean("epoch")),
+    "epoch": Metric("epochs", "epochs trained, including the fraction of the current one", _mean("epoch")),
     "samples_per_s": Metric("samples/s", "samples trained per second", _rate("samples")),
     "train_loss": Metric("", "mean training loss", _ratio(["loss_sum"], ["losses"])),
     "updates_per_s": Metric("1/s", "updates that the servers applied per second", _updates_per_s),
-    "updates/refused": Metric("updates", "refused so far: they held NaN or infinity", _total("refused")),
-    "updates/repeated": Metric("updates", "sent again so far that a server had applied before", _total("repeated")),
+    "updates/refused": Metric("updates", "rejected so far, because they held NaN or infinity", _total("refused")),
+    "updates/repeated": Metric("updates", "duplicates so far, already applied by a server", _total("repeated")),
     "staleness/mean": Metric("versions", "mean staleness of the updates", _ratio(["staleness_sum"], ["pushes"])),
     "staleness/max": Metric("versions", "largest staleness so far", _largest_staleness),
     "exchange/round_trip_s": Metric(
-        "s", "mean time from an exchange's message until its answer is merged", _ratio(["round_trip_s"], ["exchanges"])
+        "s", "mean time from sending an exchange until its reply is merged", _ratio(["round_trip_s"], ["exchanges"])
     ),
     "exchange/wait_s": Metric(
-        "s", "mean time in which training stood still for an exchange", _ratio(["exchange_wait_s"], ["exchanges"])
+        "s", "mean time that training waited for an exchange", _ratio(["exchange_wait_s"], ["exchanges"])
     ),
-    "exchange/bytes": Metric("bytes", "mean size of an exchange, both ways", _ratio(_BYTES, ["exchanges"])),
-    "traffic/bytes_per_s": Metric("bytes/s", "bytes exchanged per second, both ways", _rate(*_BYTES)),
-    "wait/share": Metric("", "share of the training thread's time in which it stood still", _ratio(_WAITS, ["at_s"])),
-    "wait/exchange": Metric("", "part of it for the servers' answers", _ratio(["exchange_wait_s"], ["at_s"])),
+    "exchange/bytes": Metric("bytes", "mean size of an exchange, both directions", _ratio(_BYTES, ["exchanges"])),
+    "traffic/bytes_per_s": Metric("bytes/s", "bytes exchanged per second, both directions", _rate(*_BYTES)),
+    "wait/share": Metric("", "share of the training thread's time that it spent waiting", _ratio(_WAITS, ["at_s"])),
+    "wait/exchange": Metric("", "part of that share: for the servers' replies", _ratio(["exchange_wait_s"], ["at_s"])),
     "wait/sync": Metric(
-        "", "part of it at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
+        "", "part of that share: at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
     ),
-    "wait/data": Metric("", "part of it for data", _ratio(["data_wait_s"], ["at_s"])),
-    "nsync": Metric("steps", "optimizer steps between two exchanges, as of now", _mean("nsync")),
-    "distance": Metric("", "norm of the worker's parameters minus the servers', as of late", _mean("distance")),
+    "wait/data": Metric("", "part of that share: for data", _ratio(["data_wait_s"], ["at_s"])),
+    "nsync": Metric("steps", "current number of optimizer steps between two exchanges", _mean("nsync")),
+    "distance": Metric("", "norm of the worker's parameters minus the servers', measured recently", _mean("distance")),
 }
 """By name. Those with a mean are over all workers' exchanges, batches or seconds, not a mean of the workers' means."""
 
@@ -129,11 +129,11 @@ def measures(windows: Sequence[Window]) -> dict[str, float]:
 
 
 class Windows:
-    """Every worker's latest time of a certain length, from the figures that come in.
+    """A sliding window of every worker's metrics.
 
     Args:
-        seconds: length at least, where a worker has trained for so long. Figures that come soon after others, as at
-            sync points, would say nothing of a rate.
+        seconds: the least length of a window, once a worker has trained for that long. A rate over a shorter time, as
+            between two reports close to a sync point, would mean little.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Windows:
         self._figures: dict[int, deque[WorkerMetrics]] = {}
 
     def update(self, figures: Mapping[int, WorkerMetrics]) -> None:
-        """Take notice of figures, by worker; where they are not new the worker's window stays."""
+        """Add metrics, by worker; if they are not new, the worker's window stays as it is."""
         for worker, new in figures.items():
             known = self._figures.get(worker)
             if known is None or known[-1].began != new.began:  # it has begun, perhaps again

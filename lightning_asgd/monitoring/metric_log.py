@@ -1,8 +1,8 @@
-"""The file beside a run's logs that ``lightning-asgd report`` reads: figures of all workers, a line of JSON each time.
+"""The metrics file in a run's log folder, which ``lightning-asgd report`` reads: one line of JSON each time.
 
-Lines are only ever added. Every fit begins with one that says what it is, so that the fits of a run that was resumed
-follow each other in one file. Where logs go to a URL, such as ``s3://bucket/logs``, the file goes there too. Object
-stores cannot add to a file, so it is written as a whole: at most once a minute, and when the fit ends.
+Lines are only ever added. Every fit begins with a line that describes it, so the fits of a resumed run follow each
+other in one file. If logs go to a URL, such as ``s3://bucket/logs``, the file goes there too. Object stores cannot add
+to a file, so it is written as a whole: at most once a minute, and when the fit ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
         at_s: seconds since the fit began.
         step: the Trainer's global step.
         living: workers that took part.
-        figures: the latest of each worker, gone ones included.
+        figures: the latest metrics of each worker, including workers that are gone.
     """
 
     at_s: float
@@ -55,7 +55,7 @@ class Fit:
         workers: their number.
         settings: arguments of the strategy.
         entries: in the order of time.
-        end: how it ended; empty if nobody knows.
+        end: how it ended; empty if unknown.
     """
 
     started: str
@@ -66,7 +66,7 @@ class Fit:
 
     @property
     def last(self) -> dict[int, WorkerMetrics]:
-        """The final figures of every worker that ever was."""
+        """The final metrics of every worker that ever took part."""
         return self.entries[-1].figures if self.entries else {}
 
 
@@ -89,7 +89,7 @@ class MetricLog:
         return self._file.path
 
     def add(self, entry: Entry) -> None:
-        """Note the figures of a moment."""
+        """Write the metrics of this moment."""
         self._write("figures", **asdict(entry))
 
     def end(self, how: str) -> None:
@@ -117,7 +117,7 @@ class _Local:
 
 
 class _Remote:
-    """A file behind a URL. Training does not end because it cannot be written: a warning says so, once."""
+    """A file at a URL. If it cannot be written, one warning says so and training continues."""
 
     def __init__(self, folder: str) -> None:
         self.url = os.path.join(folder, FILE)
@@ -154,8 +154,8 @@ class _Remote:
     def _give_up(self, error: Exception) -> None:
         self._broken = True
         log.warning(
-            "The workers' figures cannot be written to %s (%s: %s). Training goes on, and `lightning-asgd report` will "
-            "have nothing to show. Check the access, or log to a folder of this machine.",
+            "The workers' metrics cannot be written to %s (%s: %s). Training continues, but `lightning-asgd report` "
+            "will have nothing to show. Check the access, or log to a local folder.",
             self.url,
             type(error).__name__,
             error,
@@ -231,10 +231,10 @@ def _search_url(url: str) -> tuple[bool, Sequence[str | Path]]:
 
 
 def read(path: str | Path) -> list[Fit]:
-    """The fits of a file, in the order in which they began; those without any figures are left out.
+    """The fits of a file, in the order in which they began; fits without metrics are left out.
 
     Raises:
-        ConfigurationError: a line is none that :class:`MetricLog` writes; or there are no figures.
+        ConfigurationError: a line was not written by :class:`MetricLog`; or there are no metrics.
     """
     fits: list[Fit] = []
     lines = _text(path).splitlines()
@@ -249,7 +249,7 @@ def read(path: str | Path) -> list[Fit]:
             ) from error
     fits = [fit for fit in fits if fit.entries]
     if not fits:
-        raise ConfigurationError(f"{str(path)!r} holds no figures. Expected a fit of at least one batch.")
+        raise ConfigurationError(f"{str(path)!r} holds no metrics. Expected a fit of at least one batch.")
     return fits
 
 

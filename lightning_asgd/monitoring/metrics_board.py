@@ -1,4 +1,4 @@
-"""The latest figures of all workers, as far as a worker knows them."""
+"""The latest metrics of all workers that a worker knows of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["MetricsBoard"]
 
 @dataclass
 class MetricsBoard:
-    """The latest figures of the workers, as far as this one knows: by heartbeats, and from sync points.
+    """The latest metrics of the workers that this worker knows of, from heartbeats and sync points.
 
-    The heartbeat's thread and the training thread both write to it. Each figure replaces another as a whole.
+    The heartbeat's thread and the training thread both write to it. A worker's metrics are replaced as a whole.
 
     Attributes:
         mine: this worker's own; None if it takes none.
@@ -31,7 +31,7 @@ class MetricsBoard:
         self._latest[worker] = mine
 
     def update(self, figures: Mapping[int, WorkerMetrics | None], living: Iterable[int]) -> None:
-        """Take notice of workers' figures; of two of the same worker, the later ones stay."""
+        """Add workers' metrics; of two reports of the same worker the later one stays."""
         self.living = tuple(sorted(living))
         for worker, new in figures.items():
             old = self._latest.get(worker)

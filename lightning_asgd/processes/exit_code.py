@@ -19,7 +19,7 @@ __all__ = ["exit_with", "failures", "is_failing"]
 log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
-_PATIENCE_S = 3.0  # without a word
+_PATIENCE_S = 3.0  # before the first log line
 _POLL_S = 0.05
 
 
@@ -34,7 +34,7 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
             break
         if waited_s > _PATIENCE_S and not told:
             told = True
-            log.warning("This process has ended its work, and waits for worker %s.", ", ".join(running))
+            log.warning("This process has finished, and waits for worker %s.", ", ".join(running))
         time.sleep(_POLL_S)
     codes = {rank: -signal.SIGKILL if (code := p.poll()) is None else code for rank, p in workers.items()}
     return {rank: code for rank, code in codes.items() if code}

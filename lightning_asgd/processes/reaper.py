@@ -1,6 +1,6 @@
 """A small process that ends a job's other processes once the main process is gone, whatever ended it.
 
-:func:`start` runs ``python -m lightning_asgd.processes.reaper PARENT``, which reads lines ``add PID CREATED`` and
+:func:`start` runs ``python -m lightning_asgd.processes.reaper PARENT``, which reads lines ``add PID STARTED`` and
 ``remove FOLDER`` from its standard input. When the input ends or the parent is another one, it gives the processes time
 to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders. Imports
 neither torch nor Lightning.
@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
-__all__ = ["reap", "start"]
+__all__ = ["reap", "start", "started"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or a scheduler sends to a whole job
 
@@ -41,12 +42,26 @@ def start(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def started(pid: int) -> str:
+    """When a process started, which with its number tells it from all others of this machine.
+
+    In ticks since boot: the time of day of a start moves when the clock is set. Raises a ``psutil.Error`` if the
+    process is gone.
+    """
+    if not psutil.LINUX:
+        return str(psutil.Process(pid).create_time())
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # the name may hold anything
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error
+
+
 def reap() -> int:
     """Watch until the parent is gone, then clean up."""
     parent = int(sys.argv[1])
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    watched: dict[int, float] = {}
+    watched: dict[int, str] = {}
     folders: list[str] = []
     buffer = b""
     orphan = False
@@ -61,8 +76,8 @@ def reap() -> int:
             for line in lines:
                 what, _, about = line.decode().partition(" ")
                 if what == "add":
-                    pid, created = about.split()
-                    watched[int(pid)] = float(created)
+                    pid, since = about.split()
+                    watched[int(pid)] = since
                 else:
                     folders.append(about)
     _end(_alive(watched))
@@ -71,13 +86,13 @@ def reap() -> int:
     return 0
 
 
-def _alive(watched: dict[int, float]) -> list[psutil.Process]:
+def _alive(watched: Mapping[int, str]) -> list[psutil.Process]:
     """The watched processes that still run; a process number that was given to another program does not count."""
     alive = []
-    for pid, created in watched.items():
+    for pid, since in watched.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if abs(process.create_time() - created) < 1.0:
+            if started(pid) == since:
                 alive += [process, *process.children(recursive=True)]
     return alive
 

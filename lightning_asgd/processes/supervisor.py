@@ -92,7 +92,7 @@ class Supervisor:
     def check_servers(self) -> None:
         """Raise a ``LaunchError`` if a server was lost that could not be replaced."""
         if self._irreplaceable is not None:
-            raise LaunchError(f"{self._irreplaceable}\nExpected it to serve. Fix what its output names.")
+            raise LaunchError(f"{self._irreplaceable}\nExpected it to start. Fix the cause shown in its output.")
 
     @property
     def healthy(self) -> bool:
@@ -110,7 +110,7 @@ class Supervisor:
         self.register(process.pid)
 
     def excuse(self, *ranks: int) -> None:
-        """Let the exit codes of workers mean nothing: others go on without them, or this process has ended them."""
+        """Ignore the exit codes of workers: the others continue without them, or this process has ended them."""
         self._excused.update(ranks or self._workers)
 
     def failures(self) -> dict[int, int]:
@@ -119,7 +119,7 @@ class Supervisor:
         return {rank: code for rank, code in failed.items() if rank not in self._excused and not self._is_excused(rank)}
 
     def _is_excused(self, rank: int) -> bool:
-        """Whether a worker has noted that it failed within a fit that goes on without it."""
+        """Whether a worker has noted that it failed within a fit that continues without it."""
         key = excuse_of(self._workers[rank].pid)
         with contextlib.suppress(RuntimeError):  # of the rendezvous
             return self.rendezvous is not None and self.rendezvous.peek(key) is not None
@@ -179,7 +179,7 @@ class Supervisor:
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
         with contextlib.suppress(psutil.Error):
-            self._tell_reaper(f"add {pid} {psutil.Process(pid).create_time()}")
+            self._tell_reaper(f"add {pid} {reaper.started(pid)}")
 
     def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
@@ -204,11 +204,11 @@ class Supervisor:
                 return
             self._restarts += 1
             self._exit_report = server.exit_report()
-            log.warning("%s\nAnother one takes its place.", self._exit_report)
+            log.warning("%s\nA replacement is being started.", self._exit_report)
             try:
                 replacement = self._standby or self._new_server(server.index, server.rendezvous)
             except OSError as error:
-                self._give_up(server, f"{self._exit_report}\nAnother one cannot be started: {error}")
+                self._give_up(server, f"{self._exit_report}\nA replacement cannot be started: {error}")
                 return
             replacement.index = server.index
             self._standby, self._quiet_since = None, -math.inf  # where one has died another one may
@@ -251,7 +251,7 @@ class Supervisor:
             for rank, process in list(self._workers.items()):
                 code = process.poll()
                 callback = self._on_worker_exit
-                if rank not in ended and code is not None and callback is not None:  # else somebody will want to know
+                if rank not in ended and code is not None and callback is not None:  # else a caller will ask for it
                     ended.add(rank)
                     self.report_exit("", rank, f"its process ended with exit code {code}")
                     callback(rank, process.pid, code)
@@ -261,7 +261,7 @@ _current: Supervisor | None = None
 
 
 def excuse_of(pid: int) -> str:
-    """The rendezvous key under which a worker notes that it failed within a fit that goes on without it."""
+    """The rendezvous key under which a worker notes that it failed within a fit that continues without it."""
     return f"excuse/{machine_and_pid(pid)}"
 
 
@@ -301,13 +301,16 @@ def with_last_output(text: str) -> str:
 
 @atexit.register
 def _at_exit() -> None:
-    """Let the script's exit code tell of workers that have failed, then stop the servers."""
+    """Set the script's exit code if workers have failed, then stop the servers."""
     failed: dict[int, int] = {}
+    rendezvous = None if _current is None else _current.rendezvous
     try:
         if _current is not None and _current_pid == os.getpid() and not exit_code.is_failing():
             failed = _current.failures()  # before the servers are stopped: workers may still need them
     finally:
         close_current()
+        if rendezvous is not None:
+            rendezvous.close()
     if failed:
         exit_code.exit_with(failed)
 

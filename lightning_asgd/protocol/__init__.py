@@ -32,6 +32,6 @@ __all__ += update_messages.__all__
 
 for _name in __all__:
     if isinstance(globals()[_name], type):
-        # RPC unpickles a message before anybody can compare PROTOCOL. With one path for all, a class that has moved
+        # RPC unpickles a message before any code can compare PROTOCOL. With one path for all, a class that has moved
         # since does not hide the error that names the versions.
         globals()[_name].__module__ = __name__

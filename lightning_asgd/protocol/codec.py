@@ -57,7 +57,7 @@ def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
     except ProtocolError:
         raise
     except Exception as error:
-        raise ProtocolError(f"A message could not be read: {error!r}. Expected one of this package's.") from error
+        raise ProtocolError(f"A message could not be read: {error!r}. Expected a message of this package.") from error
 
 
 # Every value that JSON does not know is a list that begins with a letter.
@@ -65,7 +65,7 @@ def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
 
 def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
     if depth > _DEEPEST // 2:
-        raise ProtocolError(f"A value is nested more than {_DEEPEST // 2} deep. Expected a flatter one.")
+        raise ProtocolError(f"A value is nested more than {_DEEPEST // 2} deep. Expected a flatter value.")
     if value is None or isinstance(value, bool | float) or type(value) in (int, str):
         return value
     if isinstance(value, Tensor) and value.layout is torch.strided:
@@ -162,7 +162,7 @@ def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dic
 
 def _make_enum(buffers: Sequence[Buffer], inner: Any, name: str, value: Any) -> Any:
     if not issubclass(_CLASSES[name], Enum):
-        raise ProtocolError(f"{name} is no enumeration.")
+        raise ProtocolError(f"{name} is not an enumeration.")
     return _CLASSES[name](value)
 
 

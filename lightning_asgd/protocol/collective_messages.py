@@ -1,4 +1,4 @@
-"""What workers say in collectives and at sync points."""
+"""Messages of workers in collectives and at sync points."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Place:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a worker says at a sync point."""
+    """A worker's report at a sync point."""
 
-    moved: bool  # whether anything was pushed since the last one
+    moved: bool  # whether anything was pushed since the last sync point
     should_stop: bool  # whether training is to end
     grown: bool  # whether there are trainable parameters that are not exchanged
-    checkpoints: list[Any]  # what this worker's checkpoint callbacks know of the files
-    figures: WorkerMetrics | None = None  # this worker's
+    checkpoints: list[Any]  # what this worker's checkpoint callbacks know about the files
+    figures: WorkerMetrics | None = None  # this worker's metrics
     # Per server, of the weights that this worker has taken already, since it knew that all had pushed; None if it has
     # not.
     versions: tuple[int, ...] | None = None
     place: Place | None = None  # where it is; None outside of epochs
-    trained: bool = False  # whether it has trained since the last one, with or without optimizer steps
-    halts: bool = False  # whether it trains no more of the epoch, so that the others are to come soon
+    trained: bool = False  # whether it has trained since the last sync point, with or without optimizer steps
+    halts: bool = False  # whether it trains no more of the epoch, so that the others should arrive soon
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Contribution(Request):
     kind: str  # `"barrier"`, `"broadcast"`, `"all_gather"`, ...: must be the same on all workers
     name: str  # what the caller calls it; must be the same on all workers
     payload: Any = None  # a plain value, a tensor, or an object as `Pickled`
-    source: int | None = None  # the one worker whose payload is delivered; None: everybody's
-    target: int | None = None  # the one worker that it is delivered to, the others get nothing; None: everybody
+    source: int | None = None  # the one worker whose payload is delivered; None: all workers'
+    target: int | None = None  # the one worker that it is delivered to, the others get nothing; None: all workers
     timeout_s: float = 1800.0  # seconds after which the servers give up on the missing workers
-    stops: bool = False  # whether the worker trains no more, so that the others are to come soon
+    stops: bool = False  # whether the worker trains no more, so that the others should arrive soon
     # What the worker was answered by a coordinator that was lost since: it does not wait any more, and the others are
     # to get the same. None if it waits.
     answer: dict[int, Any] | None = None

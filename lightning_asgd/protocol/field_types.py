@@ -10,13 +10,28 @@ from types import UnionType
 from typing import Any
 
 from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol.session_messages import Failure
 
-__all__ = ["check_types"]
+__all__ = ["checked"]
 
 _LARGEST = 1 << 62  # of whole numbers: what is counted here fits
 
 
-def check_types(message: Any) -> None:
+def checked(handle: abc.Callable[[Any], Any]) -> abc.Callable[[Any], Any]:
+    """A handler of messages that answers one whose fields have other types with an error that names the first."""
+
+    def check_and_handle(message: Any) -> Any:
+        try:
+            if dataclasses.is_dataclass(message):
+                _check_types(message)
+        except ProtocolError as error:
+            return Failure(type(error).__name__, str(error))
+        return handle(message)
+
+    return check_and_handle
+
+
+def _check_types(message: Any) -> None:
     """Raise a ``ProtocolError`` that names the first field of another type."""
     for name, hint in _hints(message.__class__):
         value = getattr(message, name)

@@ -40,37 +40,37 @@ class LeaseHoldings:
     epoch: Epoch  # which one
     granted: tuple[tuple[int, int], ...]  # ranges of units, in the order in which they were granted
     trained: int  # number of these units that it has trained
-    served: int  # the last segment of which it was granted something
+    served: int  # the last sync interval in which it was granted units
 
 
 @dataclass(frozen=True)
 class OpenEpoch(Request):
-    """A worker begins an epoch, or wants to know how far it is; answered with the ranges of units that are done.
+    """A worker begins an epoch, or asks for its progress; answered with the ranges of units that are done.
 
-    Where workers meet, the first claim begins it: see :class:`LeaseRequest`.
+    In a job the first lease request begins it: see :class:`LeaseRequest`.
     """
 
-    epoch: Epoch  # the first worker's says what it is, the others' must be the same
+    epoch: Epoch  # defined by the first worker; the others' must be the same
 
 
 @dataclass(frozen=True)
 class LeaseRequest(Request):
     """A worker asks for units of the present epoch."""
 
-    urgent: ClassVar[bool] = True  # training stops without the answer: it must not queue behind weights
+    urgent: ClassVar[bool] = True  # training needs the reply: it must not queue behind weights
 
     key: str  # which epoch
-    segment: int  # number of times that all have met in it
+    segment: int  # number of sync intervals of the epoch that are over
     trained: int  # units that the worker has trained in it since it began or rejoined
     applied: int  # those of them whose updates the servers have
-    unit_s: float  # seconds that a unit takes it; 0 if it does not know yet
-    rtt_s: float = 0.0  # seconds in which it is answered
-    flush: float = 0.0  # seconds in which it pushes what is left when it has trained all that it was granted
-    wait: bool = False  # whether the answer is to be held back until there is a unit for it, or the segment is over
-    stop: bool = False  # whether it wants no more, and gives back what it has not trained
+    unit_s: float  # seconds that the worker needs for a unit; 0 if not known yet
+    rtt_s: float = 0.0  # seconds from request to reply
+    flush: float = 0.0  # seconds that its last push takes, after it has trained all that it was granted
+    wait: bool = False  # whether the reply is to be blocked until there is a unit for it, or the sync interval is over
+    stop: bool = False  # whether it requests no more, and gives back the units that it has not trained
     halt: bool = False  # whether the others are to be granted no more of the epoch either
     size: int = 1  # units of one of its optimizer steps
-    opens: Epoch | None = None  # the epoch, with the first claim in it, where workers meet: see `OpenEpoch`
+    opens: Epoch | None = None  # in a job, the epoch that the first request opens: see `OpenEpoch`
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,15 @@ class LeaseGrant:
 
     first: int = 0  # number of the first unit granted
     last: int = 0  # one past the last; equal to `first` if there is none for this worker
-    # Whether all units of the segment that were granted are trained and applied, and no more will be.
+    # Whether all granted units of the sync interval are trained and applied, and no more will be granted.
     over: bool = False
-    progress: float = 0.0  # units that all have trained so far, as far as is known
-    ratio: float = 1.0  # units that all train while this worker trains one
-    # Whether the units have been trained by others, and what the worker makes of them is not wanted: one that comes
-    # late needs a batch to notice that a segment is over.
+    progress: float = 0.0  # units that all workers together have trained so far, as far as is known
+    ratio: float = 1.0  # units that all workers together train while this worker trains one
+    # Whether the grant is a dummy batch: its units are trained by others and its update is discarded. A worker that
+    # arrives late needs a batch to notice that the sync interval is over.
     void: bool = False
-    # Whether there is probably nothing more for this worker in the segment: when it has trained this it pushes the
-    # rest, and waits.
+    # Whether this is probably the worker's last grant of the sync interval. Then it pushes and waits.
     final: bool = False
-    halted: bool = False  # whether the segment is over since a worker has halted the epoch
+    halted: bool = False  # whether the sync interval is over because a worker has halted the epoch
     incarnations: dict[int, int] = field(default_factory=dict)  # see `Reply`
     left: dict[int, str] = field(default_factory=dict)  # see `Reply`

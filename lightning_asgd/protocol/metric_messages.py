@@ -14,40 +14,40 @@ class WorkerMetrics:
 
     Rates are differences of two; see :mod:`lightning_asgd.monitoring.metric_definitions`.
 
-    All are sums since training began, unless something else is said. Seconds of computing and of the three kinds of
+    All are sums since training began, unless stated otherwise. Seconds of computing and of the three kinds of
     standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
     """
 
     began: float = 0.0  # when training began, in seconds since 1970 on the worker's clock
-    at_s: float = 0.0  # seconds from then until these figures were taken
-    epoch: float = 0.0  # epochs trained, with the fraction of the present one; not a sum
+    at_s: float = 0.0  # seconds from then until these metrics were taken
+    epoch: float = 0.0  # epochs trained, including the fraction of the current one; not a sum
     samples: int = 0  # samples trained
     batches: int = 0  # batches trained
     steps: int = 0  # optimizer steps taken
     loss_sum: float = 0.0  # training loss of the batches that had a finite one
     losses: int = 0  # number of these batches
     train_s: float = 0.0  # seconds of computing
-    exchange_wait_s: float = 0.0  # seconds in which training stood still for the servers' answers
-    sync_wait_s: float = 0.0  # seconds in which it stood still at sync points, for the servers and the other workers
-    data_wait_s: float = 0.0  # seconds in which it stood still for data
+    exchange_wait_s: float = 0.0  # seconds in which training waited for the servers' replies
+    sync_wait_s: float = 0.0  # seconds in which it waited at sync points, for the servers and the other workers
+    data_wait_s: float = 0.0  # seconds in which it waited for data
     exchanges: int = 0  # exchanges that were answered
     pushes: int = 0  # those of them with an update
-    refused: int = 0  # updates that a server refused
+    refused: int = 0  # updates that a server rejected
     repeated: int = 0  # updates that a server had applied before
-    round_trip_s: float = 0.0  # seconds from the messages to the merging of their answers
+    round_trip_s: float = 0.0  # seconds from sending the messages to merging the replies
     bytes_pushed: int = 0  # bytes of updates
     bytes_fetched: int = 0  # bytes of weights
     staleness_sum: float = 0.0  # staleness, in versions, of all pushes
     staleness_max: int = 0  # the largest; not a sum
     # Pushes by staleness; above 15 by the power of two below it.
     staleness: dict[int, int] = field(default_factory=dict)
-    nsync: int = 0  # optimizer steps between two exchanges, as of now
+    nsync: int = 0  # current number of optimizer steps between two exchanges
     distance: float = 0.0  # norm of the worker's parameters minus the servers', when it was measured last; 0 before
 
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """What is going on? Anybody may ask the coordinator, who need not take part. Answered with :class:`Status`."""
+    """A status request. The sender need not be a member of the session. Answered with :class:`Status`."""
 
     urgent: ClassVar[bool] = True
 
@@ -57,12 +57,12 @@ class WorkerStatus:
     """What the coordinator knows of a worker."""
 
     worker: int  # its number
-    about: str  # its machine, process and device, where it came by itself
-    away: str  # why nobody waits for it; empty if it takes part
+    about: str  # its machine, process and device, if it joined an elastic run
+    away: str  # why no worker waits for it; empty if it takes part
     silent_s: float  # seconds since its last heartbeat
     pace_s: float  # seconds that it needs for an optimizer step; 0 if that is not known
     trained: int  # steps of the present epoch that it has trained
-    figures: WorkerMetrics | None = None  # its latest, if it is monitored
+    figures: WorkerMetrics | None = None  # its latest metrics, if it is monitored
 
 
 @dataclass(frozen=True)

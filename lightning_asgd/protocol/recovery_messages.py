@@ -27,9 +27,9 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class StateReport(Request):
-    """What a worker knows of a server that was lost, for the one in its place. Answered when all have told."""
+    """What a worker knows of a lost server, for the replacement. Answered when all workers have reported."""
 
-    shards: tuple[ReplicaState, ...]  # what it holds, per fragment
+    shards: tuple[ReplicaState, ...]  # the worker's copies, per fragment
     answered: int = 0  # number of its latest collective that was answered
     part: LeaseHoldings | None = None  # of the present epoch, if there is one
     incarnation: int = 0  # how often the lost server had declared this worker away when it joined last

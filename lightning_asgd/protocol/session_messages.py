@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 BOOTSTRAPPED = "founded"
-"""Name of the :class:`RunMetadata` that says that a run has weights."""
+"""Name of the :class:`RunMetadata` which shows that a run has weights."""
 
 PROTOCOL = 20
-"""Version of these messages. A server refuses a worker that speaks another one."""
+"""Version of these messages. A server rejects a worker with another version."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,24 @@ class Policy:
 
     silence_s: float = 0.0  # seconds without a heartbeat after which a worker counts as away; 0: never
     min_workers: int = 1  # with fewer of them the session is ended
-    abort: bool = False  # whether the session is ended as soon as one is away or gone
+    abort: bool = False  # whether the session ends as soon as a worker is away or gone
 
 
 @dataclass(frozen=True)
 class Join(Request):
     """A worker enters a session."""
 
-    world_size: int  # number of workers of the session; 0: they come and go, see `Attach`
+    world_size: int  # number of workers of the session; 0 in an elastic run, see `Attach`
     policy: Policy = Policy()  # the same from all workers; the first one's counts
-    again: bool = False  # whether the worker was told that it counts as away, and starts over with the servers' weights
-    after: str = ""  # the session that this one goes on from, with the same workers; who is gone there is gone here
+    again: bool = False  # whether the worker knows that it was suspected, and starts over with the servers' weights
+    # The session that this one continues, with the same workers; workers that are gone there are gone here.
+    after: str = ""
     server: int = 0  # number of the server that this is sent to
     restore: bool = False  # whether this server replaces one that was lost during the session
-    holding: tuple[int, ...] = ()  # where workers come and go, those that hold the weights, as far as this one knows
+    holding: tuple[int, ...] = ()  # in an elastic run, the workers that hold the weights, as far as this one knows
     admitted: int = 0  # the highest number that it knows to be given
     protocol: int = PROTOCOL  # version of the messages the worker speaks
-    replaces: bool = False  # whether the process may replace one that has died or is silent, and joins again later
+    replaces: bool = False  # whether the process may replace one that has died or is silent
     since: int | None = None  # number of the collective after which such a worker takes part in all
 
 
@@ -80,14 +81,15 @@ class RankHeld:
 
 @dataclass(frozen=True)
 class Attach:
-    """A worker asks to take part in a run whose workers come and go.
+    """A worker asks to join an elastic run.
 
     Answered once the run has weights, or once this worker is to bring them.
     """
 
     session: str  # name of the run
     about: str  # the worker's machine, process and device, as a text for users
-    policy: Policy = Policy()  # what the run does about workers that are silent; the first worker's counts
+    # What the run does about workers that miss their heartbeats; the first worker's policy applies.
+    policy: Policy = Policy()
     protocol: int = PROTOCOL  # version of the messages the worker speaks
     process: str = field(default_factory=this_process, kw_only=True)  # see `Request`
 
@@ -98,17 +100,17 @@ class Attached:
 
     worker: int  # the worker's number, which no other has had or will have
     bootstraps: bool  # whether the run has no weights yet: this worker brings them, and the others wait for that
-    notes: dict[str, Any]  # what the workers have told each other: see `RunMetadata`
-    heard: int = 0  # number of news that were there before
+    notes: dict[str, Any]  # what the workers have published for each other: see `RunMetadata`
+    heard: int = 0  # number of events before the worker joined
     chief: int = 0  # the worker that logs and writes checkpoints
 
 
 @dataclass(frozen=True)
 class RunMetadata(Request):
-    """What the workers of a run tell each other, and workers that join later. The last write wins."""
+    """What the workers of a run publish for each other, and for workers that join later. The last write wins."""
 
     name: str  # what it is about; `BOOTSTRAPPED` is the one that servers read
-    value: Any = None  # a plain value, or an object as `Pickled`; None to ask only
+    value: Any = None  # a plain value, or an object as `Pickled`; None to read only
     first: bool = False  # whether an earlier value stays, if there is one (put-if-absent)
 
 
@@ -116,10 +118,10 @@ class RunMetadata(Request):
 class Heartbeat(Request):
     """Sent a few times within :attr:`Policy.silence_s`."""
 
-    urgent: ClassVar[bool] = True  # behind weights it might come too late
+    urgent: ClassVar[bool] = True  # behind weights it might arrive too late
 
-    heard: int = 0  # number of events that the worker has heard of
-    figures: WorkerMetrics | None = None  # the worker's latest, for the coordinator; None if it takes none
+    heard: int = 0  # number of events that the worker has received
+    figures: WorkerMetrics | None = None  # the worker's latest metrics, for the coordinator; None if it has none
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,12 @@ class HeartbeatReply:
 
     news: tuple[str, ...] = ()  # events of workers since the last heartbeat, as texts for users
     living: tuple[int, ...] = ()  # workers that take part
-    # The latest ones of every worker, for the chief, which logs them; empty for the others.
+    # The latest metrics of every worker, for the chief, which logs them; empty for the others.
     figures: dict[int, WorkerMetrics] = field(default_factory=dict)
     chief: int = 0  # the worker that logs and writes checkpoints
-    holding: tuple[int, ...] = ()  # where workers come and go, those that hold the weights
+    holding: tuple[int, ...] = ()  # in an elastic run, the workers that hold the weights
     admitted: int = 0  # the highest number that one of them was given
-    fenced: bool = False  # whether the sender must join again before it trains
+    fenced: bool = False  # whether the sender must rejoin before it trains
     # Number of the first collective whose result a worker that is away may still ask for; workers repeat these results
     # if this server is lost.
     needed: int = 0
@@ -148,7 +150,7 @@ class DisconnectWatch(Request):
 
 @dataclass(frozen=True)
 class Leave(Request):
-    """A worker leaves a session, or somebody who knows reports that it is gone."""
+    """A worker leaves a session, or another process reports that it is gone."""
 
     reason: str = ""  # why; empty for an orderly end
     # Whether its process is gone, so that it won't be in later sessions of the same job either. `process` is what the

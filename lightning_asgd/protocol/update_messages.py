@@ -33,7 +33,7 @@ class SharedRef:
     host: str  # identity of the machine and of its process and network namespaces
     pid: int  # process that owns the block
     fd: int  # the block's file descriptor in that process
-    nonce: bytes  # bytes that stand at the block's start, so that a stale reference is noticed
+    nonce: bytes  # at the block's start, by which a stale reference is noticed
     nbytes: int  # size of the block, header included
 
 
@@ -58,22 +58,22 @@ class Exchange(Request):
     base_version: int  # version of the shard that the update is based on
     push: bool  # whether an update is sent
     fetch: bool  # whether the weights are wanted back
-    # The update by value, per group a tensor or what a compression has made of it; None if nothing is pushed or if it
-    # lies in the shared block.
+    # The update by value, per group a tensor or its compressed form; None if nothing is pushed or if it is in the
+    # shared block.
     update: tuple[Any, ...] | None = None
     steps: int = 0  # optimizer steps in the update
     lr: float = 0.0  # the worker's learning rate
     speed: float = 0.0  # the worker's optimizer steps per second; 0 if it does not know yet
-    nsync: int = 0  # steps between two exchanges, as the worker was told by the user
-    may_wait: bool = False  # whether the answer may be held back until others have come so far
-    rest: bool = False  # whether the worker stops at a sync point now, so that nobody waits for it
+    nsync: int = 0  # steps between two exchanges, as the user has set them
+    may_wait: bool = False  # whether the reply may be blocked until the other workers have caught up
+    rest: bool = False  # whether the worker stops at a sync point now, so that no worker waits for it
     shared: bool = False  # whether update and answer go through the shared block
     # Whether the worker has seen, while the update was in its cache, that all of it is finite and below the bound; it
     # counts for shared memory only.
     within_bounds: bool = False
     fragment: int = 0  # number of the part of the module that is exchanged
     full: bool = False  # whether the weights are wanted as they are, not compressed
-    # At a sync point the name of the weights of the last one, as far as this worker holds them, else empty: those are
+    # At a sync point the digest of the last sync point's weights, if this worker holds them, else empty: those are
     # wanted that all take; None elsewhere. See `SyncPointCodec`.
     common: str | None = None
     epoch: str = ""  # the epoch that the worker claims units of; empty if it does not
@@ -93,13 +93,13 @@ class Reply:
     version: int  # number of updates the shard has applied, this one included
     staleness: int  # updates applied between the fetch the push was based on and the push; 0 without a push
     verdict: Verdict  # what became of the push
-    # The shard by value, as the update; None if not asked for or if it lies in the shared block.
+    # The shard by value, like the update; None if not asked for or if it is in the shared block.
     weights: tuple[Any, ...] | None = None
-    nsync: int = 0  # optimizer steps until the worker's next exchange; 0 if the server has no wish
+    nsync: int = 0  # optimizer steps until the worker's next exchange; 0 if the server does not set it
     busy_s: float = 0.0  # seconds that the server was busy with it
     # Per worker, the latest push that the weights hold; empty if they were not asked for.
     pushes: dict[int, int] = field(default_factory=dict)
-    # The epoch that `done` is about: that of the message, or in a run whose workers come and go the latest.
+    # The epoch that `done` is about: that of the message, or in an elastic run the latest.
     epoch: str = ""
     done: tuple[tuple[int, int], ...] = ()  # ranges of units of it whose updates the weights hold
     # How often each worker was declared away; those that never were are left out.
@@ -115,10 +115,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class ShardState(Request):
-    """Ask for what a shard keeps beside its weights, or put it back."""
+    """Fetch the state that a shard keeps besides its weights, or restore it."""
 
     fragment: int = 0  # number of the part of the module
-    state: Any = None  # what was answered when a checkpoint was written; None to ask
+    state: Any = None  # the reply from when the checkpoint was written; None to fetch it
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What happened when: curves over a fit's time from the figures in its journal. Pure.
+"""Curves over a fit's time, computed from its metric log. Pure.
 
-Figures are sums that grow, known at a few moments of each worker. Between two of them they are taken to grow evenly, so
-that rates and shares follow for any part of the time.
+Metrics are growing sums, known at a few moments for each worker. Between two of them they are assumed to grow evenly,
+so that rates and shares follow for any part of the time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ STATES = {
     "waiting at sync points": "sync_wait_s",
     "waiting for data": "data_wait_s",
 }
-"""What a training thread does, and the field of :class:`WorkerMetrics` that tells for how long."""
+"""What a training thread does, and the field of :class:`WorkerMetrics` that holds for how long."""
 
 Array = Any
-"""A NumPy array of float64, of shape ``(parts,)`` unless something else is said."""
+"""A NumPy array of float64, of shape ``(parts,)`` unless stated otherwise."""
 
 
 class Curves:
@@ -38,7 +38,7 @@ class Curves:
         fit: has entries.
 
     Attributes:
-        workers: that were ever heard of, ascending.
+        workers: all that have ever reported metrics, ascending.
         edges: seconds at which the parts begin and end, shape ``(parts + 1,)``.
     """
 
@@ -73,7 +73,7 @@ class Curves:
         return np.diff(self.total(name, workers)) / np.diff(self.edges)
 
     def shares(self, worker: int) -> dict[str, Array]:
-        """Per state, the share of a worker's time that it was in it; what is missing to 1 is something else."""
+        """Per state, the share of a worker's time in that state; the rest of 1 is other work."""
         return {state: np.clip(self.rate(name, [worker]), 0.0, 1.0) for state, name in STATES.items()}
 
     def loss(self, *, smooth: bool) -> tuple[Array, Array, Array]:
@@ -83,8 +83,8 @@ class Curves:
             smooth: over a sliding window around the part; else over the part alone.
 
         Returns:
-            seconds and samples trained by all, in the middle of the parts, and the loss; without parts in which nobody
-            trained.
+            seconds and samples trained by all, in the middle of the parts, and the loss; without parts in which no
+            worker trained.
         """
         sums, numbers, samples = self.total("loss_sum"), self.total("losses"), self.total("samples")
         parts = len(self.edges) - 1
@@ -98,7 +98,7 @@ class Curves:
 
 
 def _lives(fit: Fit, worker: int) -> list[tuple[float, list[WorkerMetrics]]]:
-    """A worker's figures, a list for every time that it began, with the second at which that was."""
+    """A worker's metrics: one list for each time that it began, with the second at which it did."""
     lives: dict[float, tuple[float, list[WorkerMetrics]]] = {}
     for entry in fit.entries:
         figures = entry.figures.get(worker)

@@ -1,7 +1,7 @@
 """The collectives of a session's workers. A pure state machine: no network, no threads, time as an argument.
 
 Workers number their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and
-name, so a worker that skips, repeats or reorders one gets an error at once, and nobody hangs. A collective is
+name, so a worker that skips, repeats or reorders one gets an error at once, and no worker hangs. A collective is
 completed by the workers that the membership awaits. The results of collectives that a suspected worker missed are kept
 for it: when it rejoins it gets the results that the others got, and takes part again from the first collective that is
 still open.
@@ -95,7 +95,7 @@ class CollectiveTable:
         return max(self._completed, self._forgotten)
 
     def resume(self, answered: int) -> None:
-        """Go on where a lost server was; ``answered`` is the latest collective that it answered any worker.
+        """Continue for a lost server; ``answered`` is the latest collective that it answered any worker.
 
         Some workers may lack its result: all make that call again. Workers report the results of earlier collectives if
         a worker that missed them needs them.
@@ -137,8 +137,8 @@ class CollectiveTable:
             return self._take_over(message, message.answer)
         if seq <= self._forgotten:
             error: ASGDError = WorkerLostError(
-                f"Worker {worker} calls {message.kind} {message.name!r}, which the others have gone on from without "
-                "it, and its result was lost with a server."
+                f"Worker {worker} calls {message.kind} {message.name!r}, which the others completed without it, and "
+                f"its result was lost with a server."
             )
             return [Completion(message, error)]
         last = self._last_seq.get(worker, 0)

@@ -31,7 +31,7 @@ class Epochs:
         self._all_train = all_train
         self._known: dict[int, Leases] = {}  # by number
         self._fit = ""
-        self._latest = -1  # number of the latest that anybody has begun
+        self._latest = -1  # number of the latest epoch that any worker has begun
         self._held: dict[str, Ranges] = {}  # by key, of epochs that restored weights hold units of
 
     def __iter__(self) -> Iterator[Leases]:
@@ -107,14 +107,14 @@ class Epochs:
         return [due for leases in self for due in leases.stop_waiting_for(workers, now)]
 
     def remember(self, epochs: tuple[Epoch, ...]) -> None:
-        """Go on from a snapshot: see :attr:`progress`."""
+        """Continue from a snapshot: see :attr:`progress`."""
         self.clear()
         for epoch in epochs:
             self._fit = epoch.fit
             self._keep(epoch, None, 0.0)
 
     def restore(self, parts: Mapping[int, LeaseHoldings], held: Mapping[str, Ranges]) -> None:
-        """Go on from what workers report, where the server that granted was lost.
+        """Restore from the workers' reports after the granting server was lost.
 
         ``parts`` are what each has of its epoch; ``held``, by key, the units that the restored weights hold.
         """

@@ -28,7 +28,7 @@ class Means:
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now."""
+        """Note which workers take part now."""
         self.living = set(living)
         return self._due(list(self._waiting))
 

@@ -97,7 +97,7 @@ class Leases:
         if other.order != self.epoch.order:
             raise ProtocolError(
                 f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
-                "same: give your sampler a generator that is seeded alike on all workers, or pass data='split' to the "
+                "same: give your sampler a generator with the same seed on all workers, or pass data='split' to the "
                 "strategy."
             )
         if other.step != self.epoch.step:
@@ -107,7 +107,7 @@ class Leases:
             )
         if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
             raise ProtocolError(
-                f"Worker {worker} has {other.units} units in segments that end at {other.ends[-3:]} for epoch "
+                f"Worker {worker} has {other.units} units in sync intervals that end at {other.ends[-3:]} for epoch "
                 f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
                 "and Trainer arguments on every worker, or data='split'."
             )
@@ -123,7 +123,7 @@ class Leases:
         return [*self._drop(number), *self.retry(now)] if number in self._workers else []
 
     def stop_waiting_for(self, numbers: Collection[int], now: float) -> list[Completion]:
-        """Reserve nothing for workers that have finished the segment, as a lost server told them."""
+        """Reserve nothing for workers that have finished the sync interval, as a lost server had announced."""
         for number in numbers:
             self._workers.setdefault(number, _Worker()).stopped = True
         return self.retry(now)
@@ -231,7 +231,7 @@ class Leases:
         return max(least, units) if all(w.unit_s for w in others) else least
 
     def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
-        """How many steps to grant, by everybody's speed."""
+        """How many steps to grant, from the workers' speeds."""
         known = [w.unit_s for w in (worker, *others) if w.unit_s]
         if not worker.unit_s:
             return 1

@@ -2,7 +2,7 @@
 
 A worker whose heartbeats do not arrive is *suspected*: the others continue without it. It is also *fenced*: its pushes
 are rejected until it rejoins. A worker that rejoins may have missed collectives; until it has their results it is
-*catching up*: it trains, but nobody waits for it. Worker 0, which logs and writes checkpoints, is the exception: at
+*catching up*: it trains, but no worker waits for it. Worker 0, which logs and writes checkpoints, is the exception: at
 sync points it is waited for even while suspected, as long as it has not left.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
-from lightning_asgd.protocol import Heartbeat, Join, Policy, Request, WorkerMetrics
+from lightning_asgd.protocol import Join, Policy, WorkerMetrics
 
 __all__ = ["Membership"]
 
-_SUSPENDED_S = 2.0  # a longer time between two looks at the clock: this process was suspended
+_SUSPENDED_S = 2.0  # a longer time between two checks of the clock: this process was suspended
 _REPORT_S = 60.0  # in which all workers notice that a server was lost and report to its replacement
-_UNHEARD = 1000  # numbers that a lost server may have given without any worker having heard of them
+_UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing
 _EVENTS = 1000  # that are kept at least
 _REMEMBERED = 100  # workers of an elastic run that have left, of which something is still known
 _AWAY_S = 600.0  # after which a silent worker of an elastic run is forgotten
@@ -67,13 +67,13 @@ class Membership:
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
                 f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
-                "gone on without it. Raise timeouts.silence_s if workers are often silent for so long."
+                f"finished without it. Raise timeouts.silence_s if workers often pause for that long."
             )
         if before is not None and _place(message.session) < _place(before.session):
             raise LaunchError(
                 f"Worker {message.worker} wants to begin session {message.session!r}, but the job is in session "
-                f"{before.session!r}. It was refused: its process is a second start, or was started too late. Look for "
-                "a job that still runs."
+                f"{before.session!r}. It was rejected: its process is a second start, or was started too late. Look "
+                f"for a job that still runs."
             )
         left, suspected = exited, {}
         if before is not None:
@@ -139,23 +139,22 @@ class Membership:
         if process not in self.refused and len(self.refused) < _REFUSALS:
             self.refused.add(process)
             self.publish(
-                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was refused; training "
-                "continues."
+                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was rejected; training "
+                f"continues."
             )
         raise LaunchError(
             f"Process {newcomer} claimed rank {worker}, which process {member} has in session {self.session!r}. It was "
-            "refused: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
+            f"rejected: it is a second start of that worker, or belongs to another job. Expected one process per rank, "
             "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
 
-    def check_sender(self, message: Request) -> None:
+    def check_sender(self, worker: int, process: str, session: str, *, early: bool) -> None:
         """Raise unless a message is of a worker that has joined, and of its process; of other sessions it fails later.
 
-        A server that replaces a lost one gets heartbeats before its workers have joined.
+        One that is ``early`` may come before a worker has joined: heartbeats to a lost server's replacement do.
         """
-        worker, session = message.worker, message.session
-        self.check_process(worker, message.process, session)
-        early = isinstance(message, Heartbeat) and (self.elastic or 0 <= worker < self.world_size)
+        self.check_process(worker, process, session)
+        early &= self.elastic or 0 <= worker < self.world_size
         if early or session != self.session or worker in self.joined or worker in self.left:
             return
         if self.elastic:
@@ -174,7 +173,7 @@ class Membership:
         return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.processes)
 
     def replace(self, worker: int, process: str, now: float) -> None:
-        """Have another process replace a worker that has left; until it trains, nobody waits for it."""
+        """Have another process replace a worker that has left; until it trains, no worker waits for it."""
         if self.aborted:
             raise WorkerLostError(self.aborted)
         why, before = self.left.pop(worker), self.processes.get(worker, "")
@@ -189,7 +188,8 @@ class Membership:
 
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""
-        return self.processes.get(worker, process).startswith(process)
+        there = self.elastic or 0 <= worker < self.world_size
+        return there and self.processes.get(worker, process).startswith(process)
 
     def check(self, worker: int) -> None:
         """Raise unless a worker may train."""
@@ -199,10 +199,10 @@ class Membership:
             raise WorkerLostError(f"Worker {worker} was declared gone ({self.left.get(worker) or 'it had left'}).")
         if worker in self.fenced or worker in self.suspected:
             reason = self.suspected.get(worker, "was away")
-            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to rejoin.")
 
     def silent_s(self, worker: int, now: float) -> float:
-        """Seconds since a worker was last heard."""
+        """Seconds since a worker's last heartbeat."""
         return now - self._heard.get(worker, now)
 
     def note_heartbeat(self, worker: int, now: float) -> None:
@@ -252,7 +252,7 @@ class Membership:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
 
         ``holding`` names, in an elastic run, the workers that hold weights. They are given more time than usual: a
-        worker that is busy for long may hold the newest state, and nobody else would. ``admitted`` is the highest
+        worker that is busy for long may be the only one with the newest state. ``admitted`` is the highest
         number that a worker knows to be given.
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
@@ -268,7 +268,7 @@ class Membership:
             worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
         }
         self.fenced |= fenced
-        self.publish("A server was lost, and restored from what the workers hold.")
+        self.publish("A server was lost, and restored from the workers' copies.")
 
     def leave(self, worker: int, reason: str, details: str = "") -> bool:
         """Take a worker out; returns False if it was not there. ``details`` are for the workers' logs."""
@@ -313,7 +313,7 @@ class Membership:
             self.forgotten += _EVENTS
 
     def events_after(self, heard: int) -> tuple[str, ...]:
-        """The events that a worker has not heard of, which knows the first ``heard``."""
+        """The events that a worker lacks if it has the first ``heard``."""
         return tuple(self.events[max(0, heard - self.forgotten) :])
 
     def suspect_silent(self, now: float) -> bool:

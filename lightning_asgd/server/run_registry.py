@@ -36,18 +36,18 @@ class RunRegistry:
         if self.job and not goes_on_from(session, self.job):
             raise LaunchError(
                 f"Worker {worker} wants to join session {session!r}, but these servers belong to job {self.job!r}. It "
-                "was refused: its own job has ended, or uses the same address. Expected a MASTER_PORT of its own for "
+                f"was rejected: its own job has ended, or uses the same address. Expected a MASTER_PORT of its own for "
                 "each job."
             )
         if self.name and (session != self.name or not elastic):
             raise ProtocolError(
-                f"Worker {worker} wants to take part in {session!r}, but these servers serve run {self.name!r}, to "
-                "which workers attach themselves. Expected ASGDStrategy(server=..., run_id=...) with the run_id that "
+                f"Worker {worker} wants to take part in {session!r}, but these servers serve run {self.name!r}, an "
+                f"elastic run. Expected ASGDStrategy(server=..., run_id=...) with the run_id that "
                 "`lightning-asgd serve` was given."
             )
         if elastic and not self.name:
             raise ProtocolError(
-                f"Worker {worker} wants to attach itself to run {session!r}, but these servers belong to a job with a "
+                f"Worker {worker} wants to join the elastic run {session!r}, but these servers belong to a job with a "
                 "fixed number of workers. Expected servers started with `lightning-asgd serve`."
             )
 
@@ -55,8 +55,8 @@ class RunRegistry:
         """Raise unless it is for this worker to bring the first weights."""
         if self.bootstrapped or worker != self.bootstrap_worker:
             raise WorkerLostError(
-                f"Worker {worker} was silent before it had brought the run's first weights, and another "
-                "one has brought them. Start it again: it will take these."
+                f"Worker {worker} missed its heartbeats before it had sent the run's first weights, and another worker "
+                f"has sent them. Start it again: it will train with these."
             )
 
     def check_same_start(self, worker: int, members: Membership, *, again: bool) -> None:
@@ -66,16 +66,16 @@ class RunRegistry:
         """
         if self.name and (worker in members.joined or (again and worker > members.admitted)):
             raise WorkerLostError(
-                f"Worker {worker} waited for servers that were started again, but others came first and started "
-                f"run {self.name!r} over. Start it again to take part."
+                f"Worker {worker} waited for the servers to be restarted, but other workers started run {self.name!r} "
+                f"over first. Start it again to take part."
             )
 
     @property
     def lost(self) -> ServerLostError:
-        """The error of workers that join a run whose weights nobody has."""
+        """The error of workers that join a run whose weights are lost."""
         return ServerLostError(
             f"The weights of run {self.name!r} were lost: a server ended while the run had no workers. Start "
-            "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to go on from a checkpoint. With "
+            "`lightning-asgd serve` again, and a Trainer with ckpt_path=... to continue from a checkpoint. With "
             "--snapshots a run outlives its servers."
         )
 

@@ -1,4 +1,4 @@
-"""How many units to grant a worker, by everybody's speed: guided self-scheduling. Arithmetic without state.
+"""How many units to grant a worker, from the speeds of all workers: guided self-scheduling. Arithmetic without state.
 
 A worker is granted half of its expected share of what is left, and single steps near the end, so that all workers have
 trained and pushed at about the same time.

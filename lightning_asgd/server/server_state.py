@@ -14,6 +14,7 @@ from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.run_registry import RunRegistry
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 
@@ -45,23 +46,23 @@ class ServerState:
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
         if self.recovery.replaces and self.recovery.phase.lost:
             return True  # it knows nothing that would not be reported to another one
         held = self.session is not None and self.session.held_by_workers
         return held or (self._remembered is not None and bool(self.registry.name))
 
-    def snapshot(self) -> Snapshot | None:
-        """What is to be written down; None if there are no weights yet."""
+    def snapshot(self) -> tuple[Snapshot | None, list[ShardCopy]]:
+        """What is to be written down once the copies are done; None if there are no weights yet."""
         session, run = self.session, self.registry
         if session is None or self.recovery.phase.lost or not session.initialised:
-            return None
+            return None, []
         if run.name and session.members.index == 0 and not run.bootstrapped:
-            return None
+            return None, []
         return session.snapshot(run.metadata, self.epochs.progress)
 
     def restore_from_snapshot(self, server: int, now: float) -> bool:
-        """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
+        """Restore the latest snapshot of the server with this number, without its workers; returns whether it did."""
         run = self.registry
         snapshot = None if self._remembered is None or not run.name else self._remembered(server)
         if snapshot is None or (snapshot.run, snapshot.server) != (run.name, server):
@@ -149,7 +150,7 @@ class ServerState:
         return session.initialise(message)
 
     def recover(self, session: SessionState) -> set[int]:
-        """Go on from the newest state that workers report; returns the workers whose reports are stale."""
+        """Continue from the newest state that workers report; returns the workers whose reports are stale."""
         recovery, index = self.recovery, session.members.index
         newest = recovery.take()
         session.resume(newest, recovery, self._remembered(index) if self._remembered else None)

@@ -43,13 +43,13 @@ from lightning_asgd.protocol import (
     Status,
     StatusRequest,
 )
-from lightning_asgd.protocol.field_types import check_types
 from lightning_asgd.server.epoch_history import Ranges
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
 from lightning_asgd.server.run_registry import goes_on_from
 from lightning_asgd.server.server_state import ServerState
 from lightning_asgd.server.session_state import SessionState
+from lightning_asgd.server.shard_copy import complete
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import RecoveryPhase
 from lightning_asgd.server.status_report import view
@@ -110,10 +110,10 @@ class Service:
             handler, session = self._handlers.get(type(message)), self.session
             try:
                 if handler is None:
-                    raise ProtocolError(f"A server was sent a {type(message).__name__}, which it does not know.")
-                check_types(message)
+                    raise ProtocolError(f"A server received a {type(message).__name__}, which it cannot handle.")
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
-                    session.members.check_sender(message)
+                    about, early = (message.worker, message.process, message.session), isinstance(message, Heartbeat)
+                    session.members.check_sender(*about, early=early)
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
@@ -134,7 +134,7 @@ class Service:
                 members.note_heartbeat(worker, now)
             self._complete(session.collectives.expire(now))
             for worker in members.away_for_good(now):
-                self._leave(Leave(members.session, worker, "it was silent for too long", process=""))
+                self._leave(Leave(members.session, worker, "it missed its heartbeats for too long", process=""))
             if members.composition != before or members.aborted:
                 self._members_changed(session)
             self._complete(self.state.epochs.retry(now))
@@ -157,13 +157,14 @@ class Service:
     def snapshot(self) -> Snapshot | None:
         """What is to be written down; None if there are no weights yet, or nothing has happened since the last time."""
         with self._lock:
-            snapshot = self.state.snapshot() if self._changed else None
+            snapshot, copies = self.state.snapshot() if self._changed else (None, [])
             self._changed &= snapshot is None
-            return snapshot
+        complete(copies, self._lock)  # messages are handled meanwhile
+        return snapshot
 
     @property
     def replaceable(self) -> bool:
-        """Whether another server could go on from what the workers hold, or from a snapshot."""
+        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
         with self._lock:
             return self.state.replaceable
 
@@ -175,7 +176,7 @@ class Service:
                 self.session.members.publish(what)
 
     def restore_from_snapshot(self, server: int) -> bool:
-        """Go on from what the server with this number wrote down last, without its workers; returns whether it did."""
+        """Restore the latest snapshot of the server with this number, without its workers; returns whether it did."""
         with self._lock:
             restored = self.state.restore_from_snapshot(server, self._clock())
             if restored and self.session is not None:
@@ -235,7 +236,7 @@ class Service:
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was laid out.")
+            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
         begun = self._clock()
         update = session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
         due = shard.exchange(message, update)
@@ -292,8 +293,7 @@ class Service:
         return future.value() if future.done() else future
 
     def _replay_done(self, message: ReplayDone) -> Any:
-        session = self._heard(message.session, message.worker)
-        future = self._pending.add(message)
+        session, future = self._heard(message.session, message.worker), self._pending.add(message)
         self.state.recovery.settled.add(message.worker)
         self._recover(session)
         return future.value() if future.done() else future
@@ -301,7 +301,7 @@ class Service:
     def _leave(self, message: Leave) -> bool:
         session = self.session
         if session is not None and not session.members.is_process(message.worker, message.process):
-            return False  # a process that was refused ends
+            return False  # a process that was rejected ends
         if message.final:
             self.state.registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):
@@ -351,7 +351,7 @@ class Service:
                 self._members_changed(session)
 
     def _reject_waiting(self) -> None:
-        """No worker is left to report what the lost server knew: go on from a snapshot, or reject joining workers."""
+        """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
         waiting = self._pending.of(Attach, Exchange)
         if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
             return
@@ -374,7 +374,7 @@ class Service:
         self._recover(session)
 
     def _recover(self, session: SessionState) -> None:
-        """Go on from what the workers hold of a lost server's state, once all have reported."""
+        """Continue from the workers' copies of a lost server's state, once all have reported."""
         recovery, members = self.state.recovery, session.members
         if recovery.complete(members.living):
             stale = self.state.recover(session)

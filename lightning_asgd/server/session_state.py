@@ -25,6 +25,7 @@ from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard import Shard
+from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.server.update_buffers import Buffers
@@ -34,7 +35,7 @@ __all__ = ["SessionState"]
 
 @dataclass
 class SessionState:
-    """One session. Epochs are not part of it: a new layout in the midst of one changes nothing about them."""
+    """One session. Epochs are not part of it: a new layout in the middle of an epoch does not change it."""
 
     members: Membership
     collectives: CollectiveTable = field(init=False)
@@ -64,7 +65,7 @@ class SessionState:
         return list(self.shards[0].samples) if 0 in self.shards else []
 
     def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """What a worker is told of the session when it sends its metrics."""
+        """The state of the session that a worker gets when it sends its metrics."""
         members, worker = self.members, message.worker
         if members.aborted:
             raise WorkerLostError(members.aborted)
@@ -104,7 +105,7 @@ class SessionState:
         """Return what a checkpoint holds of a shard, or restore it from that."""
         shard = self.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} asked for a shard that was not laid out.")
+            raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
         try:
             return shard.state() if message.state is None else shard.restore(message.state)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -136,29 +137,30 @@ class SessionState:
         return Joined(0, incarnation, pushed, late, self.collectives.completed if late else 0)
 
     def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left for good."""
-        if self.members.elastic:  # a run that goes on for long would remember all that ever joined
+        """Keep nothing for a worker that has left permanently."""
+        if self.members.elastic:  # otherwise a long run would remember every worker that ever joined
             self.members.metrics.pop(worker, None)
             for shard in self.shards.values():
                 shard.forget(worker)
             self.have_weights.discard(worker)
         self.buffers.forget(worker)
 
-    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> Snapshot:
-        """What is to be written down of the session."""
+    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
+        """What is to be written down of the session, once the copies that are returned too are done."""
         members = self.members
         shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
         about = members.session, members.index, members.policy, members.admitted
-        return Snapshot(*about, dict(metadata), epochs, shards)
+        kept = {fragment: kept for fragment, (kept, _) in shards.items()}
+        return Snapshot(*about, dict(metadata), epochs, kept), [copy for _, copy in shards.values()]
 
     def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        """Go on from a snapshot, without the workers."""
+        """Continue from a snapshot, without the workers."""
         self.members.restore(now, admitted=snapshot.admitted)
-        self.members.publish(f"Server {snapshot.server} goes on from its snapshot, version {snapshot.version}.")
+        self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
-        """Take the newest state that workers report, and from a snapshot what the algorithm keeps beside the weights.
+        """Take the newest state that workers report, and the algorithm's other state from a snapshot.
 
         No worker holds that.
         """
@@ -169,7 +171,7 @@ class SessionState:
             if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
                 self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.publish(f"Server {members.index} had no snapshot: what its algorithm keeps there starts from zero.")
+            members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
         for state in newest:
             self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)

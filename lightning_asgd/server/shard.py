@@ -2,10 +2,10 @@
 
 A message comes with a *buffer*, one tensor per group, which holds the update on entry and the answer on return: the
 worker's block where memory is shared, else the tensors that the message brought. Weights change in place, chunk by
-chunk, and each chunk is copied into the buffer while it is in the cache. A worker is told the version right after its
-own update.
+chunk, and each chunk is copied into the buffer while it is in the cache. A worker gets the version right after its own
+update.
 
-A transform may gather pushes, to apply them together, and may hold answers back. So a call returns the answers that
+A transform may aggregate pushes, to apply them together, and may block replies. So a call returns the replies that
 have become due, which may be none, and may be other workers'.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +27,10 @@ from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 from lightning_asgd.stats import Verdict
 
 __all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
-
-CHUNK = 1 << 18
-"""Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
@@ -83,7 +82,8 @@ class Shard:
     _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
     _pending: list[Tensor | None] = field(default_factory=list)
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
-    _lr: float = 0.0  # sums over the gathered pushes
+    _copy: ShardCopy | None = None  # for the latest snapshot
+    _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
 
     @property
@@ -124,27 +124,30 @@ class Shard:
             self.initialise(weights, version)
         else:  # it was revived
             check_form(weights, self.groups)
+            self._finish_copy()
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
         self.latest_push = dict(pushes)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything but the workers' own state, as plain values, for :meth:`restore_from_snapshot`."""
+    def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
+        """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
+        self._finish_copy()
+        copy = self._copy = ShardCopy()
         return {
             "groups": self.groups,
             "algorithm": self.algorithm,
             "version": self.version,
-            "weights": tuple(w.clone() for w in self.weights),
-            "state": self.state(),
-            "pending": [None if p is None else p.clone() for p in self._pending],
+            "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
+            "state": [copy.of(i, kept) for i, kept in enumerate(self._state())],
+            "pending": [copy.of(i, p) for i, p in enumerate(self._pending)],
             "gathered": (self.table.count, self._lr, self._steps),
             "samples": list(self.samples),  # never changed
-        }
+        }, copy
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
-        """A shard that goes on from a snapshot, with other workers."""
+        """A shard that continues from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
@@ -155,15 +158,17 @@ class Shard:
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
+        return deepcopy(self._state())
+
+    def _state(self) -> list[dict[str, Any]]:
         return [
-            {"slots": self.algorithm.save(slots), "transforms": [{n: t.clone() for n, t in k.items()} for k in kept]}
-            if role is Role.PARAMETER
-            else {}
+            {"slots": self.algorithm.save(slots), "transforms": kept} if role is Role.PARAMETER else {}
             for (role, _, _), slots, kept in zip(self.groups, self._slots, self._kept, strict=True)
         ]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take what :meth:`state` returned."""
+        self._finish_copy()
         for saved, slots, kept in zip(state, self._slots, self._kept, strict=True):
             if saved:
                 self.algorithm.load(slots, saved["slots"])
@@ -172,21 +177,14 @@ class Shard:
                         tensor.copy_(theirs[name])
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
-        """Keep nothing for a worker that has left for good, but for the number of its latest push if it is replaced."""
-        for kept in (
-            {} if replaced else self.latest_push,
-            self._refused,
-            self._backups,
-            self.table.clocks,
-            self.table.steps,
-            self.table.speeds,
-            self.table.batches,
-        ):
+        """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
+        table, mine = self.table, ({} if replaced else self.latest_push, self._refused, self._backups)
+        for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
-        self.table.resting.discard(worker)
+        table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Take notice of who takes part now: nobody waits for a worker that is gone."""
+        """Note which workers take part now: no worker waits for a worker that is gone."""
         self.table.living = set(living)
         return self._due() if self.weights else []
 
@@ -206,10 +204,20 @@ class Shard:
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
-            asked.verdict = self._judge(message, buffer)
-            if asked.verdict is Verdict.APPLIED:
-                asked.staleness = max(0, self.version - message.base_version)
+            # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
+            trusted = message.shared and message.within_bounds
+            last = self.latest_push.get(worker, 0)
+            self.latest_push[worker] = max(last, message.seq)
+            if message.seq <= last:
+                asked.verdict = Verdict.REPEATED
+                self.counts.repeated += 1
+            elif trusted or all(map(self._is_within_bounds, range(len(self.groups)), buffer)):
+                self._refused.pop(worker, None)
+                asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
+            else:
+                asked.verdict = Verdict.REFUSED
+                self._refuse(worker)
         if message.rest:
             table.resting.add(worker)
             table.clocks.pop(worker, None)
@@ -224,24 +232,15 @@ class Shard:
 
     # ------------------------------------------------------------------ a push
 
-    def _judge(self, message: Exchange, update: Buffer) -> Verdict:
-        if message.seq <= self.latest_push.get(message.worker, 0):
-            self.counts.repeated += 1
-            return Verdict.REPEATED
-        self.latest_push[message.worker] = message.seq
-        # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
-        trusted = message.shared and message.within_bounds
-        if trusted or all(map(self._is_within_bounds, range(len(self.groups)), update)):
-            self._refused.pop(message.worker, None)
-            return Verdict.APPLIED
+    def _refuse(self, worker: int) -> None:
+        """Count an update that cannot be applied, and stop a worker that has sent too many of them."""
         self.counts.refused += 1
-        refused = self._refused[message.worker] = self._refused.get(message.worker, 0) + 1
+        refused = self._refused[worker] = self._refused.get(worker, 0) + 1
         if refused >= REFUSED_IN_A_ROW:
             raise WorkerLostError(
-                f"Worker {message.worker} was stopped: its last {refused} updates held NaN, infinity or values above "
+                f"Worker {worker} was stopped: its last {refused} updates held NaN, infinity or values above "
                 f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
-        return Verdict.REFUSED
 
     def _is_within_bounds(self, index: int, update: Tensor) -> bool:
         """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
@@ -251,7 +250,7 @@ class Shard:
         return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
 
     def _take(self, asked: _Asked, update: Buffer) -> None:
-        """Weigh a push, and apply it or put it to the gathered ones."""
+        """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
         among = self._counted
         push = Push(
@@ -292,11 +291,11 @@ class Shard:
         asked.filled = copy_back
 
     def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
-        """A push's way through the transforms, and into the weights or to the gathered pushes."""
+        """Pass a push through the transforms, and into the weights or the aggregate."""
         algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
         slots, kept = self._slots[index], self._kept[index]
         backup = self._backups[push.worker][index] if push.worker in self._backups else weights
-        for part in self._parts(weights.numel()):
+        for part in self._parts(index):
             w, u = weights[part], update[part]
             for transform, own in zip(algorithm.transforms, kept, strict=True):
                 mine = {**_slice(own, part), "backup": backup[part]} if transform.backup else _slice(own, part)
@@ -312,7 +311,7 @@ class Shard:
 
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
-        for part in self._parts(update.numel()):
+        for part in self._parts(index):
             w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
@@ -322,7 +321,7 @@ class Shard:
                 u.copy_(w)
 
     def _apply_gathered(self) -> None:
-        """Apply the mean of the gathered pushes as one update."""
+        """Apply the mean of the aggregated pushes as one update."""
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
         push = Push(
@@ -334,10 +333,10 @@ class Shard:
             count=count,
             version=self.version,
         )
-        for weights, slots, pending in zip(self.weights, self._slots, self._pending, strict=True):
+        for index, (weights, slots, pending) in enumerate(zip(self.weights, self._slots, self._pending, strict=True)):
             if pending is None:
                 continue
-            for part in self._parts(weights.numel()):
+            for part in self._parts(index):
                 mean = pending[part].div_(count)
                 algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
                 mean.zero_()
@@ -355,7 +354,7 @@ class Shard:
     # ------------------------------------------------------------------ answers
 
     def _due(self) -> list[Completion]:
-        """Apply what has been gathered if it is time, and answer everybody who need not wait."""
+        """Apply the aggregated pushes if it is time, and answer every worker that need not wait."""
         table, transforms = self.table, self.algorithm.transforms
         if table.count and (not table.active or all(t.ready(table) for t in transforms if t.gathers)):
             self._apply_gathered()
@@ -416,11 +415,19 @@ class Shard:
         mine = batches.get(worker, 0)
         return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
 
-    def _parts(self, n: int) -> list[slice]:
-        """Pieces to work on one after the other, the whole where the algorithm does not work element by element."""
-        if not self.algorithm.chunked or n <= CHUNK:
-            return [slice(0, n)]
-        return [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+    def _parts(self, index: int) -> Iterator[slice]:
+        """Pieces to change one after the other, the whole where the algorithm does not work element by element."""
+        n = self.weights[index].numel()
+        size = CHUNK if self.algorithm.chunked else max(n, 1)
+        for start in range(0, max(n, 1), size):
+            part = slice(start, min(start + size, n))
+            if self._copy is not None:
+                self._copy.before_change(index, part)
+            yield part
+
+    def _finish_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.finish()
 
 
 def check_form(tensors: Buffer, groups: Groups) -> None:

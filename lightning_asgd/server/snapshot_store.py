@@ -36,7 +36,7 @@ class Snapshot:
         admitted: the highest number that was given to a worker.
         notes: see :class:`~lightning_asgd.protocol.RunMetadata`.
         epochs: those that workers may be in, with the units that are done.
-        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned.
+        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned first.
     """
 
     run: str
@@ -104,7 +104,7 @@ class Snapshots:
         except Exception as error:  # torch's own text recommends to open what may harm
             raise SnapshotError(
                 f"The snapshot {path} cannot be read ({type(error).__name__}). Expected a file that `lightning-asgd "
-                "serve` wrote. Move the folder away to start the run over, with a checkpoint perhaps."
+                "serve` wrote. Move the folder away to start the run over, for example from a checkpoint."
             ) from error
         raise SnapshotError(
             f"The snapshot {path} was written with protocol {protocol} of lightning-asgd. Expected {PROTOCOL}: use the "
@@ -112,20 +112,20 @@ class Snapshots:
         )
 
     def check(self, run: str, servers: int) -> int | None:
-        """The first server's version, if ``servers`` servers can go on with a run; None if the run is to begin."""
+        """The first server's version, if ``servers`` servers can continue a run; None if the run is to begin."""
         first = self.read(0)
         if first is None:
             return None
         if first.run != run:
             raise SnapshotError(
-                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Give that run's "
-                "name, or another folder."
+                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Pass that run's "
+                f"name, or another folder."
             )
         found = {path.name for path in self.folder.glob("server*.pt")}
         if found != {self.path(server).name for server in range(servers)}:
             raise SnapshotError(
                 f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
-                "Give as many servers as wrote them, or move the folder away to start the run over."
+                "Pass the number of servers that wrote them, or move the folder away to start the run over."
             )
         return first.version
 
@@ -139,10 +139,10 @@ def keep(
     *,
     at_end: bool = True,
 ) -> None:
-    """Write snapshots until told to stop, and with ``at_end`` a last one.
+    """Write snapshots until stopped, and with ``at_end`` a last one.
 
     Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
-    ``complain`` is called with what is wrong with the folder: training goes on, and the next one may be written.
+    ``complain`` is called with what is wrong with the folder: training continues, and the next snapshot may succeed.
     """
     last = False
     while not last:

@@ -2,7 +2,7 @@
 
 The reply to a push with a fetch is the shard right after that push, so the newest state of a shard is at the worker
 that holds the highest version. All living workers report what they hold, and the newest of each shard is taken. Then
-each worker replays the pushes that this state lacks, and all go on together.
+each worker replays the pushes that this state lacks, and all continue together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StateRecovery:
     INTACT, LOST such a worker joins                               COLLECTING
     COLLECTING   all living workers have reported                  RESTORED
     any          a snapshot, or a worker's first weights, replace  INTACT
-                 what was lost; nobody can report; a job's next
+                 what was lost; no worker can report; a job's next
                  session begins
     ============ ================================================= ==========
     """

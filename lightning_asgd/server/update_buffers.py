@@ -90,7 +90,7 @@ class Buffers:
             return common.encode(reply.weights, held)
         if codes is None:
             return reply.weights
-        # A repeated message gets all: nobody knows whether its first answer has arrived.
+        # A repeated message gets all: its first reply may not have arrived.
         full = message.full or reply.verdict is Verdict.REPEATED
         weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
         return codes[1].encode(weights, full=full)

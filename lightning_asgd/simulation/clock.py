@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen when, in an order that is always the same."""
+"""Virtual time: a schedule of events, always in the same order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["VirtualClock"]
 
 
 class VirtualClock:
-    """A list of what is to happen; time jumps from one entry to the next. Calling it gives the present time in seconds.
+    """A list of scheduled events; time jumps from one to the next. Calling it returns the current time in seconds.
 
-    What happens at the same time happens in the order in which it was asked for.
+    Events at the same time happen in the order in which they were scheduled.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class VirtualClock:
         return self.now
 
     def at(self, time_s: float, action: Callable[[], object]) -> None:
-        """Let something happen at a time; one that is past means now."""
+        """Schedule a function; a time in the past means now."""
         self._count += 1
         heapq.heappush(self._coming, (max(time_s, self.now), self._count, action))
 

@@ -19,7 +19,7 @@ def forecast(job: Job, exchanges: int = 20) -> Report:
     links are as much slower as the real parameters are larger.
 
     Args:
-        job: what is to be simulated.
+        job: the job to simulate.
         exchanges: of every worker.
     """
     weights = Quadratic(dimension=job.servers)
@@ -38,12 +38,12 @@ def forecast(job: Job, exchanges: int = 20) -> Report:
 
 
 def simulated_efficiency(job: Job, exchanges: int = 20) -> float:
-    """Share of their time in which simulated workers train: what :func:`lightning_asgd.sizing.efficiency` says of them.
+    """Share of time in which simulated workers train, as :func:`lightning_asgd.sizing.efficiency` predicts it.
 
-    The second half of a run is looked at: at first all workers exchange at once.
+    Only the second half of a run counts: at first all workers exchange at once.
 
     Args:
-        job: what is to be simulated.
+        job: the job to simulate.
         exchanges: of every worker.
 
     Returns:

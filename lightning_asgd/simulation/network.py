@@ -2,8 +2,8 @@
 
 Every worker and every server has a link of its own, whose two directions do not disturb each other. A message goes out
 over its sender's link and comes in over its receiver's. A link sends one message after the other, in the order in which
-they come to it; the two links of a message work at the same time, so that the slower one sets its pace. Only tensors
-have bytes: what a small message costs is latency.
+they arrive; the two links of a message work at the same time, so that the slower one sets its pace. Only tensors have
+bytes: what a small message costs is latency.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Direction:
         """Send a message whose first and last byte are there at these times.
 
         Returns:
-            when the first and the last byte have come to the other end.
+            when the first and the last byte have reached the other end.
         """
         begun = max(first, self._free_at)
         self._free_at = begun + nbytes / self.link.bandwidth
@@ -160,12 +160,12 @@ class Wires:
         return future
 
     def _come_in(self, worker: int, server: int, message: Any, nbytes: int, last: float, future: Future[Any]) -> None:
-        """The first byte has come to the server's link."""
+        """The first byte has reached the server's link."""
         _, there = self.to_server[server].send(nbytes, self.clock.now, last)
         self.clock.at(there, lambda: self._arrive(worker, server, message, future))
 
     def _arrive(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
-        """The message is there: the server takes it up when it has done what came before."""
+        """The message has arrived: the server handles it after the earlier ones."""
         done = max(self.clock.now, self._idle_at[server]) + self._service_s
         self._idle_at[server] = done
         if done > self.clock.now:
@@ -174,7 +174,7 @@ class Wires:
             self._handle(worker, server, message, future)
 
     def _handle(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
-        # A held answer comes while the server handles another message: so it leaves in an event of its own.
+        # A blocked reply is released while the server handles another message, so it is sent in an event of its own.
         self._when_answered(
             self.handlers[server](message),
             lambda value: self.clock.after(0.0, lambda: self._leave(worker, server, value, future)),

@@ -91,7 +91,7 @@ class Quadratic(Problem):
 
 
 class ModuleProblem(Problem):
-    """Any module, whose parameters are one flat vector here. Its buffers, and what is frozen, stay as they are.
+    """Any module, whose parameters are one flat vector here. Its buffers and frozen parameters stay as they are.
 
     Args:
         module: on the CPU; its trainable parameters are of one dtype. It is not changed.

@@ -31,7 +31,7 @@ from lightning_asgd.worker.session_client import SessionClient
 __all__ = ["Crash", "Simulation"]
 
 _SESSION = "simulation"
-_OBSERVER = -1  # who asks the servers for their weights, to report the loss
+_OBSERVER = -1  # fetches the servers' weights, to report the loss
 _POINTS = 100  # of the reported loss
 
 
@@ -77,11 +77,11 @@ class Simulation:
         optimizer: makes a worker's own optimizer; None for ``SGD(lr=0.1)``.
         speed: how long steps take: of every worker, or one per worker.
         network: the links.
-        exchange_s: seconds that the training stands still when an answer is merged, in which the packing of the update
+        exchange_s: seconds that training pauses when a reply is merged, in which the packing of the update
             is to be counted.
         epoch_s: seconds between an epoch's sync point and the next epoch's first batch, such as a validation's.
         crashes: workers that end before their time.
-        evaluate_every: steps of all workers together between two looks at the servers' loss; None for 100 looks.
+        evaluate_every: steps of all workers together between two evaluations of the servers' loss; None: 100 of them.
         seed: of all random numbers.
 
     Raises:
@@ -125,14 +125,14 @@ class Simulation:
         for crash in self.crashes:
             if crash.worker >= self.workers:
                 raise ConfigurationError(
-                    f"{crash!r} is of a worker that does not exist. Expected a rank below workers={self.workers}."
+                    f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
                 )
         self._speeds()
         algorithm = self._config().algorithm
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
             raise ConfigurationError(
                 f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "
-                "ASGD(): the simulator knows no other."
+                "ASGD(): the simulator supports no other."
             )
         self.network.links("workers", self.workers)
         self.network.links("servers", self.servers)
@@ -141,8 +141,8 @@ class Simulation:
         """Simulate.
 
         Raises:
-            ASGDError: what a worker of a real run would have got; or the workers wait for each other for ever.
-            ConfigurationError: the algorithm is not for such a run.
+            ASGDError: what a worker of a real run would have raised; or the workers wait for each other forever.
+            ConfigurationError: the algorithm does not suit such a run.
         """
         return _Running(self).run()
 
@@ -152,7 +152,7 @@ class Simulation:
         if len(speeds) != self.workers or not all(isinstance(s, Speed) for s in speeds):
             raise ConfigurationError(
                 f"speed={self.speed!r} does not fit workers={self.workers}. Expected a Constant, LogNormal or Trace, "
-                "or a list of as many."
+                "or a list with one of these per worker."
             )
         return speeds
 
@@ -168,7 +168,7 @@ class Simulation:
 
 
 class _Running:
-    """A simulation under way."""
+    """A running simulation."""
 
     def __init__(self, plan: Simulation) -> None:
         self.plan = plan
@@ -220,7 +220,7 @@ class _Running:
     # ------------------------------------------------------------------ what happens
 
     def go_on(self, worker: SimulatedWorker, life: Life) -> None:
-        """Let a worker do what it can without waiting."""
+        """Run a worker until it has to wait."""
         while not worker.crashed:
             wish = next(life, None)
             if wish is None:
@@ -236,7 +236,7 @@ class _Running:
                 return
 
     def wait(self, worker: SimulatedWorker, life: Life, futures: list[Future[Any]]) -> None:
-        """Let a worker go on once all futures are done."""
+        """Resume a worker once all futures are done."""
         for future in futures:
             if not future.done():
                 future.add_done_callback(lambda _: self.clock.after(0.0, partial(self.wait, worker, life, futures)))
@@ -250,7 +250,7 @@ class _Running:
             self.evaluate()
 
     def crash(self, crash: Crash) -> None:
-        """End a worker; the servers are told later."""
+        """End a worker; the servers learn of it later."""
         worker = self.workers[crash.worker]
         if worker.ended_s is not None:
             return
@@ -260,7 +260,7 @@ class _Running:
         for service in self.services:
             self.clock.after(crash.detection_s, partial(service.handle, leave))
 
-    # ------------------------------------------------------------------ what is found out
+    # ------------------------------------------------------------------ results
 
     def weights(self) -> tuple[Tensor, list[int]]:
         """The servers' weights and versions."""
@@ -276,12 +276,12 @@ class _Running:
         self.losses.append(Point(now, self.steps, self.plan.problem.loss(self.weights()[0])))
 
     def check_that_all_have_ended(self) -> None:
-        """Raise an error if workers wait for ever."""
+        """Raise an error if workers wait forever."""
         waiting = [w.rank for w in self.workers if w.ended_s is None]
         if waiting:
             raise ASGDError(
-                f"The simulation stands still after {self.clock.now:g} s: workers {waiting} wait for ever. Expected "
-                "the algorithm to answer them at some time: look at what it holds back."
+                f"The simulation is stuck after {self.clock.now:g} s: workers {waiting} wait forever. Expected the "
+                f"algorithm to release their replies: check which replies it blocks."
             )
 
     def report(self) -> Report:

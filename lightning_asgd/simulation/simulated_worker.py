@@ -39,7 +39,7 @@ class SimulatedWorker:
     Args:
         client: not yet joined.
         clock: virtual time.
-        problem: what it trains.
+        problem: the problem that it trains on.
         config: when to exchange.
         optimizer: makes its optimizer.
         speed: of its steps.
@@ -53,7 +53,7 @@ class SimulatedWorker:
         crashed: whether it has ended before its time; set from outside.
         ended_s: when it ended, None before; set from outside.
         epochs_s: when its epochs' sync points were over.
-        meeting_s: seconds in which it stood still for other workers at sync points.
+        meeting_s: seconds in which it waited for other workers at sync points.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SimulatedWorker:
         Args:
             epochs: number of epochs.
             steps: optimizer steps per epoch.
-            exchange_s: seconds that the training stands still when an answer is merged.
+            exchange_s: seconds that training pauses when a reply is merged.
             epoch_s: seconds between the end of an epoch and the beginning of the next.
             stepped: called after every step.
         """
@@ -165,7 +165,7 @@ class SimulatedWorker:
         return float(self.optimizer.param_groups[0].get("lr", 0.0))
 
     def _heal(self) -> None:
-        """Drop optimizer state that is not finite, as the strategy does after a refused update."""
+        """Drop optimizer state that is not finite, as the strategy does after a rejected update."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and not is_finite(value):

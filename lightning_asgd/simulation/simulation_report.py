@@ -17,7 +17,7 @@ class Point:
     Attributes:
         time_s: when.
         steps: optimizer steps that all workers together had taken.
-        loss: what the problem says.
+        loss: the problem's loss.
     """
 
     time_s: float
@@ -36,15 +36,15 @@ class WorkerReport:
         steps: optimizer steps it took.
         exchanges: exchanges that were answered.
         pushes: those of them with an update.
-        deferred: times an exchange was due while the one before was still under way.
-        wait_s: time in which it stood still for an answer, sync points not counted.
-        sync_wait_s: time at sync points in which it stood still for the servers.
-        meeting_s: time at sync points in which it stood still for the other workers.
+        deferred: times an exchange was due while the one before was still in flight.
+        wait_s: time in which it waited for a reply, without sync points.
+        sync_wait_s: time at sync points in which it waited for the servers.
+        meeting_s: time at sync points in which it waited for the other workers.
         staleness_mean: of its pushes, in versions.
         staleness_max: of its pushes, in versions.
         staleness_histogram: number of its pushes by staleness, in versions.
         bytes_sent: bytes of tensors that it sent, to all servers together.
-        bytes_received: bytes of tensors that came to it.
+        bytes_received: bytes of tensors that it received.
     """
 
     worker: int
@@ -75,7 +75,7 @@ class Report:
         losses: the loss at the servers' weights, from the beginning to the end.
         weights: the servers' weights at the end, shape ``(n,)``.
         versions: per server, number of updates that it applied.
-        server_bytes: per server, bytes of tensors that came in and that went out.
+        server_bytes: per server, bytes of tensors received and sent.
     """
 
     time_s: float
@@ -118,12 +118,12 @@ class Report:
 
     @property
     def wait_s(self) -> float:
-        """Time in which workers stood still for answers, sync points not counted, over all workers."""
+        """Time in which workers waited for replies, without sync points, over all workers."""
         return sum(w.wait_s for w in self.workers)
 
     @property
     def sync_wait_s(self) -> float:
-        """Time in which workers stood still at sync points, for servers and for each other, over all workers."""
+        """Time in which workers waited at sync points, for servers and for each other, over all workers."""
         return sum(w.sync_wait_s + w.meeting_s for w in self.workers)
 
     @property

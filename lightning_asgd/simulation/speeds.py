@@ -1,4 +1,4 @@
-"""How long a worker's optimizer steps take, all in seconds: what a simulation is told of the machines."""
+"""How long a worker's optimizer steps take, all in seconds: the machines of a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transports by name: ``"rpc"``, torch's own, or ``"zmq"``, authenticated and encrypted."""
+"""Transports by name: ``"rpc"``, torch's own, or ``"zmq"``, authenticated and encrypted; ``"auto"`` chooses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any, ClassVar, Protocol
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transports import job_secret, tensorpipe
-from lightning_asgd.transports.rendezvous import address_of
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, address_of
 from lightning_asgd.transports.rpc_transport import RpcServer, RpcTransport
 from lightning_asgd.transports.transport import Transport
 
-__all__ = ["TRANSPORTS", "Server", "TransportKind", "kind_of", "release"]
+__all__ = ["AUTO", "TRANSPORTS", "Server", "TransportKind", "check_name", "choose", "kind_of", "release"]
 
+AUTO = "auto"
 _LEAST = 16  # characters of a secret
+_HAND_OUT = (
+    "`(umask 077; openssl rand -hex 32 > asgd.secret)` makes one, `scp -p asgd.secret OTHER:` hands it to another "
+    f"machine. Then run `export {SECRET_ENV}=$(cat asgd.secret)` on each."
+)
 
 
 class Server(Protocol):
@@ -48,6 +53,10 @@ class TransportKind(ABC):
         """
 
     @abstractmethod
+    def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
+        """Host the rendezvous of a job or run; see :meth:`Rendezvous.host`."""
+
+    @abstractmethod
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:
         """Connect to servers, through a network interface."""
 
@@ -69,6 +78,9 @@ class _Rpc(TransportKind):
         if one_machine:
             job_secret.make_own()  # for the rendezvous: RPC itself has no authentication
 
+    def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
+        return Rendezvous.host(host, port)
+
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:
         return RpcTransport(addresses, interface)
 
@@ -88,14 +100,19 @@ class _Zmq(TransportKind):
             ) from error
         if not zmq.has("curve"):
             raise ConfigurationError(
-                f"libzmq {zmq.zmq_version()} was built without CURVE. Expected one that encrypts: pip's wheels of "
-                "pyzmq do."
+                f"libzmq {zmq.zmq_version()} was built without CURVE. Expected a build that encrypts, such as the one "
+                f"in pip's wheels of pyzmq."
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
         if one_machine:
             job_secret.make_own()
         self._secret()
+
+    def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
+        from lightning_asgd.transports.zmq_store import HostedZmqStore
+
+        return Rendezvous.host(host, port, HostedZmqStore)
 
     def connect(self, addresses: Sequence[str], interface: str) -> Transport:
         from lightning_asgd.transports.zmq_transport import ZmqTransport
@@ -113,7 +130,7 @@ class _Zmq(TransportKind):
             given = "is not set" if secret is None else f"has {len(secret)} characters"
             raise ConfigurationError(
                 f"transport='zmq', but the environment variable {SECRET_ENV} {given}. Expected the same secret of at "
-                f"least {_LEAST} characters on all machines: make one with `openssl rand -hex 32`, and set it on each."
+                f"least {_LEAST} characters on all machines. {_HAND_OUT}"
             )
         return secret
 
@@ -121,11 +138,51 @@ class _Zmq(TransportKind):
 TRANSPORTS: dict[str, TransportKind] = {"rpc": _Rpc(), "zmq": _Zmq()}
 
 
+def check_name(name: str) -> None:
+    """Raise a ``ConfigurationError`` for what is neither a transport's name nor ``"auto"``."""
+    if name != AUTO:
+        kind_of(name)
+
+
 def kind_of(name: str) -> TransportKind:
     """A transport by its name."""
     if name not in TRANSPORTS:
-        raise ConfigurationError(f"transport={name!r}. Expected {' or '.join(map(repr, TRANSPORTS))}.")
+        raise ConfigurationError(f"transport={name!r}. Expected {', '.join(map(repr, TRANSPORTS))} or {AUTO!r}.")
     return TRANSPORTS[name]
+
+
+def choose(asked: str, *, one_machine: bool) -> tuple[str, str]:
+    """The name of a job's transport, and one line for its start: which one, why, and who could get in.
+
+    ``"auto"`` follows from what all machines of a job share, their secret and their libraries; so all choose the same.
+    """
+    lacks = None if one_machine else _lacking()
+    if asked != AUTO:
+        name, why = asked, "as given"
+    elif one_machine:
+        name, why = "rpc", "the default on one machine"
+    else:
+        name, why = ("zmq", f"since {SECRET_ENV} is set") if lacks is None else ("rpc", f"since {lacks}")
+    if kind_of(name).encrypted:
+        return name, f"Transport: {name}, {why}. Connections are encrypted, and take no process without the secret."
+    if one_machine:
+        who, instead = "any user of this machine", "ASGDStrategy(transport='zmq') keeps them out."
+    else:
+        who = "any user of these machines, and any host that reaches their ports,"
+        instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"
+    return name, f"Transport: {name}, {why}. It has no authentication: {who} can run code as this user. {instead}"
+
+
+def _lacking() -> str | None:
+    """What keeps this machine from encrypting its connections to others; None if nothing does."""
+    try:
+        TRANSPORTS["zmq"].check_available()
+    except ConfigurationError:
+        return "pyzmq is not installed"
+    secret = job_secret.given()
+    if secret is None:
+        return f"{SECRET_ENV} is not set"
+    return None if len(secret) >= _LEAST else f"{SECRET_ENV} has fewer than {_LEAST} characters"
 
 
 def release() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.futures import Future
 
-from lightning_asgd.transports.transport import TIMED_OUT, Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = ["Acknowledgements", "Call", "LinkConnection", "LinkedTransport", "ReplyCache", "Route", "ServerLink"]
 
@@ -112,7 +112,7 @@ class ServerLink:
         self._numbers = itertools.count(1)
         # Changed by single operations that are atomic, so without a lock; by number.
         self._pending: dict[int, Call] = {}
-        self._reconnected: dict[bool, str] = {}  # why a connection was made again; until a reply arrives on it
+        self._reconnected: dict[bool, str] = {}  # why a connection was reopened; until a reply arrives on it
 
     def prepare(self, message: Any, timeout_s: float) -> Call:
         """Number and pack a call for :meth:`post`. Raises what packing raises."""
@@ -146,7 +146,7 @@ class ServerLink:
         """Complete a call. Large replies are acknowledged at once: a server need not keep them until the next call."""
         why = self._reconnected.pop(connection.urgent, None) if self._reconnected else None
         if why is not None:
-            log.warning("The connection to server %d broke (%s) and was made again.", self.server, why)
+            log.warning("The connection to server %d broke (%s) and was reopened.", self.server, why)
         call = self._pending.pop(number, None)
         if call is None:
             return
@@ -185,7 +185,7 @@ class ServerLink:
         now = self._clock()
         for call in self._pending.copy().values():
             if call.deadline < now:
-                self.failed(call.number, RuntimeError(f"{TIMED_OUT} of {call.timeout_s:g} s{why}"))
+                self.failed(call.number, CallTimeoutError(f"no answer within {call.timeout_s:g} s{why}"))
 
     def _calls(self, urgent: bool) -> list[Call]:
         return [call for call in self._pending.copy().values() if call.urgent == urgent]

@@ -1,35 +1,38 @@
-"""Where the processes of a job find each other: a small key-value store that the main process hosts.
+"""Where the processes of a job find each other: named entries that the main process keeps.
 
-It holds addresses and start-up errors only; weights and messages never pass through it. It listens on one address:
-loopback on one machine, ``MASTER_ADDR`` on several.
+They hold addresses and start-up errors only; weights and messages never pass through here. The store of the entries
+depends on the transport of the first job that the main process hosts it for. It listens on one address: loopback on
+one machine, ``MASTER_ADDR`` on several.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
-import torch.distributed
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.job_secret import given, seal, unseal
+from lightning_asgd.transports.entry_store import EntryStore
+from lightning_asgd.transports.job_secret import given
+from lightning_asgd.transports.torch_store import TorchStore
 
 __all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "local_address_towards", "successor_of"]
 
 LOOPBACK = "127.0.0.1"
-_dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
-_PREFIX = "lightning_asgd"
-_POLL_S = 0.02
+_T = TypeVar("_T")
+_POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
 _GRACE_S = 1.0
+_GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store waits for the client
+_silent: set[tuple[str, int]] = set()  # addresses of torch's stores
+_FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _MOST_SUCCESSORS = 1000  # replacements of one server
 _SAME_SECRET = (
     f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
@@ -38,37 +41,30 @@ _SAME_SECRET = (
 
 
 class Rendezvous:
-    """A connection to the store, and the store's address. Use :meth:`host` or :meth:`connect`."""
+    """The entries of a job or run, and their address. Use :meth:`host` or :meth:`connect`."""
 
-    def __init__(self, store: Any, address: tuple[str, int], *, elsewhere: bool = False) -> None:
-        self._store = _dist.PrefixStore(_PREFIX, store)
-        self._secret = given() if elsewhere else os.environ.get(SECRET_ENV)
-        self._known: dict[str, Any] = {}  # the latest valid values: a stranger may write over the store's
-        self.address = address
+    def __init__(self, store: EntryStore) -> None:
+        self._store = store
+        self.address = store.address
 
     @classmethod
-    def host(cls, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
+    def host(
+        cls, host: str = LOOPBACK, port: int = 0, store: Callable[[str, int, Any], EntryStore] = TorchStore.host
+    ) -> Rendezvous:
         """Host a store on this address only; port 0 is any free one.
 
         It may be the store that this process hosts there already, for a process group.
         """
+        secret = os.environ.get(SECRET_ENV)
         try:
-            listener = _listen(host, port)
+            return cls(store(host, port, secret))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and (store := _store_of_this_process(host, port)) is not None:
-                return cls(store, (host, port))
+            if error.errno == errno.EADDRINUSE and (mine := TorchStore.of_this_process(host, port, secret)) is not None:
+                return cls(mine)
             raise LaunchError(
                 f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
-                "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, on all machines alike."
+                "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
             ) from error
-        port = listener.getsockname()[1]
-        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-        options["multi_tenant"] = True  # a process group may share it later
-        try:
-            store = _dist.TCPStore(host, port, **options)
-        except NotImplementedError:  # of torch 2.6: its usual store cannot take a socket over
-            store = _dist.TCPStore(host, port, use_libuv=False, **options)
-        return cls(store, (host, port))
 
     @classmethod
     def connect(
@@ -84,112 +80,137 @@ class Rendezvous:
 
         ``elsewhere``: it is not of a job that this process belongs to.
         """
-        deadline = time.monotonic() + timeout_s
-        found: list[Any] = []
-        failed: list[str] = []
-        while (cause := _unreachable(host, port)) is not None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-        def connect() -> None:
-            wait = timedelta(seconds=timeout_s)
-            try:
-                found.append(_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait))
-            except (RuntimeError, ValueError) as error:
-                failed.append(str(error).splitlines()[0])
-
-        # In a thread: a foreign process that accepts and stays silent would block forever.
-        if cause is None:
-            thread = threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True)
-            thread.start()
-            thread.join(timeout_s + _GRACE_S)
-        if not found:
-            cause = cause or (failed[0] if failed else "somebody else listens there")
+        try:
+            return cls(_reach(host, port, given() if elsewhere else os.environ.get(SECRET_ENV), timeout_s))
+        except LaunchError:
+            raise
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"Found no job at {host}:{port} within {timeout_s:g} s ({cause}). Expected the main process to host "
+                f"Found no job at {host}:{port} within {timeout_s:g} s ({error}). Expected the main process to host "
                 f"it. Check that it runs, and that {hint}."
-            )
-        return cls(found[0], (host, port), elsewhere=elsewhere)
+            ) from error
 
     @classmethod
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
         rendezvous = cls.connect(host, port, timeout_s, hint, elsewhere=True)
-        run: dict[str, str] = rendezvous.get("run", "`lightning-asgd serve`", timeout_s, kind=dict)
-        return rendezvous, run, rendezvous.get(f"session/{run['run_id']}", "The servers", timeout_s, kind=list)
+        try:
+            run_id = rendezvous.get("run", "`lightning-asgd serve`", timeout_s, kind=str)
+            transport, keys = rendezvous._session(run_id, timeout_s)
+        except BaseException:
+            rendezvous.close()
+            raise
+        return rendezvous, {"run_id": run_id, "transport": transport}, keys
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection. The process that hosts the store stops serving it."""
+        self._store.close()
 
     def announce_run(self, run_id: str, transport: str, keys: list[str]) -> None:
         """Let workers find a run with :meth:`find_run`."""
-        self.put(f"session/{run_id}", keys)
-        self.put("run", {"run_id": run_id, "transport": transport})
+        self.announce_session(run_id, transport, keys)
+        self.put("run", run_id)
+
+    def announce_session(self, session: str, transport: str, keys: list[str]) -> None:
+        """Let workers find the servers of a session with :meth:`session`."""
+        self.put(f"session/{session}", {"transport": transport, "servers": keys})
+
+    def session(self, session: str, transport: str, timeout_s: float) -> list[str]:
+        """Wait for a session: the keys of its servers. Raises a ``LaunchError`` if these have another transport."""
+        used, keys = self._session(session, timeout_s)
+        if used != transport:
+            raise LaunchError(
+                f"The main process at {self.address[0]}:{self.address[1]} has transport={used!r}, and this worker has "
+                f"transport={transport!r}. Expected the same on all machines: the same argument of ASGDStrategy, the "
+                f"same {SECRET_ENV}, and pyzmq on all or none."
+            )
+        return keys
+
+    def _session(self, session: str, timeout_s: float) -> tuple[str, list[str]]:
+        found = self.get(f"session/{session}", "The main process", timeout_s, kind=dict)
+        return found["transport"], found["servers"]
 
     def announce_job(self) -> str:
         """Make the job's random name, unless a process with the same secret has; for the main process."""
-        name = unseal("job", self._store.get("job"), self._secret) if self._store.check(["job"]) else None
-        if not isinstance(name, str):
+        name = self.peek("job", str)
+        if name is None:
             name = secrets.token_hex(4)
             self.put("job", name)
-        return name
+        return str(name)
 
-    def _foreign(self, key: str) -> str:
-        host, port = self.address
-        return f"The entry {key!r} at {host}:{port} was not written by a process of this job."
+    @property
+    def serves_torch(self) -> bool:
+        """Whether torch's process groups can meet at the address, too."""
+        return self._store.serves_torch
 
     def shared(self, prefix: str) -> Any:
         """The store itself, below a prefix, for other parts of torch."""
-        return _dist.PrefixStore(prefix, self._store)
+        return self._store.shared(prefix)
 
     def put(self, key: str, value: Any) -> None:
         """Publish a JSON value."""
-        self._store.set(key, seal(key, value, self._secret))
+        self._store.put(key, value)
 
     def peek(self, key: str, kind: type = object) -> Any:
-        """A published value of this type, or None.
-
-        What is not one of this job's values is as if it were not there: any process that reaches the store can write.
-        """
-        found = unseal(key, self._store.get(key), self._secret) if self._store.check([key]) else None
-        if found is not None and isinstance(found, kind):
-            self._known[key] = found
-        return self._known.get(key)
-
-    def _peek(self, key: str, kind: type) -> Any:
-        try:
-            return self.peek(key, kind)
-        except RuntimeError as error:  # of torch's store
-            raise LaunchError(
-                f"The connection to the main process at {self.address[0]}:{self.address[1]} broke: {error}. Expected "
-                "it to live until its workers have ended. Look at its output."
-            ) from error
+        """A value of this type that a process of this job published, or None."""
+        return self._store.peek(key, kind)
 
     def get(
         self, key: str, what: str, timeout_s: float, check: Callable[[], None] = lambda: None, kind: type = object
     ) -> Any:
         """Wait for a value of a type that ``what`` publishes. ``check`` is called meanwhile, and may raise."""
-        deadline = time.monotonic() + timeout_s
-        while (value := self._peek(key, kind)) is None:
-            check()
-            if time.monotonic() > deadline and self._store.check([key]):
-                raise LaunchError(f"{self._foreign(key)} {_SAME_SECRET}")
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
-                    f"{self.address[0]}:{self.address[1]}. Look at its output, or raise timeouts.start_s."
-                )
-            time.sleep(_POLL_S)
-        return value
+
+        def look() -> Any:
+            value = self.peek(key, kind)
+            if value is None:
+                check()
+            return value
+
+        return self._wait(look, what, key, timeout_s, foreign_s=_FOREIGN_S if key in ("job", "run") else math.inf)
 
     def server(self, index: int, key: str, timeout_s: float, other_than: str = "") -> str:
         """Wait for the address of a server or its replacement, other than that of a server that is lost."""
-        deadline = time.monotonic() + timeout_s
-        while (found := self.peek_server(key).get("address", other_than)) == other_than:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Server {index} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
-                    f"{self.address[0]}:{self.address[1]}. Look at its output, or raise timeouts.start_s."
-                )
-            time.sleep(_POLL_S)
-        return str(found)
+
+        def look() -> str | None:
+            found = str(self.peek_server(key).get("address", other_than))
+            return None if found == other_than else found
+
+        return self._wait(look, f"Server {index}", key, timeout_s)
+
+    def _wait(
+        self, look: Callable[[], _T | None], what: str, key: str, timeout_s: float, *, foreign_s: float = math.inf
+    ) -> _T:
+        begun, pause_s = time.monotonic(), _POLL_S
+        host, port = self.address
+        try:
+            while (found := look()) is None:
+                waited_s = time.monotonic() - begun
+                if waited_s > min(foreign_s, timeout_s) and self._store.is_foreign(key):
+                    raise LaunchError(
+                        f"The entry {key!r} at {host}:{port} was not written by a process of this job. {_SAME_SECRET}"
+                    )
+                if waited_s > timeout_s:
+                    raise LaunchError(
+                        f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
+                        f"{host}:{port}. Look at its output, or raise timeouts.start_s."
+                    )
+                time.sleep(pause_s)
+                pause_s = min(1.2 * pause_s, _POLL_MOST_S)
+        except LaunchError:
+            raise
+        except RuntimeError as error:  # of the store
+            raise LaunchError(
+                f"The connection to the main process at {host}:{port} broke: {error}. Expected it to live until its "
+                "workers have ended. Look at its output."
+            ) from error
+        return found
 
     def peek_server(self, key: str) -> dict[str, Any]:
         """What a server or its replacement has published, if anything. Raises a ``LaunchError`` if it cannot serve."""
@@ -201,42 +222,68 @@ class Rendezvous:
             seen.add(key)
         answer: dict[str, Any] = self.peek(key, dict) or {}
         if "error" in answer:
-            raise LaunchError(f"{answer['error']}\nExpected it to serve. Mend what its output names.")
+            raise LaunchError(f"{answer['error']}\nExpected it to start. Fix the cause shown in its output.")
         return answer
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket()
+def _reach(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
+    """Connect to the store that listens there, of whichever kind it is, once one does."""
+    deadline = time.monotonic() + timeout_s
+    with _listener(host, port, deadline) as probe:
+        if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
+            attempt = TorchStore.connect(host, port, secret, timeout_s)
+            while not attempt.done() and not _greets(probe, 0.0):
+                if time.monotonic() > deadline + _GRACE_S:
+                    raise RuntimeError("another program listens there")
+                time.sleep(_ATTEMPT_S)
+            if not _greets(probe, 0.0):
+                _silent.add((host, port))
+                return attempt.result()
+    return _reach_zmq(host, port, secret, timeout_s)
+
+
+def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
+    there = f"The process at {host}:{port} has transport='zmq'"
+    if secret is None:
+        raise LaunchError(
+            f"{there}, and {SECRET_ENV} is not set for this one. Expected the same secret on all machines. Set it here "
+            "too."
+        )
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((socket.gethostbyname(host), port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
+        from lightning_asgd.transports.zmq_store import ZmqStore
+    except ImportError as error:
+        raise LaunchError(
+            f"{there}, and pyzmq is not installed for this one. Install it: pip install 'lightning-asgd[zmq]'."
+        ) from error
+    store = ZmqStore(host, port, secret, timeout_s)
+    try:
+        store.peek("job")  # waits for the handshake, which fails with another secret
+    except BaseException as error:
+        store.close()
+        if isinstance(error, RuntimeError):
+            raise LaunchError(f"{there}, and no connection to it could be made: {error}.") from error
         raise
-    return listener
+    return store
 
 
-def _store_of_this_process(host: str, port: int) -> Any:
-    """The store that this process hosts on a port, for DDP for instance; None if it is another process's port."""
-    if not _dist.is_initialized():
-        return None
+def _listener(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to whatever listens there, once something does. torch's store would print its C++ stack first."""
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_GRACE_S)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _greets(connection: socket.socket, wait_s: float) -> bool:
+    """Whether the other end has begun with the greeting of ZeroMQ's protocol."""
+    connection.settimeout(wait_s)
     try:
-        return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError:  # torch has no store there either, and cannot listen
-        return None
-
-
-def _unreachable(host: str, port: int) -> str | None:
-    """Why an address cannot be reached now; None if a process listens there.
-
-    The store itself would print its C++ stack.
-    """
-    try:
-        socket.create_connection((host, port), timeout=_GRACE_S).close()
-    except OSError as error:
-        return str(error)
-    return None
+        return connection.recv(1, socket.MSG_PEEK) == b"\xff"
+    except OSError:
+        return False
 
 
 def successor_of(key: str) -> str:

@@ -1,6 +1,6 @@
 """The transport over ``torch.distributed.rpc``.
 
-A connection that breaks is made again, and the calls that were lost with it are repeated over the new one (see
+A broken connection is reopened, and the calls that were lost with it are repeated over the new connection (see
 :mod:`lightning_asgd.transports.reliable_calls`) until they time out or connections are refused, which shows that the
 server's process has ended.
 """
@@ -20,7 +20,7 @@ __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
 _LEAST_S = 0.001  # torch takes 0 for no limit
-_REFUSALS = 2  # in a row: one more means that the server has ended
+_REFUSALS = 2  # in a row: after one more the server counts as ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
 
 
@@ -85,7 +85,7 @@ class _Connection:
         elif name == self._served or tensorpipe.reachable(self._address):
             self._send(name, call)
         else:
-            self._broke(name, "the network is unreachable")
+            self._broke(name, tensorpipe.ConnectionBrokenError("the network is unreachable"))
 
     def acknowledge(self, arrived: list[int]) -> None:
         """See :class:`LinkConnection`.
@@ -97,9 +97,9 @@ class _Connection:
 
         def failed(error: Exception) -> None:
             self._link.acknowledgements.note(*arrived)
-            why = tensorpipe.why_broken(error)
-            if why is not None and name is not None:
-                self._broke(name, why)
+            kind = tensorpipe.typed(error)
+            if isinstance(kind, tensorpipe.ConnectionBrokenError) and name is not None:
+                self._broke(name, kind)
 
         if name is None or name != self._served:
             self._link.acknowledgements.note(*arrived)
@@ -134,27 +134,27 @@ class _Connection:
         self._link.answered(self, number, answer)
 
     def _failed(self, name: str, number: int, error: RuntimeError) -> None:
-        why = tensorpipe.why_broken(error)
-        if why is None or not self._agent.alive:
-            self._link.failed(number, error)
+        kind = tensorpipe.typed(error)
+        if isinstance(kind, tensorpipe.ConnectionBrokenError) and self._agent.alive:
+            self._broke(name, kind)
         else:
-            self._broke(name, why)
+            self._link.failed(number, kind)
 
-    def _broke(self, name: str, why: str) -> None:
+    def _broke(self, name: str, error: tensorpipe.ConnectionBrokenError) -> None:
         """Schedule a new connection, unless the server has ended; calls sent over this one wait for it."""
         with self._lock:
             if self._name != name:  # another call has noticed already
                 return
             self._name = None
-        self._refusals = self._refusals + 1 if tensorpipe.REFUSED in why else 0
+        self._refusals = self._refusals + 1 if error.refused else 0
         if self._refusals > _REFUSALS:
             self._outages = self._refusals = 0
             self._name = name  # the next call tries again
-            self._link.connection_refused(self, why)
+            self._link.connection_refused(self, str(error))
             return
         pause_s = _PAUSES_S[min(self._outages, len(_PAUSES_S) - 1)]
         self._outages += 1
-        timer = threading.Timer(pause_s, self._reconnect, (why,))  # not in the reply thread
+        timer = threading.Timer(pause_s, self._reconnect, (str(error),))  # not in the reply thread
         timer.name, timer.daemon = "lightning_asgd.repeat", True
         timer.start()
 
@@ -209,7 +209,7 @@ _server: RpcServer | None = None  # this process's: TensorPipe calls functions, 
 
 def _serving() -> RpcServer:
     if _server is None:
-        raise RuntimeError("this process serves nothing any more")
+        raise RuntimeError("this process no longer serves")
     return _server
 
 

@@ -1,7 +1,7 @@
 """The TensorPipe agent of ``torch.distributed.rpc``: the only file that imports it, and that uses its private names.
 
 Every process gets a *private* group: a server's holds itself alone, a worker's holds itself and the servers, whose
-addresses it was told, and those that replace lost ones. So joining involves only a worker and the servers that it
+addresses it was given, and replacements of lost servers. So joining involves only a worker and the servers that it
 connects to: there is no common roster that a dead process could invalidate and no barrier, and reconnecting involves no
 other worker. (With ``init_rpc``'s own dynamic groups one dead name in the roster makes every later join fail.)
 
@@ -32,24 +32,27 @@ import torch.distributed
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.transports.transport import NetworkDownError
+from lightning_asgd.transports.transport import CallTimeoutError, NetworkDownError
 
 __all__ = [
     "INFINITE_S",
     "Agent",
+    "ConnectionBrokenError",
     "asynchronous",
     "check_available",
     "is_available",
     "listening_sockets",
     "reachable",
     "stop",
-    "why_broken",
+    "typed",
 ]
 
 INFINITE_S = 0.0
-REFUSED = "ECONNREFUSED"  # TensorPipe's word, like the next two
+# Torch's texts, by which alone its errors differ: tests/transport/test_rpc.py fails if a release changes them.
+_REFUSED = "ECONNREFUSED"
 _ORIGIN = " (this error"
 _BROKEN = f"{_ORIGIN} originated at tensorpipe"
+_TIMED_OUT = "RPC ran for more than set timeout"
 
 _dist: Any = torch.distributed  # a build without it lacks most names; check_available says so
 _lock = threading.RLock()
@@ -80,7 +83,7 @@ def check_available() -> None:
         raise ConfigurationError(
             f"transport='rpc' does not work here: torch {torch.__version__} was built without torch.distributed.rpc. "
             "Expected a build that has it: the wheels for Linux and macOS do, those for Windows do not. Install one of "
-            "these, or use transport='zmq', which does without it."
+            "these, or use transport='zmq', which does not need it."
         )
 
 
@@ -179,10 +182,20 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def why_broken(error: Exception) -> str | None:
-    """Why a connection broke, by a call's error; None if the call failed for another reason."""
+class ConnectionBrokenError(RuntimeError):
+    """A connection broke, or could not be made; ``refused`` if no process listens at the address."""
+
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.refused = refused
+
+
+def typed(error: Exception) -> Exception:
+    """A call's error by its kind: a broken connection, a time-out, or what it is."""
     text = str(error).splitlines()[0] if str(error) else ""
-    return text.partition(_ORIGIN)[0] if _BROKEN in text else None
+    if _BROKEN in text:
+        return ConnectionBrokenError(text.partition(_ORIGIN)[0], refused=_REFUSED in text)
+    return CallTimeoutError(text) if _TIMED_OUT in text else error
 
 
 def reachable(address: str) -> bool:
@@ -200,7 +213,7 @@ def reachable(address: str) -> bool:
 def listening_sockets() -> int:
     """Number of sockets that this process listens on.
 
-    TensorPipe closes a listening socket for good when one connection to it ends before it is set up: that of a port
+    TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
     scanner, or of a worker that was killed while it joined.
     """
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
@@ -213,7 +226,7 @@ def _await_network(interface: str) -> None:
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"The network interface {interface!r} of this machine has been down for {_DOWN_S:g} s. Expected it to "
-                "be up. Look at its cable, or set MASTER_ADDR to an address of another one."
+                "be up. Look at its cable, or set MASTER_ADDR to an address of another interface."
             )
         time.sleep(_LOOK_S)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["TIMED_OUT", "NetworkDownError", "Transport"]
+__all__ = ["CallTimeoutError", "NetworkDownError", "Transport"]
 
-TIMED_OUT = "RPC ran for more than set timeout"
-"""What the exception of a call whose time is up says, in the words of torch's RPC. The server may be alive."""
+
+class CallTimeoutError(RuntimeError):
+    """The time of a call is up. The server may be alive."""
 
 
 class NetworkDownError(RuntimeError):
@@ -45,7 +46,8 @@ class Transport(ABC):
     def call(self, server: int, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message, whose tensors must not change before it is answered.
 
-        The future fails with a ``RuntimeError`` when the server is gone, or after ``timeout_s`` seconds; 0 for never.
+        The future fails with a ``RuntimeError`` when the server is gone, and with a :class:`CallTimeoutError` after
+        ``timeout_s`` seconds; 0 for never.
         """
 
     def prepare(self, server: int, address: str) -> None:

@@ -26,9 +26,19 @@ _THREADS = 8
 
 
 class ZmqServer(Loop):
-    """Answers messages in this process until it is closed. The handler is called from several threads."""
+    """Answers messages in this process until it is closed.
 
-    def __init__(self, handler: Callable[[Any], Any], address: str, secret: str) -> None:
+    Args:
+        handler: called from several threads; from the one that owns the socket if there are none.
+        address: to listen on.
+        secret: of the job.
+        port: to listen on; 0 for any free one. Raises an ``OSError`` if it is taken.
+        threads: that call the handler.
+    """
+
+    def __init__(
+        self, handler: Callable[[Any], Any], address: str, secret: str, port: int = 0, *, threads: int = _THREADS
+    ) -> None:
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
         self._once = ReplyCache()
@@ -41,11 +51,18 @@ class ZmqServer(Loop):
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
-        self.address = f"tcp://{address}:{port}"
+        try:
+            self._socket.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._authenticator.stop()
+            self.context.destroy(linger=0)
+            self._wake.close()
+            self._bell.close()
+            raise OSError(error.errno, error.strerror) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where it listens."""
         self.poller.register(self._socket, zmq.POLLIN)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning_asgd.answer")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_asgd.answer") if threads else None
         self.refused = 0
         """Messages that could not be read."""
         self.thread.start()
@@ -59,7 +76,10 @@ class ZmqServer(Loop):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._pool.submit(self._take, frames)
+            if self._pool is None:
+                self._take(frames)
+            else:
+                self._pool.submit(self._take, frames)
 
     def accepts(self) -> bool:
         """Whether workers can connect: ZeroMQ keeps listening whatever happens to a connection."""
@@ -67,7 +87,8 @@ class ZmqServer(Loop):
 
     def end(self) -> None:
         """See :class:`Loop`."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
         self._authenticator.stop()
         self._socket.close(0)
 

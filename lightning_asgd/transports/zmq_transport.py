@@ -125,7 +125,7 @@ class _Route:
             with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
                 return
         except ConnectionRefusedError:
-            self.link.fail_all(f"ECONNREFUSED: nobody listens at {self.address} any more")
+            self.link.fail_all(f"ECONNREFUSED: no process listens at {self.address} any more")
         except OSError:  # proves nothing
             return
 

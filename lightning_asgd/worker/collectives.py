@@ -64,34 +64,16 @@ class Collectives:
         return self.client is not None and self.client.stopped > self._seq
 
     def gather(
-        self,
-        kind: str,
-        name: str,
-        payload: Any = None,
-        *,
-        source: int | None = None,
-        target: int | None = None,
-        stops: bool = False,
+        self, kind: str, name: str, payload: Any, *, target: int | None = None, stops: bool = False
     ) -> dict[int, Any]:
-        """All living workers' payloads by rank: any picklable value; tensors must be on the CPU.
+        """All workers' payloads by rank: any picklable value; tensors must be on the CPU.
 
-        ``kind`` and ``name`` are for error texts; ``source`` is the only worker that sends a payload, ``target`` the
-        only one that gets them (others get nothing), None for all; ``stops`` says that this worker has stopped
-        training, so the others should call soon.
+        ``kind`` and ``name`` are for error texts; ``target`` is the only worker that gets the payloads (others get
+        nothing), None for all; ``stops`` says that this worker has stopped training, so the others should call soon.
         """
-        client = self.client
-        if not self.real or client is None:
+        if not self.real:
             return {self.rank: payload}
-        begun = time.perf_counter()
-        self._seq += 1
-        about = (*client.connection.sender, self._seq, kind, name)
-        message = Contribution(*about, pickled(payload), source, target, self.timeout_s, stops)
-        try:
-            answer = self._answer(client.connection, message)
-            self._remember(client, message, answer)
-            return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
-        finally:
-            self.waited_s += time.perf_counter() - begun
+        return self.contribute(kind, name, payload, target=target, stops=stops)
 
     @property
     def called(self) -> int:
@@ -104,13 +86,14 @@ class Collectives:
 
     def barrier(self, name: str = "") -> None:
         """Wait for all living workers."""
-        self.gather("barrier", name)
+        self.gather("barrier", name, None)
 
     def broadcast(self, value: T, source: int = 0, name: str = "") -> T:
         """Worker ``source``'s value."""
-        if not self.real:
+        if not self.real or self.client is None:
             return value
-        answer: T = self.gather("broadcast", name, value if self.rank == source else None, source=source)[source]
+        mine = value if self.client.connection.worker == source else None
+        answer: T = self.contribute("broadcast", name, mine, source=source)[source]
         return answer
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
@@ -131,6 +114,34 @@ class Collectives:
         answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
         return bool(min(answers) if all else max(answers))
 
+    def contribute(
+        self,
+        kind: str,
+        name: str,
+        payload: Any = None,
+        *,
+        source: int | None = None,
+        target: int | None = None,
+        stops: bool = False,
+    ) -> dict[int, Any]:
+        """Take part in a collective, and wait for the living workers' values by rank.
+
+        ``source`` is the only worker that sends a value, ``target`` the only one that receives them; None: all.
+        """
+        client = self.client
+        if client is None:
+            return {self.rank: payload}
+        begun = time.perf_counter()
+        self._seq += 1
+        about = (*client.connection.sender, self._seq, kind, name)
+        message = Contribution(*about, pickled(payload), source, target, self.timeout_s, stops)
+        try:
+            answer = self._answer(client.connection, message)
+            self._remember(client, message, answer)
+            return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
+        finally:
+            self.waited_s += time.perf_counter() - begun
+
     def _answer(self, connection: Connection, message: Contribution) -> dict[int, Any]:
         limit = message.timeout_s + GRACE_S
         while True:
@@ -141,7 +152,7 @@ class Collectives:
                     raise CollectiveTimeoutError(
                         f"{message.kind} {message.name!r} of worker {message.worker} was not answered within {limit:g} "
                         f"s by server {COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop "
-                        "the job and look at its machine."
+                        f"the job and check the server's machine."
                     )
                 answer: dict[int, Any] = connection.result(COORDINATOR, future)
                 return answer

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, error_from
 from lightning_asgd.protocol import Failure
-from lightning_asgd.transports.transport import TIMED_OUT, Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
 
@@ -95,8 +95,8 @@ class Connection:
         seconds = self.timeout_s if seconds is None else seconds
         if not future.done() and not self.wait(future, seconds + GRACE_S):
             raise self.lost(
-                f"Server {server} did not answer worker {self.worker} within {seconds:g} s. "
-                "Expected it to. Look at its machine and the network, or raise timeouts.exchange_s."
+                f"Server {server} did not answer worker {self.worker} within {seconds:g} s. Expected a reply. Check "
+                f"the server's machine and the network, or raise timeouts.exchange_s."
             )
         try:
             value = future.wait()
@@ -193,9 +193,9 @@ class Connection:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         lost = self.lost(
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
-            "Expected a running server. Its last output stands in the main process's error or log."
+            "Expected a running server. Its last output is in the main process's error or log."
         )
-        if TIMED_OUT not in cause:  # else it may live, and is not replaced
+        if not isinstance(error, CallTimeoutError):  # else it may live, and is not replaced
             lost.server = server
         return lost
 

@@ -74,7 +74,7 @@ class DeviceLane:
         if error:
             log.warning(
                 "The memory that this worker shares with a server (%d bytes) could not be pinned: CUDA's error %d. "
-                "Exchanges will hold training up a little. Raise the limit of locked memory (ulimit -l).",
+                "Exchanges will delay training slightly. Raise the limit of locked memory (ulimit -l).",
                 *(nbytes, error),
             )
         else:  # memory that is unmapped first would stay pinned, and another block may be mapped there
@@ -133,7 +133,7 @@ def _unpin(module: Any, device: torch.device, stream: Any, address: int) -> None
     try:
         stream.synchronize()
     except RuntimeError as error:  # the device is unusable after it, and the next call reports that
-        log.warning("Copies to or from a device were not through when training ended: %s", error)
+        log.warning("Copies to or from a device had not finished when training ended: %s", error)
     _registered(module, device, lambda cudart: cudart.cudaHostUnregister(address))
 
 

@@ -45,8 +45,8 @@ class ExchangeLog:
         sees = self._shards.allocate(server, ref)
         if not sees and ref is not None:
             raise ProtocolError(
-                f"Server {server}, which took a lost one's place, cannot see the memory that worker "
-                f"{self._connection.worker} shares with the servers. Expected one on the same machine."
+                f"Server {server}, a replacement, cannot map the memory that worker "
+                f"{self._connection.worker} shares with the servers. Expected a server on the same machine."
             )
 
     def state(self, server: int) -> ReplicaState:
@@ -62,7 +62,7 @@ class ExchangeLog:
         if self.in_flight is not None:
             if self.in_flight.message.push:
                 if server != COORDINATOR and not self._waits:
-                    # If it goes on without this worker, no other server may have this push.
+                    # If it has excluded this worker, no other server may have this push.
                     self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
                 self._replica.pack_again(server)
             self.in_flight.answers = []
@@ -127,5 +127,5 @@ class ExchangeLog:
         self._replica.await_arrival()
         message = Exchange(*self._connection.sender, self.seq, 0, push=False, fetch=True, full=True)
         futures = self._shards.exchange(message, self.versions, self._replica.updates())
-        replies = self._shards.replies(futures)  # never refused: only pushes are
+        replies = self._shards.replies(futures)  # never rejected: only pushes are
         return replies, self._shards.answers(replies, self._replica.wire)

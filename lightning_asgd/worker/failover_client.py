@@ -117,7 +117,7 @@ class FailoverClient:
                 awaited.error = error
             except Exception as error:
                 awaited.error = self._connection.lost(
-                    f"Server {server} is gone. Another one was not reached: {error!r}."
+                    f"Server {server} is gone. No replacement was reached: {error!r}."
                 )
             finally:
                 self._connection.interrupt(server)
@@ -190,7 +190,7 @@ class FailoverClient:
         """Workers that may have pushed: a server that was restored without one of them could lack half a push.
 
         Living servers know of workers that joined recently, since every worker fetches from all servers before its
-        first push. If no server lives, the reported weights hold no push of a worker that this one has not heard of.
+        first push. If no server lives, the reported weights hold no push of a worker that this one does not know.
         """
         holding: set[int] = set()
         for server in set(self._connection.servers) - self._connection.being_restored:
@@ -220,7 +220,7 @@ class FailoverClient:
     def _check_not_fenced(self) -> None:
         """Ask the coordinator, which is authoritative, whether this worker was excluded: others may not know."""
         if self._beat(COORDINATOR).fenced:
-            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to join again.")
+            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to rejoin.")
 
     def _beat(self, server: int) -> HeartbeatReply:
         beaten: HeartbeatReply = self._connection.result(

@@ -1,6 +1,6 @@
 """A process that replaces a worker that has died or is silent: how it gets the rank, and where it begins.
 
-The others train meanwhile, and nobody waits for it. Worker 0 publishes at the beginning of every sync interval where
+The others train meanwhile, and no worker waits for it. Worker 0 publishes at the beginning of every sync interval where
 all are (:class:`EntryPoint`). The replacement sets itself up from that, with the servers' weights, without any
 collective; its first batch makes it a member like the others. Collectives that they have completed since are kept for
 it, as for a worker that hung.
@@ -36,7 +36,7 @@ class EntryPoint:
         constants: digest of the tensors that are not.
         firsts: values of worker 0 that the others use, by name.
         progress: what a checkpoint would hold of loops, schedules and callbacks; None at the first batch of a fit.
-        refused: why nobody can enter; empty if somebody can.
+        refused: why no process can enter; empty if one can.
     """
 
     session: str

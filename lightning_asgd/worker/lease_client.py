@@ -86,11 +86,6 @@ class DataLeases(WorkFeed):
     """A worker's part of the shared epochs.
 
     ``rejoin`` rejoins the session when this worker was fenced, and calls :meth:`revoke`.
-
-    Attributes:
-        granted_wait_s: seconds in which training waited for a lease.
-        others_wait_s: seconds in which it waited for the others to train their leases.
-        halted: whether a worker has ended the present epoch early for all.
     """
 
     def __init__(
@@ -105,14 +100,16 @@ class DataLeases(WorkFeed):
         self._timeout_s = timeout_s
         self._rejoin = rejoin
         self._clock = clock
-        self.granted_wait_s = self.others_wait_s = 0.0
+        self.granted_wait_s = 0.0  # in which training waited for a lease
+        self.others_wait_s = 0.0  # in which it waited for the others to train their leases
         self._exchange_s = 0.0  # round trip of a request
         self.reset()
 
     def reset(self, plan: Plan | None = None) -> None:
         """Forget the present epoch."""
         self._plan = plan
-        self.segment, self.halted = 0, False
+        self.segment = 0
+        self.halted = False  # whether a worker has ended the present epoch early for all
         self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
         self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
@@ -120,7 +117,7 @@ class DataLeases(WorkFeed):
         self._served = -1  # the last segment of which anything was
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
-        self._dry = False  # whether the loader was told that the segment is over
+        self._dry = False  # whether the loader knows that the sync interval is over
         self._final = False  # whether there are probably no more units before the next sync point
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
@@ -193,7 +190,7 @@ class DataLeases(WorkFeed):
 
     @property
     def dry(self) -> bool:
-        """Whether the loader was told that the segment is over, and has no batch in flight."""
+        """Whether the loader knows that the sync interval is over, and has no batch in flight."""
         return self._dry and not self._loading
 
     @property
@@ -419,7 +416,7 @@ class DataLeases(WorkFeed):
         ):  # a restored server does not know of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
-        if asked.timeout_s is None:  # else it was held back
+        if asked.timeout_s is None:  # else it was blocked
             took = max(asked.answered, default=self._clock()) - asked.begun
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
         self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final

@@ -12,7 +12,8 @@ value on its way to the device, where it takes one vector more, from the first m
 
 Written with the module's weights *x* (all sums element-wise):
 
-* :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if nobody else pushes: the
+* :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if no other worker pushes:
+the
   same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
 * :meth:`Replica.merge` of an answer *r*: ``x -= base - r; base = r``: steps taken since the push stay in *x* and are
   part of the next push (the *rebase* of asynchronous updates). The answer to a worker that trains alone is ``base``, so
@@ -143,7 +144,6 @@ class Replica:
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
-        self._keeps = False  # whether the update being packed is the first since then
 
     def drop_block(self, server: int) -> None:
         """Send by value to a server that cannot see the shared block."""
@@ -179,21 +179,22 @@ class Replica:
 
     def pack(self) -> None:
         """Write the update since the last pack, merge or adopt to the wire; it is there once it has :attr:`arrived`."""
-        self._keeps = self.remembers and not self._packed
+        keeps = self.remembers and not self._packed  # the first update since the latest fetch
         self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._turn():
             for r, x in self._values(write=False):
+                before = r.base
+                if keeps and r.previous is not None:
+                    r.base, r.previous = r.previous, r.base
                 if r.role is Role.PARAMETER:
-                    self._pack(r, x)
+                    self._pack(r, x, before)
                 elif r.role is Role.LARGEST:
                     r.wire.copy_(x, non_blocking=True)
-                    if self._keeps and r.previous is not None:
-                        r.base, r.previous = r.previous, r.base
                 else:
-                    Replica._pack(self, r, x)  # a difference, whatever is pushed of parameters
+                    Replica._pack(self, r, x, before)  # a difference, whatever is pushed of parameters
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
         for server, previous in enumerate(self._previous):
-            if self._keeps and previous is not None:
+            if keeps and previous is not None:
                 self._base[server], self._previous[server] = previous, self._base[server]
         self._packed = True
 
@@ -296,15 +297,12 @@ class Replica:
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return x - answer
 
-    def _pack(self, r: Span, x: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
         if x.device == r.wire.device:
-            update = torch.sub(x, r.base, out=r.wire)
+            update = torch.sub(x, before, out=r.wire)
         else:
-            update = x - r.base
+            update = x - before
             r.wire.copy_(update, non_blocking=True)
-        before = r.base
-        if self._keeps and r.previous is not None:
-            r.base, r.previous = r.previous, r.base
         torch.add(before, update, out=r.base)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:

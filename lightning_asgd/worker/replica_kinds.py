@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,15 +52,13 @@ class GradientReplica(Replica):
                     if gradient is not None:
                         part.add_(gradient[where])
 
-    def _pack(self, r: Span, x: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
         index = self._index[id(r)]
         accrued = self._accrued[index]
         r.wire.copy_(accrued, non_blocking=True)
         if index in self._pushed:
             self._accrued[index], self._pushed[index] = self._pushed[index], accrued
         self._accrued[index].zero_()
-        if self._keeps and r.previous is not None:
-            r.base, r.previous = r.previous, r.base
         r.base.copy_(x)
 
     def drop_block(self, server: int) -> None:
@@ -83,10 +82,12 @@ class GradientReplica(Replica):
 class MixingReplica(Replica):
     """Merges as ``x = mix x + (1 - mix) r``, instead of keeping all that was trained since the push."""
 
-    mix = 0.5
+    def __init__(self, mix: float, *about: Any, **how: Any) -> None:
+        super().__init__(*about, **how)
+        self._mix = mix
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        x.lerp_(answer.to(x.device), 1 - self.mix)
+        x.lerp_(answer.to(x.device), 1 - self._mix)
         r.base.copy_(answer)
 
 
@@ -95,7 +96,7 @@ class ElasticReplica(Replica):
 
     _parked = False
 
-    def _pack(self, r: Span, x: Tensor) -> None:
+    def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
         r.wire.copy_(x, non_blocking=True)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
@@ -145,9 +146,7 @@ def replica_for(
     if algorithm.payload is Payload.WEIGHTS:
         return ElasticReplica(layout, places, blocks)
     if algorithm.mix is not None:
-        mixing = MixingReplica(layout, places, blocks, remembers=remembers)
-        mixing.mix = algorithm.mix
-        return mixing
+        return MixingReplica(algorithm.mix, layout, places, blocks, remembers=remembers)
     return Replica(layout, places, blocks, remembers=remembers)
 
 

@@ -37,7 +37,7 @@ _PER_PATIENCE = 5  # heartbeats per failure timeout
 
 @dataclass
 class Members:
-    """What a server has said about the workers: its replacement is told."""
+    """What a server has said about the workers, for its replacement."""
 
     incarnation: int = 0  # how often it had excluded this worker when it joined last
     incarnations: dict[int, int] = field(default_factory=dict)  # and others, as far as is known
@@ -46,7 +46,7 @@ class Members:
 
 
 class SessionClient:
-    """A worker's membership in one session, which goes on from the session ``after``, if that is given."""
+    """A worker's membership in one session, which continues the session ``after``, if that is given."""
 
     def __init__(self, connection: Connection, *, policy: Policy | None = None, after: str = "") -> None:
         self.connection = connection
@@ -62,7 +62,7 @@ class SessionClient:
     # ------------------------------------------------------------------ joining and leaving
 
     def join(self, *, again: bool = False, server: int | None = None, since: int | None = None) -> None:
-        """Enter the session on one server, or on all; ``again`` if this worker was told that it is fenced.
+        """Enter the session on one server, or on all; ``again`` if this worker knows that it is fenced.
 
         ``since`` is for a worker that was replaced: see :class:`Join`.
         """
@@ -147,7 +147,7 @@ class SessionClient:
         return beaten
 
     def note_heartbeat(self, beaten: HeartbeatReply) -> None:
-        """Remember who takes part in an elastic run: a lost server's replacement is told."""
+        """Remember who takes part in an elastic run, for the replacement of a lost server."""
         self.heard = beaten
 
 

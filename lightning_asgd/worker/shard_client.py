@@ -95,7 +95,7 @@ class ShardClient:
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
-        An update is None where it lies in a shared block. ``common`` names the weights of the last sync point.
+        An update is None if it is in a shared block. ``common`` names the weights of the last sync point.
         """
         self.latest = [
             replace(
@@ -160,7 +160,7 @@ class ShardClient:
         )
 
     def record(self, exchange: InFlight, *, round_trip_s: float, wait_s: float) -> ExchangeRecord:
-        """What users are told of an exchange that was answered."""
+        """The record of an answered exchange for users."""
         replies = exchange.replies
         return ExchangeRecord(
             step=exchange.step,

@@ -1,4 +1,4 @@
-"""A sync point: workers gather a payload from each other and leave with identical weights."""
+"""A sync point: workers exchange a payload and leave with identical weights."""
 
 from __future__ import annotations
 

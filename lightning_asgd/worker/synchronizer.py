@@ -16,7 +16,7 @@ from lightning_asgd.stats import ExchangeStats
 __all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
 Waits = Iterable[list[Future[Any]]]
-"""A worker's procedure, which yields the futures that must be done before it goes on. It must be iterated over."""
+"""A worker's procedure, which yields the futures that must be done before it continues. It must be iterated over."""
 
 
 def run(waits: Waits) -> None:
@@ -26,7 +26,7 @@ def run(waits: Waits) -> None:
 
 
 class WorkFeed(Protocol):
-    """What exchanges ask and tell of the training data. These defaults hold where data are not leased."""
+    """What exchanges need from the training data, and report to it. The defaults apply if data are not leased."""
 
     batch: int = 0
     """Samples of one of this worker's batches; 0 if unknown."""
@@ -54,7 +54,7 @@ class OwnData(WorkFeed):
 
 @dataclass(frozen=True)
 class Training:
-    """What an exchanger asks of the training loop, and tells it."""
+    """What an exchanger needs from the training loop, and reports to it."""
 
     # Called after a server rejected an update; the weights are the servers' again by then.
     on_refused: Callable[[], None] = lambda: None

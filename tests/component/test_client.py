@@ -23,7 +23,7 @@ from lightning_asgd.protocol import (
     Reply,
 )
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.transport import Transport
+from lightning_asgd.transports.transport import CallTimeoutError, Transport
 from lightning_asgd.worker import collectives as collectives_module
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker.collectives import Collectives
@@ -83,7 +83,7 @@ CALLS: dict[str, Any] = {
     "join": lambda c: c.join(),
     "initialise": lambda c: ShardClient(c).initialise(LAYOUT, ASGD(), [None, None]),
     "exchange": exchange,
-    "collective": lambda c: Collectives(c, 1.0).gather("barrier", "x"),
+    "collective": lambda c: Collectives(c, 1.0).contribute("barrier", "x"),
 }
 
 
@@ -133,7 +133,7 @@ def test_collectives_go_to_the_coordinator_and_are_counted() -> None:
     transport = Answers({0: "a"}, None)
     collectives = Collectives(client(transport), 2.0)
     for _ in range(2):
-        assert collectives.gather("broadcast", "x", "mine", source=0) == {0: "a"}
+        assert collectives.contribute("broadcast", "x", "mine", source=0) == {0: "a"}
     messages = [m for s, m, _ in transport.sent if s == 0]
     assert len(messages) == 2
     assert messages[0] == Contribution("s", 3, 1, "broadcast", "x", "mine", 0, None, 2.0)
@@ -183,15 +183,23 @@ def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.Mo
         call(client(Answers(first(call), None), timeout_s=0.01))
 
 
+@pytest.mark.parametrize("text", ["RPC ran for more than set timeout", "ECONNREFUSED"])
+def test_a_server_is_replaced_by_the_kind_of_the_error_not_by_its_text(text: str) -> None:
+    for kind, server in ((RuntimeError, 0), (CallTimeoutError, None)):  # one that was slow may live
+        with pytest.raises(ServerLostError, match="Server 0 is gone") as lost:
+            client(Answers(kind(text), True)).join()
+        assert lost.value.server == server
+
+
 def test_a_coordinator_that_does_not_answer_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives_module, "GRACE_S", 0.0)
     with pytest.raises(CollectiveTimeoutError, match=r"barrier 'epoch' of worker 3 was not answered within 0.01 s"):
-        Collectives(client(Answers(None, None)), 0.01).gather("barrier", "epoch")
+        Collectives(client(Answers(None, None)), 0.01).contribute("barrier", "epoch")
 
 
 def test_a_worker_waits_longer_than_the_coordinator_does() -> None:
     transport = Answers({}, None)
-    Collectives(client(transport), 5.0).gather("barrier", "x")
+    Collectives(client(transport), 5.0).contribute("barrier", "x")
     assert transport.sent[0][2] > 5.0
 
 
@@ -231,7 +239,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
     collectives = Collectives(c, 1.0)
     for _ in range(5):
         c.note_heartbeat(HeartbeatReply(needed=needed))
-        collectives.gather("barrier", "x")
+        collectives.contribute("barrier", "x")
     transport.sent.clear()
     collectives.repeat(c.connection)
     assert [(m.seq, m.answer) for _, m, _ in transport.sent] == [(seq, {3: "x"}) for seq in again]
@@ -240,7 +248,7 @@ def test_a_worker_tells_again_what_it_was_answered_that_somebody_may_need(needed
 def test_answers_are_not_kept_where_no_server_can_be_restored() -> None:
     collectives = Collectives(client(Answers({3: "x"}, None)), 1.0)
     for _ in range(5):
-        collectives.gather("barrier", "x")
+        collectives.contribute("barrier", "x")
     assert list(collectives._answers) == [5]
 
 
@@ -250,7 +258,7 @@ def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     c.connection.restorer = Restores()
     collectives = Collectives(c, 1.0)
     for _ in range(2):
-        collectives.gather("gather", "x", "mine", target=3)
+        collectives.contribute("gather", "x", "mine", target=3)
     transport.sent.clear()
     collectives.repeat(c.connection)
     assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]

@@ -245,7 +245,7 @@ def test_an_answer_tells_that_somebody_waits_who_trains_no_more() -> None:
         theirs = cluster.transport.call(0, mine, 10.0)
         run(zero.fetch())
         assert collectives.others_stopped is stops
-        collectives.gather("sync point", "epoch end")
+        collectives.contribute("sync point", "epoch end")
         assert theirs.done()
         assert not collectives.others_stopped
         run(zero.fetch())

@@ -47,7 +47,6 @@ from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.state_recovery import StateRecovery
-from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
@@ -435,7 +434,7 @@ class World:
         plan = self.plan
         sessions = [server.service.session for server in self.servers]
         parts = [session.shards[0].weights for session in sessions if session is not None and 0 in session.shards]
-        shards = [weights[0].view(plan.workers, plan.pushes) for weights in parts if weights is not None]
+        shards = [weights[0].view(plan.workers, plan.pushes) for weights in parts if weights]
         for shard in shards:
             assert shard.max() <= 1, f"a push was applied twice: {shard.tolist()}"
         if not at_end:
@@ -579,8 +578,9 @@ def test_a_worker_that_is_cut_off_while_a_server_is_lost_leaves_no_part_of_a_pus
 MEETING = Plan(pushes=1, faults=("cut",), most=1, meets=True)
 
 
-def applies_all(shard: Shard, message: Any, update: Any) -> Verdict:
-    return Verdict.APPLIED
+def applies_all(self: Shard, message: Any, buffer: Any, exchange: Any = Shard.exchange) -> Any:
+    self.latest_push.pop(message.worker, None)
+    return exchange(self, message, buffer)
 
 
 def handles_all(self: ReplyCache, caller: str, number: int, arrived: Any, handle: Callable[[], Any]) -> Future[Any]:
@@ -604,7 +604,7 @@ def forgets_pushes(self: Shard, weights: Any, version: int, pushes: Any) -> None
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any, Plan]] = {
-    "pushes are not told apart by number": (Shard, "_judge", applies_all, FEW["a server is lost"]),
+    "pushes are not told apart by number": (Shard, "exchange", applies_all, FEW["a server is lost"]),
     "calls are handled as often as they come": (ReplyCache, "answer", handles_all, MEETING),
     "the first offer is taken, not the newest": (StateRecovery, "add", takes_the_first, FEW["a server is lost"]),
     "a restored shard forgets which pushes it holds": (Shard, "resume", forgets_pushes, FEW["a server is lost"]),

@@ -36,6 +36,7 @@ from lightning_asgd.protocol import (
     WorkerMetrics,
     codec,
 )
+from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
@@ -86,10 +87,11 @@ def test_a_broken_worker_gets_errors_and_spoils_nothing(member: bool, caplog: py
     caplog.set_level(logging.CRITICAL)
     chance, now, unclear = random.Random(1), [0.0], set()
     service = Service(lambda: now[0])
+    handle = checked(service.handle)
     two = {0: "here/1/aa", 1: "there/2/bb"}
 
     def say(message: Any, process: str) -> Any:
-        return service.handle(dataclasses.replace(message, process=process))
+        return handle(dataclasses.replace(message, process=process))
 
     def push(number: int) -> None:
         update = torch.ones(2)

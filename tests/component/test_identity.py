@@ -103,7 +103,7 @@ def test_the_job_hears_of_a_process_that_was_refused_once() -> None:
         service.handle(by(Join("j.0.2", 1, 2), STRAY))
     news = service.handle(by(Heartbeat("j.0.2", 0), TWO[0])).news
     (text,) = news
-    assert text.startswith("Process 77 on elsewhere claimed rank 1, which process 2 on there has. It was refused")
+    assert text.startswith("Process 77 on elsewhere claimed rank 1, which process 2 on there has. It was rejected")
 
 
 def test_processes_without_number_fill_no_memory() -> None:

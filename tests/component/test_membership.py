@@ -355,7 +355,7 @@ def holds_weights(service: Service) -> bool:
 
 def server_weights(world: World) -> torch.Tensor:
     parts = [service.session.shards[0].weights for service in world.services]
-    return torch.cat([weights[0] for weights in parts if weights is not None])
+    return torch.cat([weights[0] for weights in parts if weights])
 
 
 @pytest.mark.parametrize("seed", range(5))

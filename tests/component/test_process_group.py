@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("where", ["asynchronous phase", "join and leave", "DataLoader"])
+@pytest.mark.parametrize("where", ["asynchronous phase", "elastic run", "DataLoader"])
 def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str) -> None:
     def work(group: Any, rank: int) -> Any:
         begun = time.monotonic()
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
 
     def run(collectives: Collectives, rank: int) -> Any:
         collectives.phase = Phase.ASYNC if where == "asynchronous phase" else Phase.SYNC
-        here = RankInfo(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "join and leave")
+        here = RankInfo(rank, SIZE, rank, SIZE, 0, 1, lambda: collectives, meets=where != "elastic run")
         here.forked = where == "DataLoader"
         return work(WorkersGroup(rank, SIZE, lambda: here), rank)
 
@@ -207,7 +207,7 @@ def test_a_group_of_another_backend_is_refused_where_workers_do_not_meet() -> No
     collectives.phase = Phase.ASYNC
     place = RankInfo(0, 2, 0, 2, 0, 1, lambda: collectives, store=dist.HashStore)
     store = GuardedStore(lambda: place)
-    with pytest.raises(CollectiveUnavailableError, match="where A-SGD workers do not meet"):
+    with pytest.raises(CollectiveUnavailableError, match="where A-SGD workers do not synchronise"):
         store.set("key", "value")
     collectives.phase = Phase.SYNC
     store.set("key", "value")
@@ -226,9 +226,9 @@ def first_of_three() -> Iterator[RankInfo]:
 
 
 def test_what_nothing_would_encrypt_is_refused(first_of_three: RankInfo) -> None:
-    with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there is no other"):
+    with pytest.raises(CollectiveUnavailableError, match=r"new_group\(\[0, 1\]\).*transport='zmq' there are no others"):
         dist.new_group([0, 1], backend="gloo")
-    with pytest.raises(CollectiveUnavailableError, match="with transport='zmq', and nothing would encrypt"):
+    with pytest.raises(CollectiveUnavailableError, match="with transport='zmq', and its traffic would not"):
         dist.new_group(backend="cpu:gloo,cuda:gloo")
     for ranks in (None, [0, 1, 2], [0]):
         assert dist.get_backend(dist.new_group(ranks, backend="gloo")) == "asgd"

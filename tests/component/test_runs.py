@@ -222,7 +222,7 @@ def test_a_push_counts_by_its_batch_size_among_those_who_train() -> None:
     ("run", "message", "error"),
     [
         ("s", Attach("other", "here"), "'other', but these servers serve run 's'"),
-        ("s", Join("s", 0, 2), "serve run 's', to which workers attach themselves"),
+        ("s", Join("s", 0, 2), "serve run 's', an elastic run"),
         ("s", Attach("s", "here", protocol=1), "speaks protocol 1"),
         ("", Attach("s", "here"), "fixed number of workers"),
         ("", Join("s", 3, 0), "fixed number of workers"),
@@ -340,7 +340,7 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
     for part in (
         "run r",
         "epoch 3: 45 of 90 steps (50%)",
-        "1 updates refused",
+        "1 updates rejected",
         "1 chief",
         "20 ms",
         "500",
@@ -359,7 +359,7 @@ def restored(service: Service, worker: int, holding: tuple[int, ...]) -> Any:
 def test_a_restored_server_waits_for_all_that_any_worker_knows_of() -> None:
     service = Service(Clock(), run="s", succeeds=True)
     service.handle(Join("s", 1, 0, server=1, restore=True))
-    second = restored(service, 2, holding=(2, 3))  # but the first one has not heard of the third
+    second = restored(service, 2, holding=(2, 3))  # but the first one does not know of the third
     first = restored(service, 1, holding=(1, 2))
     assert not first.done()
     third = restored(service, 3, holding=(3,))
@@ -393,7 +393,7 @@ def test_a_worker_of_a_run_s_earlier_life_does_not_take_part_in_the_new_one() ->
     service.handle(Heartbeat("s", 2))
     answer = service.handle(Join("s", 2, 0, restore=True, holding=(2,), admitted=2))
     assert isinstance(answer, Failure)
-    assert "others came first and started run 's' over" in answer.message
+    assert "other workers started run 's' over first" in answer.message
 
 
 def test_a_founder_that_was_silent_meanwhile_founds_the_run_all_the_same() -> None:
@@ -439,7 +439,7 @@ class RunWorld(World):
             try:
                 return self.take_part(rank)
             except (ServerLostError, WorkerLostError) as error:  # while it came: its user starts it again
-                if isinstance(error, WorkerLostError) and "had brought the run's first weights" not in str(error):
+                if isinstance(error, WorkerLostError) and "had sent the run's first weights" not in str(error):
                     raise
                 self.clients.pop(rank, None)
                 self.turns.wait_until(lambda: True)

@@ -285,7 +285,7 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
     s = Service()
     s.handle(Join("s", 0, 1))
     error, text = failure(s.handle(push(1, 1.0)))
-    assert (error, text) == ("ProtocolError", "Worker 0 exchanged before the shard was laid out.")
+    assert (error, text) == ("ProtocolError", "Worker 0 exchanged before the shard was set up.")
 
 
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
@@ -307,7 +307,7 @@ def test_workers_must_expect_the_same_shard() -> None:
 def test_an_unknown_message_is_answered_with_an_error(message: Any) -> None:
     error, text = failure(service().handle(message))
     assert error == "ProtocolError"
-    assert f"A server was sent a {type(message).__name__}, which it does not know" in text
+    assert f"A server received a {type(message).__name__}, which it cannot handle" in text
 
 
 def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFixture) -> None:

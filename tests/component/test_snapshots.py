@@ -125,7 +125,7 @@ def test_a_run_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -> None:
     assert fetch(after, attached.worker).tolist() == [2.0, -2.0, 1.0]
     view = after.handle(StatusRequest())
     assert (view.session, view.version) == ("s", 1)
-    assert "Server 0 goes on from its snapshot, version 1." in view.news
+    assert "Server 0 continues from its snapshot, version 1." in view.news
     push(after, attached.worker, 1, 1.0)
     assert fetch(after, attached.worker).tolist() == [3.0, -3.0, 2.0]
 

@@ -126,7 +126,7 @@ def resume(lab: Lab) -> Any:
 # ---------------------------------------------------------------------- callbacks
 
 
-@case(CALLBACKS, "`EarlyStopping`", note="Log what it monitors with `sync_dist=True`, as under DDP.")
+@case(CALLBACKS, "`EarlyStopping`", note="Log the value that it monitors with `sync_dist=True`, as under DDP.")
 def early_stopping(lab: Lab) -> Any:
     stopping = lab.pl.callbacks.EarlyStopping("progress", mode="max", patience=0)
     return fit(lab, callbacks=[stopping], max_epochs=5)
@@ -163,7 +163,7 @@ def stop(lab: Lab, at: dict[int, int], **options: Any) -> Any:
 @case(
     OPTIONS,
     "`trainer.should_stop` set at the same batch of every worker",
-    note="The first that comes to it stops the others, a few steps before or after those of DDP.",
+    note="The first worker that sets it stops the others, a few steps earlier or later than under DDP.",
     ddp=False,
 )
 def stopped_by_all(lab: Lab) -> Any:
@@ -173,7 +173,7 @@ def stopped_by_all(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`trainer.should_stop` set by one worker, in mid-epoch",
-    note="Under DDP the others would wait for that worker's gradients for ever.",
+    note="Under DDP the others would wait for that worker's gradients forever.",
     ddp=False,
 )
 def stopped_by_one(lab: Lab) -> Any:
@@ -183,7 +183,7 @@ def stopped_by_one(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`trainer.should_stop` set by workers at different batches",
-    note="Under DDP the others would wait for the first one's gradients for ever.",
+    note="Under DDP the others would wait for the first worker's gradients forever.",
     ddp=False,
 )
 def stopped_by_each(lab: Lab) -> Any:
@@ -199,8 +199,10 @@ def swa(lab: Lab) -> Any:
 @case(
     CALLBACKS,
     "`StochasticWeightAveraging` with batch norm",
-    note="In Lightning's last pass over the data, which is for batch norm, every sample counts once. Its last batch "
-    "takes no step. Under DDP it does, with gradients of the epoch before.",
+    note=(
+        "In Lightning's last pass over the data, which is for batch norm, every sample counts once. Its last batch "
+        "takes no step. Under DDP it takes one, with gradients of the epoch before."
+    ),
 )
 def swa_with_batch_norm(lab: Lab) -> Any:
     averaging = lab.pl.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
@@ -328,7 +330,7 @@ def prediction_writer(lab: Lab) -> Any:
     return {"files": lab.files("*.pt")}
 
 
-@case(CALLBACKS, "`LearningRateFinder`", note="Every worker looks for itself; worker 0's rate is taken.")
+@case(CALLBACKS, "`LearningRateFinder`", note="Every worker searches by itself, and worker 0's rate is used.")
 def rate_finder(lab: Lab) -> Any:
     module = lab.regression()
     first = {name: value.clone() for name, value in module.state_dict().items()}
@@ -386,7 +388,10 @@ def limits_by_fraction(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`val_check_interval` in time",
-    note="All validate where one worker's clock says so. Under DDP workers whose clocks differ would wait for ever.",
+    note=(
+        "All workers validate when one worker's clock says so. Under DDP workers whose clocks differ would wait "
+        "forever."
+    ),
     since="2.6.0",
     ddp=False,
 )
@@ -424,7 +429,10 @@ def max_steps(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`max_time`",
-    note="Worker 0's clock decides under DDP, each worker's own here; at the next sync point all stop.",
+    note=(
+        "Under DDP worker 0's clock decides. Under A-SGD each worker's own clock does, and all workers stop at the "
+        "next sync point."
+    ),
     differs=("events", "step"),
 )
 def max_time(lab: Lab) -> Any:
@@ -504,7 +512,7 @@ def own_sampler(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "data of unequal length per worker",
-    note="Under DDP the shorter worker would leave the others waiting for its gradients for ever.",
+    note="Under DDP the other workers would wait forever for the gradients of the worker with less data.",
     ddp=False,
 )
 def uneven(lab: Lab) -> Any:
@@ -558,7 +566,7 @@ def all_calls(lab: Lab) -> Any:
     return {"loss": loss_of(module), "predictions": sum(len(p) for p in predicted), "keys": list(tested[0])}
 
 
-@case(CALLS, "a second `fit` that goes on")
+@case(CALLS, "a second `fit` that continues")
 def second_fit(lab: Lab) -> Any:
     module = lab.regression()
     trainer = lab.fit(module)

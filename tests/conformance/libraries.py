@@ -106,7 +106,7 @@ def after_fit(lab: Lab) -> Any:
     LIBRARIES,
     "collectives of `torch.distributed` in a training step",
     refused="CollectiveUnavailableError: torch.distributed.all_reduce was called in the asynchronous phase",
-    note="Nobody waits there; call them at the ends of epochs, or switch a library's synchronisation per step off.",
+    note="No worker waits there. Call them at the ends of epochs, or turn off a library's synchronisation per step.",
 )
 def collectives_in_a_step(lab: Lab) -> Any:
     class Raw:
@@ -225,7 +225,7 @@ def stream_by_torch(lab: Lab) -> Any:
     return {"samples": trained(lab, Streamed)}
 
 
-@case(LIBRARIES, "the same with loader processes", note="Each loader process asks for itself.")
+@case(LIBRARIES, "the same with loader processes", note="Each loader process queries `torch.distributed` itself.")
 def stream_by_torch_in_processes(lab: Lab) -> Any:
     class Streamed:
         def train_dataloader(self: Any) -> Any:
@@ -234,7 +234,7 @@ def stream_by_torch_in_processes(lab: Lab) -> Any:
     return {"samples": trained(lab, Streamed)}
 
 
-@case(LIBRARIES, "an `IterDataPipe`, whose loader agrees on a seed by a process group")
+@case(LIBRARIES, "an `IterDataPipe`, whose loader agrees on a seed through a process group")
 def datapipe(lab: Lab) -> Any:
     class Piped:
         def train_dataloader(self: Any) -> Any:

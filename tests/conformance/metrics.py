@@ -54,7 +54,10 @@ def train_epoch(lab: Lab) -> Any:
 @case(
     GROUP,
     "`sync_dist=True` at step level",
-    note="It has no effect, and says so: workers take their steps at different times. Worker 0's value is logged.",
+    note=(
+        "It has no effect, and a warning says so: workers take their steps at different times. Worker 0's value is "
+        "logged."
+    ),
     differs=("ranks",),
 )
 def step_level(lab: Lab) -> Any:
@@ -158,8 +161,10 @@ def logged(lab: Lab, logger: Any) -> dict[str, Any]:
 @case(
     LOGGERS,
     "CSV",
-    note="steps are the progress of all workers together, as under DDP; those that others take while worker 0 waits "
-    "for them at the end of an epoch are not in the log",
+    note=(
+        "steps are the progress of all workers together, as under DDP; steps that others take while worker 0 waits for "
+        "them at the end of an epoch are not in the log"
+    ),
 )
 def csv_logger(lab: Lab) -> Any:
     facts = logged(lab, lab.pl.loggers.CSVLogger(lab.folder, name="csv"))

@@ -45,7 +45,7 @@ def frozen(lab: Lab) -> Any:
 @case(
     GROUP,
     "parameters unfrozen later (`BackboneFinetuning`)",
-    note="They are exchanged from the epoch on in which they are unfrozen.",
+    note="They are exchanged from the epoch in which they are unfrozen.",
 )
 def unfrozen(lab: Lab) -> Any:
     class Backbone:
@@ -222,8 +222,8 @@ def batch_norm(lab: Lab) -> Any:
 @case(
     GROUP,
     "`sync_batchnorm=True`",
-    note="It has no effect, and says so: workers take their steps at different times, so there is no common batch. "
-    "Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
+    note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
+    "workers. Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
     differs=("layers",),
     ddp=False,
 )

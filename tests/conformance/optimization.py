@@ -59,8 +59,10 @@ class Manual:
     GROUP,
     "manual optimization, scheduler stepped by hand",
     differs=("rates",),
-    note="a schedule that the module steps by itself counts the worker's own batches, which are as many as its speed "
-    "allows; with `data='split'` it is as under DDP",
+    note=(
+        "a schedule that the module steps itself counts the worker's own batches, whose number depends on its speed; "
+        "with `data='split'` it is as under DDP"
+    ),
 )
 def manual(lab: Lab) -> Any:
     return fit(lab, Manual)
@@ -179,8 +181,10 @@ def compiled(lab: Lab) -> Any:
 @case(
     GROUP,
     "LBFGS with a line search",
-    note="A large `nsync` suits it: its memory of past gradients is wrong by what other workers contributed. Under DDP "
-    "workers that search for different lengths wait for one another for ever.",
+    note=(
+        "Use a large `nsync`: its memory of past gradients lacks the other workers' contributions. Under DDP workers "
+        "whose searches have different lengths wait for each other forever."
+    ),
     ddp=False,
 )
 def lbfgs(lab: Lab) -> Any:
@@ -251,7 +255,7 @@ def skipped(lab: Lab) -> Any:
 @case(
     GROUP,
     "one worker alone skips steps, with manual optimization",
-    note="Under DDP the other worker would wait for its gradients for ever.",
+    note="Under DDP the other worker would wait for its gradients forever.",
     ddp=False,
 )
 def skipped_by_one(lab: Lab) -> Any:

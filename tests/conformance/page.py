@@ -29,10 +29,10 @@ Every line is a test that trains with two workers under `strategy="ddp"` and und
 `pytorch_lightning` and of `lightning.pytorch`, and compares: the same sync points after the same number of steps, the
 same names of metrics, the same files, a loss as low as DDP's; and the same bits on all workers at every sync point
 (`pytest tests/conformance`). This page is made from these tests by `make compatibility`; do not edit it.
-The tables at its end say what other people's libraries do.
+The tables at its end show third-party libraries.
 
-**refused**: by an error that says why. **compared with DDP**: *yes*; *DDP fails* where DDP raises an error; *no* where
-DDP hangs or has nothing of the kind.
+**refused**: with an error that says why. **compared with DDP**: *yes*; *DDP fails* if DDP raises an error; *no* if DDP
+hangs or has no such feature.
 """
 MORE = {  # what has a test of its own
     "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | yes | |"],
@@ -47,12 +47,12 @@ Tested in `tests/lightning/`, each with real processes.
 | `start_method="popen"`, `strategy="asgd"` | works | a worker that dies does not stop the others |
 | `start_method="fork"`, `strategy="asgd_fork"` | works | a worker that dies does not stop the others |
 | `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies does not stop the others |
-| notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook itself before |
+| notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook's process first |
 | `torchrun`, one node and two | works | |
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
 | `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
-| CUDA devices | not run yet | no machine of the tests has had one |
+| CUDA devices | not run yet | no test machine has had one |
 """
 
 

@@ -193,7 +193,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         wait_until(lambda: len({*servers_of(main)} - {*known}) == 1, 30, "another server")
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 30, "training with it")
-        news = "A server was lost, and restored from what the workers hold."
+        news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
         main.join(20)
@@ -202,7 +202,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         main.join()
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
-    assert "Nobody can connect to this server any more" in output
+    assert "No process can connect to this server any more" in output
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
             wait_until(lambda known=known: len({*servers_of(main)} - {*known}) == 1, 20, "another server")  # type: ignore[misc]
             before = epochs(tmp_path)
             wait_until(lambda before=before: epochs(tmp_path) > before + 3, 30, "training with it")  # type: ignore[misc]
-        news = "A server was lost, and restored from what the workers hold."
+        news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
         main.join(20)
@@ -235,7 +235,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
     assert main.exitcode == 0, output
     assert "had no snapshot" not in output
     wait_until(lambda: not list(tmp_path.glob("lightning_asgd.*")), 10, "the end of temporary folders")
-    assert output.count("ended with exit code -9") == output.count("Another one takes its place.") == 2
+    assert output.count("ended with exit code -9") == output.count("A replacement is being started.") == 2
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert len(zero) == len(one)
     for a, b in zip(zero, one, strict=True):

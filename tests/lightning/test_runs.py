@@ -183,7 +183,9 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         start("b")
         wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
         servers_of(served)[0].kill()
-        wait_until(lambda: "Another one takes its place." in (tmp_path / "serve.log").read_text(), 10, "another server")
+        wait_until(
+            lambda: "A replacement is being started." in (tmp_path / "serve.log").read_text(), 10, "another server"
+        )
         before = epochs("b")
         wait_until(lambda: epochs("b") > before + 1, 30, "training with another server")
         started["a"].kill()
@@ -239,7 +241,7 @@ def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp
         workers[-1].start()
 
     def restored() -> int:
-        return (tmp_path / "serve.log").read_text().count("Another one takes its place.")
+        return (tmp_path / "serve.log").read_text().count("A replacement is being started.")
 
     served.start()
     try:
@@ -363,7 +365,7 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
         lose(served, machine=True)
         first.kill()
         served, address = begin("0")
-        assert "goes on from its snapshots" in (tmp_path / "serve.log").read_text()
+        assert "continues from its snapshots" in (tmp_path / "serve.log").read_text()
         second = start(attach, tmp_path, "b", address, transport, 0.0)
         second.join(40)
         assert second.exitcode == 0, (tmp_path / "b.log").read_text()
@@ -409,7 +411,7 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         assert main(["status", address]) == 0
         shown = capsys.readouterr().out
         assert "run counts" in shown
-        assert "nobody takes part now" in shown
+        assert "no worker takes part now" in shown
         assert "Worker 1 has left." in shown
     finally:
         os.kill(served.pid, signal.SIGTERM)
@@ -484,8 +486,8 @@ def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_dev
         ({"run_id": "r"}, "Expected both, or neither"),
         ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
         ({"server": "host:1", "run_id": "r", "algorithm": "local_sgd"}, "do not wait for each other"),
-        ({"server": "host:1", "run_id": "r", "data": "split"}, "nobody knows how many workers"),
-        ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "come and go as they like"),
+        ({"server": "host:1", "run_id": "r", "data": "split"}, "the number of workers of an elastic run"),
+        ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "join and leave at any time"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], error: str) -> None:

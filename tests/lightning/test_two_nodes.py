@@ -64,13 +64,14 @@ def on_both(folder: Path, machines: network.Network, port: str, **options: Any) 
 
 
 @pytest.mark.slow  # of the usual tests the last one starts so, and torchrun's goes to the end
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str) -> None:
-    jobs = on_both(tmp_path, machines, PORTS[transport == "zmq"], max_epochs=60, settings={"transport": transport})
+@pytest.mark.parametrize(("transport", "said"), [("rpc", "rpc, as given."), ("auto", f"zmq, since {SECRET_ENV} is")])
+def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str, said: str) -> None:
+    jobs = on_both(tmp_path, machines, PORTS[transport == "auto"], max_epochs=60, settings={"transport": transport})
     wait_until(lambda: (tmp_path / "training0").exists() or jobs[0].poll() is not None, 90, "training")
     seen = listening(jobs[0].pid) if jobs[0].poll() is None else set()
     check_finished(tmp_path, jobs)
     assert seen == {machines.addresses[0]}  # one interface, never all
+    assert [(tmp_path / f"output{node}").read_text().count(f"Transport: {said}") for node in (0, 1)] == [1, 0]
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> None:
@@ -92,7 +93,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
 
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_for_some_seconds(tmp_path: Path, machines: network.Network) -> None:
-    jobs = on_both(tmp_path, machines, PORTS[3], max_epochs=300)
+    jobs = on_both(tmp_path, machines, PORTS[3], max_epochs=300, settings={"transport": "rpc"})
     wait_until(lambda: training(tmp_path) or jobs[0].poll() is not None, 90, "training")
     for seconds in (1.0, 5.0):
         network.pull(machines, 1, seconds)
@@ -102,7 +103,7 @@ def test_a_cable_that_is_pulled_for_some_seconds(tmp_path: Path, machines: netwo
 
 
 def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines: network.Network) -> None:
-    jobs = on_both(tmp_path, machines, PORTS[2], max_epochs=1_000_000)
+    jobs = on_both(tmp_path, machines, PORTS[2], max_epochs=1_000_000, settings={"transport": "rpc"})
     try:
         wait_until(lambda: training(tmp_path), 90, "training")
         assert listening(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
@@ -113,7 +114,7 @@ def test_when_worker_0_dies_the_other_machine_stops_too(tmp_path: Path, machines
             job.kill()
             job.wait()
     said = (tmp_path / "output1").read_text()
-    assert re.search("WorkerLostError: The main process .* has ended without a word", said), said
+    assert re.search("WorkerLostError: The main process .* has ended unexpectedly", said), said
 
 
 # ---------------------------------------------------------------------- a run that workers attach themselves to

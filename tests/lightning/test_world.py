@@ -188,7 +188,7 @@ def test_a_worker_that_gets_sigterm_ends_and_the_others_go_on(tmp_path: Path, ma
     ("transport", "backend", "said"),
     [
         ("rpc", "gloo", "They are neither encrypted nor authenticated."),
-        ("zmq", "asgd", "A process group with backend 'gloo' was asked for, and is served by A-SGD's own"),
+        ("zmq", "asgd", "A process group with backend 'gloo' was requested, and is served by A-SGD's own backend"),
     ],
 )
 def test_gloo_and_iter_data_pipes(

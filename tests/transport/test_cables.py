@@ -44,11 +44,12 @@ transport.close()
 
 
 PULLED = """
+import contextlib
 import os
 from lightning_asgd.server import server_process
 from lightning_asgd.transports import tensorpipe
 class Told:
-    connect = classmethod(lambda cls, *about: cls())
+    connect = classmethod(lambda cls, *about: contextlib.nullcontext(cls()))
     def put(self, key, about):
         print(about["address"], flush=True)
 server_process.Rendezvous = Told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import pytest
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
+from lightning_asgd.transports import job_secret, zmq_sockets
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY, given, key_for, make_own, seal, unseal
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
@@ -81,6 +83,27 @@ def test_each_purpose_has_a_key_of_its_own() -> None:
     keys = {key_for(purpose, secret) for purpose in (b"asgd server", b"asgd worker") for secret in (SECRET, "other")}
     assert len(keys) == 4
     assert {len(key) for key in keys} == {32}
+
+
+def test_all_keys_come_from_one_slow_hash_of_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that people think of cannot be guessed from a key or a code as fast as one hash is computed."""
+    slow, calls = hashlib.scrypt, list[dict[str, Any]]()
+
+    def counted(secret: bytes, **options: Any) -> bytes:
+        calls.append(options)
+        return slow(secret, **options)
+
+    monkeypatch.setattr(hashlib, "scrypt", counted)
+    secret = f"a secret that no other test uses {os.getpid()}"
+    keys = zmq_sockets.keys_of(secret)  # of CURVE
+    entry = seal("server/0", 7, secret).encode()
+    assert unseal("server/0", entry, secret) == 7
+    assert zmq_sockets.keys_of(secret) == keys
+    (options,) = calls
+    assert options["n"] * options["r"] * 128 >= 16 << 20, "bytes that every guess needs"
+    monkeypatch.setattr(job_secret, "_stretched", lambda secret: b"another key")
+    assert zmq_sockets.keys_of(secret) != keys
+    assert unseal("server/0", entry, secret) is None
 
 
 def test_ten_thousand_foreign_values_never_raise(secret: str | None) -> None:

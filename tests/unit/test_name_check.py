@@ -141,7 +141,7 @@ def test_what_can_be_missed_is_warned_of(tree: Any, pl: Any, monkeypatch: pytest
     check_tree(tree, said.append)
     assert said == [
         f"{tree.package} 2.7.0 lacks `TQDMProgressBar._train_progress_bar` (present 2.5.0 to 2.6.6; needed to show how "
-        "many batches are expected): the progress bar shows as many as Lightning counts."
+        "many batches are expected): the progress bar shows the number of batches that Lightning counts."
     ]
 
 

@@ -43,7 +43,7 @@ def test_settings() -> None:
     assert config.auto
     assert config.npush == config.nfetch == 10
     assert not ExchangeConfig.create(nsync=10).auto
-    with pytest.raises(ValueError, match="nsync='auto' was given beside nfetch=3 and npush=None"):
+    with pytest.raises(ValueError, match="nsync='auto' was given together with nfetch=3 and npush=None"):
         ExchangeConfig.create(nsync="auto", nfetch=3)
     with pytest.raises(ValueError, match="nsync='often'"):
         ExchangeConfig.create(nsync="often")

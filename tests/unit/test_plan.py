@@ -95,7 +95,7 @@ def test_a_modules_own_batch_is_measured(capsys: pytest.CaptureFixture[str], scr
             r"--parameters, --batch-size not given. Expected --parameters, --step-s and --batch-size, or",
         ),
         ([*NUMBERS, "--workers", "0"], r"--workers 0. Expected a whole number of at least 1"),
-        (["--module", "nothing"], r"'nothing' names nothing. Expected 'package.module:Name'"),
+        (["--module", "nothing"], r"'nothing' has no name. Expected 'package.module:Name'"),
         (["--module", "no_such_module:Net"], r"There is no module 'no_such_module'"),
         (["--module", "no_such_file.py:Net"], r"There is no file 'no_such_file.py'"),
         (["--module", "{script}:Missing"], r"has no 'Missing'. Expected a name that is defined there"),

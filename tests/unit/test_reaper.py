@@ -16,12 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_asgd.processes.reaper import start
+from lightning_asgd.processes import reaper as reaper_module
+from lightning_asgd.processes.reaper import start, started
 
 # Starts the reaper and some children, says their numbers, then waits for its end.
 PARENT = """
-import json, os, subprocess, sys, time, psutil
-from lightning_asgd.processes.reaper import start
+import json, os, subprocess, sys, time
+from lightning_asgd.processes.reaper import start, started
 reaper = start()
 pids = {"reaper": reaper.pid}
 children = {
@@ -35,9 +36,8 @@ for name, start in children.items():
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     child.stdout.readline()
     pids[name] = child.pid
-    created = psutil.Process(child.pid).create_time() - (100 if name == "reused" else 0)
     if name != "bystander":
-        reaper.stdin.write(f"add {child.pid} {created}\\n".encode())
+        reaper.stdin.write(f"add {child.pid} {started(os.getpid() if name == 'reused' else child.pid)}\\n".encode())
 reaper.stdin.flush()
 print(json.dumps(pids), flush=True)
 sys.stdin.read()
@@ -128,6 +128,26 @@ def test_a_process_number_given_to_another_program_is_left_alone(aftermath: dict
     assert "reused" in aftermath["left"]
 
 
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_while_a_job_runs_changes_nothing(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """The time of day at which a process started is computed from the present one, so it moves with the clock."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        watched, before = {child.pid: started(child.pid)}, psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + step_s)
+        alive = [process.pid for process in reaper_module._alive(watched)]
+        child.communicate(b"\n", timeout=10)
+    assert alive == [child.pid]
+
+
+def test_a_number_whose_new_owner_seems_as_old_as_the_one_before_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the clock was set back between the two starts."""
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1e9)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        alive = reaper_module._alive({child.pid: started(os.getpid())})
+        child.communicate(b"\n", timeout=10)
+    assert alive == []
+
+
 def test_signals_that_come_before_the_reaper_is_ready_do_not_end_it() -> None:
     reaper = start()
     for _ in range(20):
@@ -143,10 +163,10 @@ def test_signals_that_come_before_the_reaper_is_ready_do_not_end_it() -> None:
 def test_the_reaper_ends_at_once_when_its_input_does_and_nobody_is_left() -> None:
     reaper = start()
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    created = psutil.Process(child.pid).create_time()
+    since = started(child.pid)
     child.wait(10)
     assert reaper.stdin is not None
-    reaper.stdin.write(f"add {child.pid} {created}\n".encode())
+    reaper.stdin.write(f"add {child.pid} {since}\n".encode())
     reaper.stdin.close()
     assert reaper.wait(2.4) == 0  # less than the patience it has with the living
 
@@ -159,7 +179,7 @@ def test_children_that_end_by_themselves_get_the_time_to() -> None:
     child.stdout.readline()
     reaper = start()
     assert reaper.stdin is not None
-    reaper.stdin.write(f"add {child.pid} {psutil.Process(child.pid).create_time()}\n".encode())
+    reaper.stdin.write(f"add {child.pid} {started(child.pid)}\n".encode())
     reaper.stdin.close()
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.5)

@@ -72,7 +72,7 @@ def test_folders_without_logs_are_told_from_those_with_several(tmp_path: Path) -
         MetricLog(tmp_path / name, 1, {})
     with pytest.raises(ConfigurationError, match=r"holds the logs of 2 runs\. Expected one of .*a, .*b\."):
         find_log(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"holds no figures\. Expected a fit of at least one batch"):
+    with pytest.raises(ConfigurationError, match=r"holds no metrics\. Expected a fit of at least one batch"):
         read(find_log(tmp_path / "a"))
     (tmp_path / "a" / FILE).write_text('{"kind":"fit"}\n{}\n')
     with pytest.raises(ConfigurationError, match=r"Line 1 of .* cannot be read \(KeyError\('started'\)\)\. Expected"):
@@ -243,4 +243,4 @@ def test_training_goes_on_without_a_place_for_the_file_and_one_warning_says_so(
         journal.add(entry)
     journal.end("done")
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"The workers' figures cannot be written to {url}/asgd.jsonl ({cause}")
+    assert record.getMessage().startswith(f"The workers' metrics cannot be written to {url}/asgd.jsonl ({cause}")

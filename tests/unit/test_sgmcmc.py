@@ -291,7 +291,7 @@ def test_what_leaves_pushes_as_they_are_is_taken(cls: Any) -> None:
 
 @pytest.mark.parametrize("name", ["sgmcmc", "elastic_sgmcmc"])
 def test_there_is_no_scale(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="scale='mean' was given beside"):
+    with pytest.raises(ConfigurationError, match="scale='mean' was given together with"):
         ExchangeConfig.create(nsync=1, algorithm=name, scale="mean")
     with pytest.raises(TypeError, match="scale"):
         type(algorithms.find(name))(scale="mean")  # type: ignore[call-arg]

@@ -517,7 +517,7 @@ def test_workers_that_wait_for_ever_are_named() -> None:
         def holds(self, worker: int, table: Any) -> bool:
             return worker == 1
 
-    with pytest.raises(ASGDError, match=r"workers \[1\] wait for ever|workers \[0, 1\] wait for ever"):
+    with pytest.raises(ASGDError, match=r"workers \[1\] wait forever|workers \[0, 1\] wait forever"):
         Simulation(problem=CLEAN, exchange={"nsync": 2, "algorithm": ASGD(transforms=[Never()])}).run()
 
 

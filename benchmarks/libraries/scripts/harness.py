@@ -1,4 +1,4 @@
-"""What the programs of this folder have in common: who trains, and what is written down about it.
+"""The common part of the programs in this folder: options, and records of what was trained.
 
 Each of them is a script that the runner starts as a user would. ``run = Run(...)`` reads the command line,
 ``run.trainer_options()`` is handed to the library's Trainer, ``run.finish(...)`` ends the script. In between every

@@ -1,4 +1,4 @@
-"""LitData: a ``StreamingDataset`` in a ``StreamingDataLoader``, which looks for its place when it is made."""
+"""LitData: a ``StreamingDataset`` in a ``StreamingDataLoader``, which looks up its rank when it is created."""
 
 from __future__ import annotations
 

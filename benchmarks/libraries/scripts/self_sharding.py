@@ -1,4 +1,4 @@
-"""Iterable datasets as people write them: every n-th sample, by rank, world and loader process."""
+"""Iterable datasets as users write them: every n-th sample, by rank, world and loader process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time series for the forecasting libraries: a weekly wave with a trend and noise, and what was really there after."""
+"""Time series for the forecasting libraries: a weekly wave with a trend and noise, and the true values after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An iterable dataset that takes its part as ``torch.distributed`` says."""
+"""An iterable dataset that divides itself by ``torch.distributed``."""
 
 from self_sharding import AsTorchSays, main
 

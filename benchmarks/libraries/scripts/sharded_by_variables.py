@@ -1,4 +1,4 @@
-"""An iterable dataset that takes its part as the variables RANK and WORLD_SIZE say."""
+"""An iterable dataset that divides itself by the variables RANK and WORLD_SIZE."""
 
 from self_sharding import AsVariablesSay, main
 

@@ -2,9 +2,11 @@
 
 On PYTHONPATH, Python runs this file first. It hides packages that are not ours; most users do not have them either. And
 it has torch's compiler imported when it is used: Lightning imports it for an ``isinstance``, torch's optimizers to have
-their methods left alone by it. The programs of ``tests/examples`` and the conformance tests run without this file.
+their methods left alone by it. The garbage collector runs less often: while modules are imported it finds nothing. The
+programs of ``tests/examples`` and the conformance tests run without this file.
 """
 
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -90,6 +92,7 @@ class Finder:
 
 LATER = Compiler(COMPILER)
 sys.modules[COMPILER] = LATER
+gc.set_threshold(50_000)
 importlib.metadata.version = hiding(importlib.metadata.version)
 importlib.metadata.distribution = hiding(importlib.metadata.distribution)
 sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""Where the processes of a job meet, and by which transport: what a process hosts for that, and what it releases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.processes import rank_variables
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.registry import TransportKind
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = ["choose_transport", "find_address", "release_port", "rendezvous_at"]
+
+_hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
+_said: set[str] = set()
+_inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
+
+
+def _after_fork() -> None:
+    _inherited.append(dict(_hosted))
+    _hosted.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def choose_transport(
+    asked: str, *, one_machine: bool, say: Callable[[str], None] | None = None
+) -> tuple[str, TransportKind]:
+    """The transport of a job. ``say`` gets one line, once in a process: which it is, why, and who could get in."""
+    name, line = registry.choose(asked, one_machine=one_machine)
+    kind = registry.kind_of(name)
+    kind.check_available()
+    if say is not None and line not in _said:
+        say(line)
+        _said.add(line)
+    return name, kind
+
+
+def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_main: bool) -> tuple[str, int]:
+    """The address of a job's rendezvous, which the main process hosts unless it does already."""
+    known = rank_variables.address()
+    if known is not None:
+        host, _, port = known.rpartition(":")
+        return host, int(port)
+    if num_nodes == 1 and not environment.creates_processes_externally:
+        rendezvous = kind.host_rendezvous()
+        _hosted[rendezvous.address] = rendezvous
+        rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
+        return rendezvous.address
+    by_hand = private_names.is_a(environment, private_names.one_machine)
+    if num_nodes > 1 and by_hand and "MASTER_PORT" not in os.environ:
+        raise LaunchError(
+            f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
+            "the same on every machine: set MASTER_PORT to a free port of the first one."
+        )
+    address = (str(environment.main_address), int(environment.main_port))
+    if address[1] == 0:
+        raise LaunchError(
+            "MASTER_PORT is 0. Expected a port that is the same on every machine. Start torchrun with "
+            "--standalone or --rdzv-backend=c10d on one machine, or give --master-port a free port."
+        )
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_main and not agent_store and address not in _hosted:
+        _hosted[address] = kind.host_rendezvous(*address)
+    return address
+
+
+def rendezvous_at(address: tuple[str, int], timeout_s: float) -> Rendezvous:
+    """The rendezvous that the main process hosts at an address, or found there: torchrun's agent may host the store."""
+    if address not in _hosted:
+        _hosted[address] = Rendezvous.connect(*address, timeout_s)
+    return _hosted[address]
+
+
+def release_port() -> None:
+    """Stop serving at ``MASTER_PORT`` what torch cannot use: another strategy is about to host torch's store there."""
+    for address, rendezvous in list(_hosted.items()):
+        if not rendezvous.serves_torch and str(address[1]) == os.environ.get("MASTER_PORT"):
+            _hosted.pop(address).close()

@@ -1,0 +1,36 @@
+"""Where the entries of a rendezvous are kept: what both kinds of store have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = ["EntryStore"]
+
+
+class EntryStore(ABC):
+    """JSON values by name, which any process of the job reads and writes. Calls that fail raise a ``RuntimeError``."""
+
+    address: tuple[str, int]
+    serves_torch = False
+    """Whether torch's process groups can use the store that listens at the address, too."""
+
+    @abstractmethod
+    def put(self, key: str, value: Any) -> None:
+        """Publish a JSON value."""
+
+    @abstractmethod
+    def peek(self, key: str, kind: type = object) -> Any:
+        """The latest value of a type that a process of this job published; None if there is none."""
+
+    def is_foreign(self, key: str) -> bool:
+        """Whether a process without the job's secret wrote the present value."""
+        return False
+
+    def shared(self, prefix: str) -> Any:
+        """A store of torch's below a prefix, for other parts of torch."""
+        raise NotImplementedError(f"{type(self).__name__} serves this package only")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the connection. The process that hosts the store stops serving it."""
