@@ -188,7 +188,7 @@ class Membership:
 
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""
-        there = self.elastic or 0 <= worker < self.world_size
+        there = worker in self.joined if self.elastic else 0 <= worker < self.world_size
         return there and self.processes.get(worker, process).startswith(process)
 
     def check(self, worker: int) -> None:
