@@ -92,7 +92,7 @@ elastic: $(VENV)/.installed-examples ## from one worker to six and back within a
 interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments: what stays behind
 	@$(RUN) benchmarks/interrupt.py
 
-strangers: $(VENV)/.installed-examples ## thousands of connections and messages that a server does not expect
+strangers: $(VENV)/.installed-examples ## processes, connections and messages that a job does not expect (as root: on two machines too)
 	@$(RUN) benchmarks/strangers.py
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind

@@ -1,223 +1,349 @@
-"""Thousands of unexpected connections and messages: the server keeps serving, and its memory stays constant.
+"""Processes and messages that should not be there: what a job makes of them, and what they cost its servers.
 
-    python benchmarks/strangers.py               # 10,000 foreign connections and 10,000 messages of a worker
-    python benchmarks/strangers.py --number 500  # a quick look
+    python benchmarks/strangers.py                        # all of it: ten minutes
+    python benchmarks/strangers.py --only 'restarted node' --transport rpc
+    python benchmarks/strangers.py --places job           # without root: on this machine only
 
-Against a server process with transport="zmq". Foreign processes without the job's secret connect and send nothing,
-random bytes, greetings of ZeroMQ without encryption, broken handshakes, and frames that promise a terabyte; half of
-them reset the connection. Then a process with the secret sends random bytes, headers that do not match their content,
-values that are not messages, and real messages with one byte changed (except messages that begin a session, which such
-a process may do). Meanwhile a worker pushes ones. At the end the server must hold as many as were pushed and accept a
-new worker, and the same number of messages again may not increase its memory.
+Two workers train in each place: a job of two nodes, and a run of `lightning-asgd serve`; over RPC and ZeroMQ; on two
+machines (network namespaces, as root under Linux), else on this one. While they train each of these is tried:
 
-Exits with 1 if not.
+* a second start of a living worker, and a second job at the same port;
+* a node is killed and started again, ten times, and must train again within 3 s after its imports;
+* a worker that is stopped, and replaced, wakes up: it must be refused by name;
+* 10,000 random keys and values written where there is a store, or garbage where there is none;
+* 1,500 idle connections to a server whose limit of open files is 1,024;
+* 10,000 fuzzed messages: random bytes, and real messages of which something was changed, from someone who knows the
+  secret.
+
+The job must go on. Within ten seconds its servers must be back to the CPU time and memory of before. At the end both
+workers exit with 0, and every sample was trained exactly once per epoch. With RPC, which has no authentication, the
+server may be replaced meanwhile. Besides, a node raises an exception at step 20, and a run's server sees 2,000 workers
+come and go; and ``strangers_server.py`` sends a lone server 20,000 connections and 20,000 messages.
+
+Exits with 1 unless all of this holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
+import re
 import secrets
+import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
-import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
-import psutil
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
+
 import torch
-import zmq
-from memory import kilobytes
-from ranks import clean_environment
+from network import Network, available, two_machines
+from ranks import clean_environment, told_of_errors
 from rich.console import Console
+from rich.markup import escape
+from strangers_jobs import SAMPLES, SILENCE_S, Job, Load, Place
+from strangers_server import attack_a_server, fuzz, workers_that_come_and_go, write_keys
 
-from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import Exchange, Heartbeat, Join, codec
-from lightning_asgd.server.server_process import ServerArguments, ServerSettings
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
-from lightning_asgd.transports.zmq_sockets import keys_of
-from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
 
-GROWTH_MB = 5.0
-BURST = 500  # messages of up to 100,000 bytes
-SESSION = "strangers"
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+WITHIN_S = 10.0  # until the servers use what they used before
+MORE_CPU, MORE_MB = 0.15, 20.0  # of a second per second, and of memory: what varies without any stranger
+REJOIN_S = 3.0
+RESTARTS = 10
+IDLE = 1500
+MESSAGES = 10_000
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-class Pusher(threading.Thread):
-    """A worker of the job, that pushes ones."""
-
-    def __init__(self, transport: ZmqTransport) -> None:
-        super().__init__(daemon=True)
-        client = SessionClient(Connection(transport, SESSION, 0, 2, timeout_s=30.0))
-        client.join()
-        self.shards = ShardClient(client)
-        layout = build_layout([("w", torch.zeros(1000))], [], 1)
-        self.shards.initialise(layout, ASGD("sum"), [None], [(torch.zeros(1000),)])
-        self.over = threading.Event()
-        self.pushed = 0
-        self.held = 0.0
-
-    def run(self) -> None:
-        while not self.over.wait(0.01):
-            number = self.pushed + 1
-            updates = [(torch.ones(1000),)]
-            (reply,) = self.shards.replies(
-                self.shards.exchange(
-                    Exchange(*self.shards.connection.sender, number, 0, True, True), [self.pushed], updates
-                )
-            )
-            self.pushed, self.held = number, float(reply.weights[0].mean()) if reply.weights else 0.0
-
-
-def greeting(mechanism: bytes) -> bytes:
-    """How a ZeroMQ connection begins."""
-    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
-
-
-def stranger(address: tuple[str, int], chance: random.Random) -> None:
-    data = chance.choice(
-        [
-            b"",
-            chance.randbytes(chance.randint(1, 3000)),
-            greeting(b"NULL") + b"\x04\x05READY",
-            greeting(b"CURVE") + chance.randbytes(chance.randint(1, 400)),
-            greeting(b"CURVE") + b"\x04\xc8\x05HELLO" + chance.randbytes(194),
-            greeting(b"CURVE") + b"\x06" + struct.pack(">Q", 1 << 40),
-            greeting(b"CURVE")[: chance.randint(1, 63)],
-        ]
-    )
-    with socket.create_connection(address, timeout=10) as connection:
-        connection.sendall(data)
-        if chance.random() < 0.5:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def insider(chance: random.Random, number: int) -> list[bytes]:
-    """A message of somebody who knows the secret and means no good, or is broken."""
-    real = chance.choice(
-        [Join(SESSION, 1, 2), Heartbeat(SESSION, 1), Exchange(SESSION, 1, 1, 0, False, True), {"no": "message"}, [[]]]
-    )
-    header, _ = codec.encode(real)
-    changed = bytearray(header)
-    changed[chance.randrange(len(changed))] = chance.randrange(32, 127)
-    with contextlib.suppress(ProtocolError):
-        if isinstance(codec.decode(bytes(changed), []), Join):
-            changed = bytearray(header)  # whoever knows the secret may begin another session
-    about: list[Any] = ["somebody", number, [number - 1]]
-    return chance.choice(
-        [
-            [chance.randbytes(chance.randint(0, 500))],
-            [json.dumps([*about, [chance.randint(-9, 1 << 40)], header.decode()]).encode()],
-            [json.dumps([*about, [], changed.decode()]).encode()],
-            [json.dumps([*about, [], "[" * chance.randint(1, 100_000)]).encode()],
-            [json.dumps([*about, [3], '["T",0,"float32",[1]]']).encode(), b"abc"],
-            [json.dumps([*about, [], header.decode()]).encode(), *[b"more"] * chance.randint(1, 20)],
-        ]
-    )
-
-
-def memory_mb(process: psutil.Process) -> float:
-    status = kilobytes(Path(f"/proc/{process.pid}/status"))
-    return (status["RssAnon"] + status["RssShmem"]) / 1e3
-
-
-def beat(number: int) -> list[bytes]:
-    """A message that is answered when all before it have been read."""
-    header, _ = codec.encode(Heartbeat(SESSION, 1))
-    return [json.dumps(["somebody", number, [], [], header.decode()]).encode()]
-
-
-def attack(server: psutil.Process, what: str, number: int, send: Any) -> bool:
-    """Whether the server needs no more memory for twice as many than for so many: at most, looked at between bursts."""
-    sizes = [memory_mb(server)]
-    for turn in range(2):
-        peak = 0.0
-        for index in range(number):
-            send(turn * number + index)
-            if (index + 1) % BURST == 0:
-                peak = max(peak, memory_mb(server))
-        sizes.append(max(peak, memory_mb(server)))
-    fine = sizes[2] <= sizes[1] + GROWTH_MB
-    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
-    about = f"{server.num_fds()} files open, {server.num_threads()} threads"
-    before, first, then = (f"{size:.1f} MB" for size in sizes)
-    CONSOLE.print(f"{verdict}  {number:,} {what}: {before} before, at most {first}, {then} for as many again; {about}")
+def row(fine: bool, text: str) -> bool:
+    """Print a verdict."""
+    CONSOLE.print(f"{'[green]PASS[/]' if fine else '[red]FAIL[/]'}  {escape(text)}")
     return fine
+
+
+# ---------------------------------------------------------------------- what is tried while two workers train
+# Each returns what was seen, and raises an AssertionError or a RuntimeError if the job did not do what it should.
+
+
+def refused(job: Job, name: str, seconds: float, text: str) -> str:
+    """The line in which a process says that it was refused."""
+    code = job.exit_code(name, seconds)
+    said = job.said(name)
+    found = re.search(f"[^\n]*{text}[^\n]*", said)
+    assert code not in (None, 0), f"a process that should be refused has exit code {code}: {said[-1500:]}"
+    assert found, f"it was not refused by name: {said[-1500:]}"
+    return f"refused: {found[0].strip()[:110]}..."
+
+
+def second_start(job: Job, chance: random.Random) -> str:
+    """A second start of the worker of node 1, which lives; of a run, a second `serve` at its port."""
+    if job.place.serves:
+        return refused(job, job.start(1, run_id="another"), 40, "serves run_id='strangers'")
+    return refused(job, job.start(1), 40, "claimed rank 1, which process")
+
+
+def second_job(job: Job, chance: random.Random) -> str:
+    """The first node of a second job at the same port."""
+    if job.place.serves:
+        from strangers_jobs import _serve
+
+        job.fork("second", _serve, job.place, job.folder / "..", job.port)
+        job.processes["second"].join(30)
+        assert job.processes["second"].exitcode not in (None, 0)
+        return f"its exit code is {job.processes['second'].exitcode}"
+    return refused(job, job.start(0), 60, "Error: .*(in use|EADDRINUSE|taken|belong)")
+
+
+def restarted(job: Job, chance: random.Random) -> str:
+    """Node 1 is killed and started again."""
+    took = []
+    for _ in range(RESTARTS if job.about.get("restarts") else 2):
+        time.sleep(chance.uniform(0.2, 1.0))
+        job.signal(job.members[1], signal.SIGKILL)
+        job.processes[job.members[1]].join()
+        name = job.members[1] = job.start(1)
+        job.wait(lambda name=name: job.is_in(name), 30, "training of the restarted node")  # type: ignore[misc]
+        took.append(job.told(name)["in_s"])
+    assert max(took) < REJOIN_S, f"seconds from imports to the first batch: {took}"
+    return f"{len(took)} times, in after {min(took):.1f} to {max(took):.1f} s"
+
+
+def stale(job: Job, chance: random.Random) -> str:
+    """A worker is stopped, another process takes its place, and it wakes up."""
+    old = job.members[1]
+    job.signal(old, signal.SIGSTOP)
+    time.sleep(0 if job.place.serves else SILENCE_S + 1)
+    name = job.members[1] = job.start(1)
+    job.wait(lambda: job.is_in(name), 30, "training of the process in its place")
+    job.train()
+    job.signal(old, signal.SIGCONT)
+    if job.place.serves:  # there it has a number of its own, and rejoins
+        time.sleep(2)
+        assert job.lives(old)
+        job.signal(old, signal.SIGTERM)
+        job.processes[old].join(20)
+        return "it rejoined under its own number"
+    return refused(job, old, 40, "claimed rank 1, which process")
+
+
+def keys(job: Job, chance: random.Random) -> str:
+    """Random keys and values in the store."""
+    return in_another(job, write_keys, job.place.address(), job.port, MESSAGES)
+
+
+def idle(job: Job, chance: random.Random) -> str:
+    """Connections that send nothing, to the server and to the rendezvous."""
+    import resource
+
+    def connect(end: Any) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * IDLE), hard))
+        place, opened = server_of(job), []
+        for _ in range(IDLE):
+            with contextlib.suppress(OSError):
+                opened.append(socket.create_connection(place, 5.0))
+        end.send(f"{len(opened):,} connections")
+        end.recv()
+
+    with aside(job, connect) as end:
+        said: str = end.recv()
+        job.train()
+        end.send("enough")
+    job.train()
+    return said
+
+
+def fuzzed(job: Job, chance: random.Random) -> str:
+    """Random bytes, and messages of someone who knows the secret."""
+    addresses = job.told(job.members[0])["servers"]
+    session = job.told(job.members[0])["session"]
+    about = (job.place.transport, addresses[0], server_of(job), session)
+    return in_another(job, fuzz, *about, MESSAGES, chance.randrange(1 << 30))
+
+
+TRIED: dict[str, Callable[[Job, random.Random], str]] = {
+    "second start": second_start,
+    "second job": second_job,
+    "restarted node": restarted,
+    "stale process": stale,
+    "random keys": keys,
+    "idle connections": idle,
+    "fuzzed messages": fuzzed,
+}
+
+
+def server_of(job: Job) -> tuple[str, int]:
+    """Where the job's server listens, as its workers know."""
+    address = job.told(job.members[0])["servers"][0]
+    return job.place.address(), int(urlparse(address if "://" in address else f"tcp://{address}").port or 0)
+
+
+@contextlib.contextmanager
+def aside(job: Job, target: Callable[[Any], None]) -> Iterator[Any]:
+    """A process on the second machine that is no part of the job, and a pipe to it."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+
+    def run() -> None:
+        job.place.enter(1)
+        target(theirs)
+
+    process = context.Process(target=run)
+    process.start()
+    theirs.close()
+    try:
+        yield mine
+        process.join(120)
+    finally:
+        process.kill()
+        process.join()
+
+
+def in_another(job: Job, call: Callable[..., str], *args: Any) -> str:
+    """What a function returns in such a process."""
+
+    def answer(end: Any) -> None:
+        try:
+            end.send((call(*args), ""))
+        except Exception as error:
+            end.send(("", f"{call.__name__}: {error!r}"))
+
+    with aside(job, answer) as end:
+        deadline = time.monotonic() + 180
+        while not end.poll(0.2):
+            assert time.monotonic() < deadline, f"{call.__name__} takes too long"
+            job.wait(lambda: True, 1, "job")
+        said, wrong = end.recv()
+    assert not wrong, wrong
+    job.train()
+    return str(said)
+
+
+# ---------------------------------------------------------------------- one place after the other
+
+
+def back(job: Job, before: Load) -> tuple[bool, str]:
+    """Whether the servers use in time what they used before, and what they use."""
+    begun = time.monotonic()
+    while True:
+        now = job.load()
+        fine = now.cpu <= before.cpu + MORE_CPU and now.mb <= before.mb + MORE_MB
+        if fine or time.monotonic() - begun > WITHIN_S:
+            text = f"CPU {before.cpu:.2f} -> {now.cpu:.2f} s/s, memory {before.mb:.0f} -> {now.mb:.0f} MB"
+            return fine, f"{text} after {time.monotonic() - begun:.0f} s"
+
+
+def disturb(place: Place, names: list[str], chance: random.Random, restarts: bool) -> bool:
+    """Whether two workers train on undisturbed whatever is tried."""
+    good = True
+    with tempfile.TemporaryDirectory() as folder, free_port(place) as port:
+        (Path(folder) / "job").mkdir()
+        job = Job(place, Path(folder) / "job", port, {"restarts": restarts})
+        try:
+            for name in names:
+                before, server = job.load(), job.servers[0].pid
+                try:
+                    said = TRIED[name](job, chance)
+                    job.train()
+                    fine, used = back(job, before)
+                    if job.servers[0].pid != server:
+                        said += "; the server was replaced"
+                        fine &= place.transport == "rpc"
+                except AssertionError as error:
+                    fine, said, used = False, str(error), ""
+                good &= row(fine, f"{place.name}: {name}: {said}; {used}")
+            codes, told = job.end()
+            done = set(codes.values()) == {0} and all(t.get("ended") for t in told)
+            exact = done and all(t["seen"] == [[float(t["epochs"]), SAMPLES]] for t in told)
+            epochs = told[0].get("epochs")
+            text = f"exit codes {codes}, {SAMPLES} samples trained {epochs} times each: {'yes' if exact else told}"
+            good &= row(exact, f"{place.name}: {text}")
+        except RuntimeError as error:
+            good = row(False, f"{place.name}: {error}")
+        finally:
+            job.close()
+    return good
+
+
+def raises(place: Place, policy: str) -> bool:
+    """Whether people see on node 0 what was raised on node 1."""
+    with tempfile.TemporaryDirectory() as folder, free_port(place) as port:
+        job = Job(place, Path(folder), port, {"fails": True, "on_worker_failure": policy})
+        try:
+            first, second = job.members[0], job.members[1]
+            code = job.exit_code(second, 60)
+            begun = time.monotonic()
+            while "KeyError: 'no such sample'" not in job.said(first) and time.monotonic() - begun < 5:
+                time.sleep(0.02)
+            took = time.monotonic() - begun
+            (job.folder / "stop").touch()
+            codes = job.exit_code(first, 60), code
+            said = job.said(first)
+            shown = all(text in said for text in ("orker 1", "KeyError: 'no such sample'", "on_train_batch_start"))
+            shown &= socket.gethostname() in said and "strangers_jobs.py" in said
+            if policy == "abort":
+                fine = shown and 0 not in codes
+            else:
+                summary = "1 of 2 workers were lost during this fit:" in said and "lost: {1: " in said
+                fine = shown and summary and codes == (0, 1) and took < 2.0
+        finally:
+            job.close()
+    text = f"shown on node 0 {took:.1f} s after node 1 had ended, exit codes of nodes 0 and 1: {codes}"
+    text = f"{place.name}: node 1 raises at step 20, on_worker_failure={policy!r}: {text}"
+    return row(fine, text if fine else f"{text}\n{said}")
+
+
+@contextlib.contextmanager
+def free_port(place: Place) -> Iterator[int]:
+    """A port that nothing listens on; in a namespace of its own any."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = int(taken.getsockname()[1])
+    yield port
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=10_000)
+    others = ["exception", "come and go", "server"]
+    parser.add_argument("--only", choices=[*TRIED, *others], action="append", help="may be given several times")
+    parser.add_argument("--transport", choices=("rpc", "zmq"), help="the default is both")
+    parser.add_argument("--places", choices=("two", "job", "serve"), action="append", help="the default is all three")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     clean_environment()
+    os.environ[SECRET_ENV] = secrets.token_hex(32)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     torch.set_num_threads(1)
-    chance = random.Random(args.seed)
-    secret = os.environ[SECRET_ENV] = secrets.token_hex(32)
-    rendezvous = Rendezvous.host(LOOPBACK)
-    arguments = ServerArguments(ServerSettings(transport="zmq"), "server0", "key", *rendezvous.address, os.getpid())
-    with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            address = str(rendezvous.get("key", "The server", 60.0)["address"])
-            transport = ZmqTransport([address], secret)
-            pusher = Pusher(transport)
-            pusher.start()
-            server = psutil.Process(process.pid)
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            good = attack(server, "foreign connections", args.number, lambda _: stranger((host, int(port)), chance))
-            context = zmq.Context()
-            peer = context.socket(zmq.DEALER)
-            keys = keys_of(secret)
-            peer.setsockopt(zmq.LINGER, 0)
-            peer.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
-            peer.setsockopt(zmq.CURVE_PUBLICKEY, keys.worker_public)
-            peer.setsockopt(zmq.CURVE_SECRETKEY, keys.worker)
-            peer.connect(address)
-
-            def send(index: int) -> None:
-                peer.send_multipart(insider(chance, index + 1))
-                while peer.poll(0):
-                    peer.recv_multipart()
-                if (index + 1) % BURST == 0:
-                    settle(index)
-
-            def settle(index: int) -> None:
-                """Wait until none waits for its turn on the way: how many do there depends on the machine's load."""
-                peer.send_multipart(beat(-index))
-                while json.loads(peer.recv_multipart()[0])[0] != -index:
-                    pass
-
-            good &= attack(server, "messages of a broken worker", args.number, send)
-            peer.close()
-            context.term()
-            pusher.over.set()
-            pusher.join(30)
-            late = ZmqTransport([address], secret)
-            SessionClient(Connection(late, SESSION, 1, 2, timeout_s=10.0)).join()
-            late.close()
-            transport.close()
-            exact = not pusher.is_alive() and pusher.held == pusher.pushed
-            verdict = "[green]PASS[/]" if exact else "[red]FAIL[/]"
-            CONSOLE.print(f"{verdict}  {pusher.pushed:,} pushes meanwhile, the server holds {pusher.held:,.0f}")
-            good &= exact
-        finally:
-            process.terminate()
-            process.wait(10)
+    chance, reason, good, begun = random.Random(args.seed), available(), True, time.monotonic()
+    chosen = args.only or [*TRIED, *others]
+    names = [name for name in TRIED if name in chosen]
+    transports = [args.transport] if args.transport else ["rpc", "zmq"]
+    where = args.places or ["two", "job", "serve"]
+    if reason is not None:
+        CONSOLE.print(f"No two machines here: {escape(reason)}", style="dim")
+        where = [kind for kind in where if kind != "two"]
+    with told_of_errors(CONSOLE), contextlib.ExitStack() as stack:
+        network: Network | None = stack.enter_context(two_machines()) if reason is None else None
+        for transport in transports:
+            for kind in where if names else []:
+                place = Place(transport, network if kind == "two" else None, kind == "serve")
+                good &= disturb(place, names, chance, restarts=kind == where[0])
+            for policy in ("continue", "abort") if "exception" in chosen else ():
+                good &= raises(Place(transport, network, False), policy)
+        if "come and go" in chosen:
+            good &= row(*workers_that_come_and_go(2000))
+        if "server" in chosen:
+            good &= attack_a_server(MESSAGES, args.seed, CONSOLE)
+    CONSOLE.print(f"{time.monotonic() - begun:.0f} s")
     return 0 if good else 1
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
 from functools import partial
+from pathlib import Path
 
-__all__ = ["machine_and_pid", "this_process"]
+__all__ = ["is_gone", "machine_and_pid", "pid_of", "this_process"]
 
 
 def machine_and_pid(pid: int) -> str:
@@ -15,13 +17,40 @@ def machine_and_pid(pid: int) -> str:
     return f"{socket.gethostname()}/{pid}/"
 
 
+def pid_of(process: str) -> int:
+    """The number in a process's name; 0 if there is none."""
+    _, pid, *_ = [*process.split("/"), "", ""]
+    return int(pid) if pid.isdecimal() else 0
+
+
+def is_gone(process: str) -> bool:
+    """Whether a process has ended. False if it may run where this one cannot see it: elsewhere, or in a container."""
+    place, pid = _place(), pid_of(process)
+    if not place or not pid or not process.startswith(f"{machine_and_pid(pid)}{place}-"):
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"  # it has ended, and its parent has not asked for its exit code
+
+
+def _place() -> str:
+    """This start of this machine, and the numbering of its processes; empty if the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    except OSError:
+        return ""
+
+
 def _new() -> str:
-    return machine_and_pid(os.getpid()) + secrets.token_hex(8)
+    return f"{machine_and_pid(os.getpid())}{_place()}-{secrets.token_hex(8)}"
 
 
 _names = [_new()]
 this_process = partial(_names.__getitem__, 0)  # called for every message
-"""The name of this start of this process, as no other has it: machine, process number, and random digits."""
+"""The name of this start of this process, as no other has it: machine, process number, place, and random digits."""
 
 
 def _after_fork() -> None:

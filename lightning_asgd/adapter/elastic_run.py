@@ -18,7 +18,8 @@ from lightning_asgd.adapter.checkpointing import (
     progress_in,
 )
 from lightning_asgd.adapter.class_trees import become_global_zero
-from lightning_asgd.adapter.fleet import FixedFleet, Fleet
+from lightning_asgd.adapter.fixed_fleet import FixedFleet
+from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
@@ -26,6 +27,7 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
+from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread
 
 __all__ = ["AnyFleet", "ElasticFleet", "check_is_one_worker"]
@@ -79,9 +81,16 @@ class ElasticFleet(Fleet):
         self._connect(0, 0, self._policy)
         self.attachment = Attachment(self.client, self._change_chief)
 
+    def _note_entry(self) -> None:
+        """Note where the run was when this worker joined, unless it brings the first weights."""
+        attached = self.attachment
+        if not attached.bootstraps:
+            self.entry = EntryPoint(self.session, layout=attached.layout, progress=attached.progress)
+
     def join(self) -> None:
         """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
+        self._note_entry()
         become_global_zero(self.rank)
         self.board.living = (self.client.connection.worker,)
         self.begin_epoch()

@@ -23,8 +23,8 @@ from lightning_asgd.adapter.checkpointing import (
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.adapter.fixed_fleet import FixedFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
-from lightning_asgd.adapter.fleet import FixedFleet
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
@@ -84,9 +84,9 @@ class FitSession:
         collective_s = config.timeouts.collective_s
         self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
         self._reference_batch = 0  # samples of the batches in which all workers count progress
-        if self._run is not None and not self._run.attachment.bootstraps:  # the run has continued since the checkpoint
+        if membership.entry is not None:  # the others have continued since the checkpoint
             resume.versions, resume.servers = None, ()
-            resume.data = (self._run.attachment.progress or {}).get("data", {})
+            resume.data = (membership.entry.progress or {}).get("data", {})
         self.synchronizer = self._set_up()
         servers = resume.take_servers()
         if servers and trainer.is_global_zero:
@@ -108,8 +108,9 @@ class FitSession:
     def begin(self) -> None:
         """Start from the progress of the others. The optimizers exist by now."""
         trainer = self._trainer
-        if self._run is not None and not self._run.attachment.bootstraps:
-            follow_progress(trainer, self._run.attachment.progress)
+        if self._membership.entry is not None:
+            follow_progress(trainer, self._membership.entry.progress)
+        if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints(trainer)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
@@ -129,10 +130,10 @@ class FitSession:
     # ------------------------------------------------------------------ one layout, one set of weights
 
     def _set_up(self) -> Synchronizer:
-        module, membership, run = self._module, self._membership, self._run
-        start = Start(self._resume.take_versions())
-        if run is not None:
-            start = replace(start, fill=run.attachment.bootstraps, layout=run.attachment.layout)
+        module, membership, run, entry = self._module, self._membership, self._run, self._membership.entry
+        start = Start(self._resume.take_versions(), fill=True if run is not None else None)
+        if entry is not None:
+            start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
         synchronizer = set_up(
             membership.client,
             membership.collectives,
@@ -142,10 +143,9 @@ class FitSession:
             start,
             late=not looks_at_gradients(module),
         )
-        if run is not None:
-            exchanged = {spec.name for spec in synchronizer.layout.tensors}
-            constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
-            run.share_first_values(self._trainer, synchronizer.layout, constants, self._resume)
+        exchanged = {spec.name for spec in synchronizer.layout.tensors}
+        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+        membership.share_first_values(self._trainer, synchronizer.layout, constants, self._resume)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
 
@@ -180,8 +180,8 @@ class FitSession:
             self._trainer.strategy.announce()
 
     def _choose_loop(self) -> None:
-        trainer, run, leased = self._trainer, self._run, self.data
-        if leased is self._split and run is not None and run.attachment.between_epochs:
+        trainer, run, leased, entry = self._trainer, self._run, self.data, self._membership.entry
+        if leased is self._split and entry is not None and entry.between_epochs:
             restart_epochs(trainer)
         reason = why_split(trainer, self._reference_batch)
         if reason is not None:
@@ -200,13 +200,13 @@ class FitSession:
         self._membership.check_session()
         if self._run is not None:
             self._run.attachment.update()
-        if self._collectives.phase is Phase.SYNC:
+        if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
             if self._run is not None and self.in_search:
                 self._run.refuse_a_search()
             if self._has_grown():
                 self.set_up_again()
             run(self.synchronizer.begin())
-            self._collectives.phase = Phase.ASYNC
+            self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self.data.before_batch(batch)
@@ -284,7 +284,7 @@ class FitSession:
 
     def sync_before_validation(self) -> None:
         """Synchronise before a validation, unless all have just done so."""
-        if self._collectives.phase is not Phase.SYNC:
+        if self._collectives.phase not in (Phase.SYNC, Phase.ENTERING):
             self.sync_point("validation")
 
     def sync_at_epoch_end(self) -> None:
@@ -363,6 +363,7 @@ class FitSession:
             self._run.adopt_checkpoints(self._trainer)
         self.data.restore()
         self.data = self._split
+        self._membership.end_entries()
         self._report_losses()
 
     def _report_losses(self) -> None:

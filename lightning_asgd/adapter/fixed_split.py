@@ -50,6 +50,8 @@ class FixedSplit:
 
     installed = False
     """Whether the training dataloader yields what is leased."""
+    place: dict[str, Any] | None = None
+    """Where a process could begin that replaces a lost worker: nowhere."""
 
     def __init__(self, trainer: Any, membership: Fleet) -> None:
         self._trainer = trainer

@@ -1,47 +1,37 @@
-"""A worker's membership in a session: joining, heartbeats, leaving.
+"""A worker's membership in a session: joining, heartbeats, leaving. What jobs and elastic runs share.
 
-:class:`FixedFleet` is for a job, whose workers start and end together; ``adapter/elastic_run.py`` is for a run that
-workers join and leave. :class:`Fleet` is what both share.
+``adapter/fixed_fleet.py`` is for a job, whose workers start and end together; ``adapter/elastic_run.py`` is for a run
+that workers join and leave.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from lightning_asgd.adapter import job_address, world
-from lightning_asgd.adapter.checkpointing import adopt_checkpoint_states, checkpoint_states
-from lightning_asgd.adapter.chief import chief_state, take_over
-from lightning_asgd.adapter.class_trees import become_global_zero
-from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
 from lightning_asgd.adapter.launchers import TrainingJob
-from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ServerLostError, WorkerLostError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
-from lightning_asgd.worker.connection import COORDINATOR, Connection
+from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
+from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["FixedFleet", "Fleet", "end_idle_membership", "idle_membership", "release_process_group"]
+__all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle", "release_process_group"]
 
 log = logging.getLogger(__name__)
 
-_LAST = "last checkpoint"  # which worker writes it
-_CHIEF_STATE = "chief"  # what the chief publishes for the next one
-_NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
 _TRACEBACK_LINES = 20
 
 
@@ -62,6 +52,8 @@ class Fleet:
 
     comes_and_goes = False
     """Whether workers join and leave. Then each of them reaches sync points by itself."""
+    entry: EntryPoint | None = None
+    """Where the others were when this worker joined, if they train already."""
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
@@ -110,6 +102,19 @@ class Fleet:
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
+    def begin_interval(
+        self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]
+    ) -> None:
+        """The first batch since a sync point, or of this worker: from now on all train by themselves.
+
+        ``place`` is where an epoch is between two sync intervals; empty at the beginning of an epoch, None where
+        nothing is leased. ``progress`` gives the rest.
+        """
+        self.collectives.phase = Phase.ASYNC
+
+    def end_entries(self) -> None:
+        """Training has ended: no worker can enter any more."""
+
     def check_session(self) -> None:
         """Raise at once if the session was ended, instead of training until the next exchange."""
         if self._heartbeat is not None and self._heartbeat.error is not None:
@@ -123,7 +128,9 @@ class Fleet:
         """
         stays = not self._failed and not self.alone and not self.comes_and_goes
         try:
-            if not self._failed:
+            if self.collectives.phase is Phase.ENTERING:  # the others know nothing of this worker
+                stays = False
+            elif not self._failed:
                 self.collectives.phase = Phase.SYNC
                 self.collectives.barrier("teardown")
         except BaseException:
@@ -138,7 +145,7 @@ class Fleet:
         if overseer is not None:
             overseer.rest()
         if stays:
-            _keep_idle(self)
+            keep_idle(self)
         else:
             self.end_membership()
 
@@ -159,7 +166,7 @@ class Fleet:
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
         lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-        self.client.leave(f"{what.strip()} ({_here(os.getpid())})", details="\n".join(lines))
+        self.client.leave(f"{what.strip()} ({here(os.getpid())})", details="\n".join(lines))
         if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
             self._job.excuse(self.rank)
 
@@ -176,185 +183,9 @@ class Fleet:
             self._heartbeat = None
 
 
-def _here(pid: int) -> str:
+def here(pid: int) -> str:
     """A process of this machine, as people look for it."""
     return f"process {pid} on {socket.gethostname()}"
-
-
-class FixedFleet(Fleet):
-    """One worker's membership in a session of a job. Raises a :class:`LaunchError` if the servers are not there."""
-
-    def __init__(
-        self,
-        job: TrainingJob,
-        config: ExchangeConfig,
-        policy: Policy,
-        board: MetricsBoard,
-        rank: int,
-        world_size: int,
-        trainer: Any,
-    ) -> None:
-        super().__init__(job, config, policy, board, alone=world_size == 1)
-        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
-        self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
-        self._layouts = 0  # layouts made in this session
-        self._exited: set[int] = set()  # workers that this process had started
-        self.chief = 0
-        """The worker that logs and writes checkpoints; changes between two batches and in collectives only."""
-        self._trainer = trainer
-        self._main = rank_variables.main_process()
-        self._connect(rank, world_size, self._watching)
-
-    @property
-    def _watching(self) -> Policy:
-        """The policy, without heartbeats where the others cannot continue without a worker that sends none."""
-        return self._policy if self._watched else replace(self._policy, silence_s=0.0)
-
-    @property
-    def rank_and_size(self) -> tuple[int, int]:
-        """The worker's rank among the members, and their number."""
-        return self.rank, self.client.connection.world_size
-
-    def join(self) -> None:
-        """Join, and wait until all have joined."""
-        self._join()
-        self.collectives.on_chief = self._follow_agreed
-        overseer = supervisor.current()
-        if overseer is not None:
-            overseer.on_worker_exit(self._report_exit)
-        if self._watched:
-            silence_s, every_s = self._policy.silence_s, _NEWS_S if self.is_chief else math.inf
-            self._heartbeat = HeartbeatThread(self.client, silence_s, self._tell, self.board, at_least_every_s=every_s)
-        self.collectives.barrier("join")
-
-    def _tell(self, event: str) -> None:
-        """Print on the chief what has happened to another worker, unless this process has seen and printed it."""
-        seen = any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited)
-        if self.is_chief and not seen:
-            log.warning(event)
-
-    # ------------------------------------------------------------------ the chief
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker logs and writes checkpoints."""
-        return self.rank == self.chief
-
-    def check_session(self) -> None:
-        """Raise at once if the session was ended; become chief if the chief is gone."""
-        super().check_session()
-        if self._main not in (None, os.getppid()):
-            raise WorkerLostError("The main process, which hosts the servers, has ended. Resume from a checkpoint.")
-        heard, agreed = self.client.heard, self.collectives.chief
-        chief = agreed if agreed in heard.living or not heard.living else heard.chief
-        if chief != self.chief and self._follow(chief):
-            # This worker's own callbacks count files that they would have written since the last sync point.
-            adopt_checkpoint_states(self._trainer, self.published_checkpoints(checkpoint_states(self._trainer)))
-
-    def _follow_agreed(self) -> None:
-        self._follow(self.collectives.chief)
-
-    def _follow(self, chief: int) -> bool:
-        """Take a worker for the chief from now on; returns whether this one has become it."""
-        before, self.chief = self.chief, chief
-        if chief == before:
-            return False
-        become_global_zero(0 if self.is_chief else self.rank)
-        if self.is_chief:
-            take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
-        return self.is_chief
-
-    def fail(self, error: BaseException) -> None:
-        """Report a failure; if it is that the main process is gone, one of the workers writes a last checkpoint."""
-        if self._main not in (None, os.getppid()) and self._trainer.strategy.fit_session is not None:
-            try:
-                self._write_last_checkpoint()
-            except Exception:
-                log.error("The main process is gone, and no last checkpoint could be written.", exc_info=True)
-        super().fail(error)
-
-    def _write_last_checkpoint(self) -> None:
-        self._stop_restoring()  # no process starts other servers
-        self.collectives.phase = Phase.OFFLINE
-        try:
-            writer = self.client.note(_LAST, self.rank, first=True)
-        except RuntimeError:  # the servers are gone already
-            others = set(self.client.heard.living) - (set() if self._policy.another_chief else {0})
-            writer = min(others, default=self.rank)
-        if writer == self.rank:
-            self.chief = self.rank
-            write_last_checkpoint(self._trainer, self.rank)
-
-    def published_checkpoints(self, mine: list[Any]) -> list[Any]:
-        """What a chief that is gone published last of its checkpoint callbacks' files; ``mine`` if it has not."""
-        state = self.client.note(_CHIEF_STATE)
-        return mine if state is None else list(state["checkpoints"])
-
-    def publish_chief_state(self, trainer: Any) -> None:
-        """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
-        if self.is_chief and self._policy.another_chief and not self.alone:
-            self.client.note(_CHIEF_STATE, chief_state(trainer))
-
-    def begin_generation(self) -> None:
-        """Move to the session's next generation, with another layout, together with all others."""
-        self._layouts += 1
-        waited_s = self.collectives.waited_s
-        rank, world_size, before = *self.rank_and_size, self.client.connection.session
-        chief = self.collectives.chief
-        self._connect(rank, world_size, self._watching, self._layouts, after=before)
-        self._stop()
-        self.collectives.waited_s, self.collectives.chief = waited_s, chief
-        self.join()
-
-    def _join(self) -> None:
-        client = self.client
-        try:
-            client.join()
-        except ServerLostError as error:  # the server ended between the sessions, while no worker used it
-            if error.server is None:
-                raise
-            client.connection.transport.prepare(error.server, self._job.successor(error.server))
-            client.connection.transport.replace(error.server)
-            client.join()
-
-    def _report_exit(self, rank: int, pid: int, code: int) -> None:
-        """Called by the supervisor's thread when a worker's process has ended."""
-        overseer = supervisor.current()
-        rests = idle_membership() is self  # then no fit continues without it
-        if overseer is not None and not self._policy.abort and not rests:
-            overseer.excuse(rank)
-        if code != 0 and rests:
-            log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
-        elif code != 0:
-            self._exited.add(rank)
-            log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
-        self.client.leave(f"its process ended with exit code {code} ({_here(pid)})", worker=rank, pid=pid)
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """The workers that are not there at the end of a fit, and why."""
-        client = self.client
-        away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
-        return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
-
-    def reference_batch(self, mine: int) -> int:
-        """The reference batch size: the chief's; ``mine`` is 0 if this worker's is not known."""
-        sizes: dict[int, int] = self.collectives.gather("all_gather", "batch size", mine)
-        return sizes.get(self.collectives.chief, mine)
-
-    def of_first_worker(self, mine: int) -> int:
-        """The chief's value. All workers call it together."""
-        numbers: dict[int, int] = self.collectives.gather("all_gather", "batches per step", mine)
-        return numbers.get(self.collectives.chief, mine)
-
-    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
-        """All workers' optimizer and scheduler states, for the checkpoint that the chief writes."""
-        return self.collectives.gather("gather", "checkpoint", mine, target=self.collectives.chief)
-
-    def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
-        """Whether training ends with this epoch. All workers call it at the end of the epoch."""
-        return self.collectives.decide(should_stop, all=False)
 
 
 _idle: Fleet | None = None  # of this process's latest session, if it is over and no other has begun
@@ -382,7 +213,8 @@ def release_process_group() -> None:
         world.withdraw()
 
 
-def _keep_idle(membership: Fleet) -> None:
+def keep_idle(membership: Fleet) -> None:
+    """Keep a membership until the next session begins, or the process ends."""
     global _idle
     _idle = membership
     # To run before the transport's own handler: what is registered last is called first.

@@ -235,7 +235,7 @@ class LeasedLoop:
         left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
         self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
         self._schedules.suspend()
-        if self._joins and self._membership.comes_and_goes:
+        if self._joins and (self._membership.comes_and_goes or self._membership.entry is not None):
             self._catch_up()
         self._joins = False
 
@@ -368,13 +368,20 @@ class LeasedLoop:
         entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held, final=final)
         self.to_ddp_counters(loops)
 
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """What :meth:`save` adds, between two sync intervals of an epoch, without asking a server; else empty."""
+        return {} if self._idle or not self._trained else self._about(((0, self._trained),))
+
     def _trained_of_epoch(self, held: Held | None, *, final: bool) -> dict[str, Any]:
         epoch = self.leases.plan.epoch
         if held is None:
-            done = self.leases.done()
-        else:  # without what others have pushed since
-            others = held[1] if held[0] == epoch.key else () if final else self.leases.done()
-            done = tuple(merged(sorted([*others, *self.leases.own])))
+            return self._about(self.leases.done())
+        others = held[1] if held[0] == epoch.key else () if final else self.leases.done()
+        return self._about(tuple(merged(sorted([*others, *self.leases.own]))))  # without what others have pushed since
+
+    def _about(self, done: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+        epoch = self.leases.plan.epoch
         number = int(epoch.key.rpartition("/")[2])
         about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
         return {**about, "done": done}

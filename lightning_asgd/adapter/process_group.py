@@ -84,7 +84,8 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
                 "would not be encrypted. Expected new_group(), or new_group(backend='gloo'), with all ranks or a "
                 "single rank: A-SGD's own backend serves these."
             )
-        if place is None or place.store is None or not place.meets or place.collectives().phase is Phase.ASYNC:
+        alone = (Phase.ASYNC, Phase.ENTERING)
+        if place is None or place.store is None or not place.meets or place.collectives().phase in alone:
             raise CollectiveUnavailableError(
                 "A process group with one of torch's own backends was requested where A-SGD workers do not "
                 "synchronise. Expected new_group(backend=...) outside of training steps, in a job whose workers start "
@@ -305,7 +306,7 @@ def served_through(call: str, place: RankInfo | None) -> Collectives:
     elif not place.meets:
         why = "in an elastic run, where there is no moment at which all workers meet"
         what = "no collective: let one worker do this work alone"
-    elif place.collectives().phase is Phase.ASYNC:
+    elif place.collectives().phase in (Phase.ASYNC, Phase.ENTERING):
         why = "in the asynchronous phase, where workers take their steps at different times and none waits"
         what = (
             "it at a sync point (on_train_epoch_end, on_validation_*, on_fit_start, on_train_end) or outside of fit. "

@@ -14,7 +14,8 @@ from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.fleet import FixedFleet, end_idle_membership, idle_membership
+from lightning_asgd.adapter.fixed_fleet import FixedFleet
+from lightning_asgd.adapter.fleet import end_idle_membership, idle_membership
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import ScriptLauncher, TrainingJob
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
@@ -234,9 +235,10 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
         about = (self._job, self.options.config, self.options.policy, self.board)
+        fits = self._is_fitting(trainer)
         if not self._job.attaches:
-            self._membership = FixedFleet(*about, int(super().global_rank), self.world_size, trainer)
-        elif self._is_fitting(trainer):
+            self._membership = FixedFleet(*about, (int(super().global_rank), self.world_size), trainer, fits=fits)
+        elif fits:
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             self._membership.join()
@@ -445,4 +447,4 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def _restores_optimizers(self) -> bool:
         """Whether a checkpoint holds optimizer states; the progress that an attaching worker receives does not."""
-        return not isinstance(self._membership, ElasticFleet) or self._membership.attachment.bootstraps
+        return self._membership is None or self._membership.entry is None

@@ -22,6 +22,7 @@ __all__ = [
     "Joined",
     "Leave",
     "Policy",
+    "RankHeld",
     "RunMetadata",
 ]
 
@@ -56,6 +57,8 @@ class Join(Request):
     holding: tuple[int, ...] = ()  # in an elastic run, the workers that hold the weights, as far as this one knows
     admitted: int = 0  # the highest number that it knows to be given
     protocol: int = PROTOCOL  # version of the messages the worker speaks
+    replaces: bool = False  # whether the process may replace one that has died or is silent
+    since: int | None = None  # number of the collective after which such a worker takes part in all
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,17 @@ class Joined:
 
     pid: int  # the server's process
     incarnation: int = 0  # how often this worker was declared away
+    pushed: int = 0  # number of the worker's latest push that the server has seen
+    late: bool = False  # whether the process replaces one that has died or is silent
+    collectives: int = 0  # number of the latest collective that was completed, where it does
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    """Answer to :class:`Join` with ``replaces`` while another process is the worker."""
+
+    process: str  # its name
+    silent_s: float  # seconds since it was last heard
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,28 @@ class CollectiveTable:
         """
         return max(0, min(self._missed, default=self._completed) - 1)
 
-    def join(self, worker: int, now: float = 0.0, process: str = "") -> None:
-        """Let a worker join or rejoin; it has nothing to catch up on if it missed no collective."""
-        missed = any(worker in missed.absent for missed in self._missed.values())
-        if self.members.join(worker, now, process) and not missed:
+    def join(self, worker: int, now: float = 0.0, process: str = "", since: int | None = None) -> None:
+        """Let a worker join or rejoin; it has nothing to catch up on if it missed no collective.
+
+        One that was replaced takes part in those after number ``since``.
+        """
+        returns = self.members.join(worker, now, process) or (since is not None and worker in self.members.catching_up)
+        for seq in [seq for seq in self._missed if since is not None and seq <= since]:
+            self._caught_up(worker, seq)
+        if returns and not any(worker in missed.absent for missed in self._missed.values()):
             self.members.welcome(worker)
+
+    def replace(self, worker: int, process: str, now: float) -> list[Completion]:
+        """Have another process take a worker's place; what is completed from now on is kept for it."""
+        due = self.leave(worker, "it was silent, and another process was started")
+        self._last_seq.pop(worker, None)
+        self.members.replace(worker, process, now)
+        return due
+
+    @property
+    def completed(self) -> int:
+        """Number of the latest collective that was completed."""
+        return max(self._completed, self._forgotten)
 
     def resume(self, answered: int) -> None:
         """Continue for a lost server; ``answered`` is the latest collective that it answered any worker.

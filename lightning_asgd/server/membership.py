@@ -154,9 +154,48 @@ class Membership:
             "and a MASTER_PORT of its own for each job. Look for a job that still runs."
         )
 
+    def check_sender(self, worker: int, process: str, session: str, *, early: bool) -> None:
+        """Raise unless a message is of a worker that has joined, and of its process; of other sessions it fails later.
+
+        One that is ``early`` may come before a worker has joined: heartbeats to a lost server's replacement do.
+        """
+        self.check_process(worker, process, session)
+        early &= self.elastic or 0 <= worker < self.world_size
+        if early or session != self.session or worker in self.joined or worker in self.left:
+            return
+        if self.elastic:
+            self.check(worker)
+        raise ProtocolError(f"Worker {worker} has not joined session {session!r}. Expected a join first.")
+
+    def other_process(self, worker: int, process: str) -> str:
+        """The name of the process that is a worker, if it is another one; else empty."""
+        holder = self.processes.get(worker, process)
+        return holder if holder != process else ""
+
+    def can_replace(self, worker: int, process: str) -> bool:
+        """Whether another process may replace a worker: it has died, or is silent."""
+        if self.elastic or self.processes.get(worker) == process:
+            return False
+        return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.processes)
+
+    def replace(self, worker: int, process: str, now: float) -> None:
+        """Have another process replace a worker that has left; until it trains, no worker waits for it."""
+        if self.aborted:
+            raise WorkerLostError(self.aborted)
+        why, before = self.left.pop(worker), self.processes.get(worker, "")
+        self.processes[worker] = process
+        self.joined.add(worker)
+        self.catching_up.add(worker)
+        self._heard[worker] = now
+        self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+        self.metrics.pop(worker, None)
+        whose = f"process {_named(before)}" if before else "a process that never joined"
+        self.publish(f"Process {_named(process)} replaces {whose} as worker {worker} ({why}).")
+
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""
-        return self.processes.get(worker, process).startswith(process)
+        there = worker in self.joined if self.elastic else 0 <= worker < self.world_size
+        return there and self.processes.get(worker, process).startswith(process)
 
     def check(self, worker: int) -> None:
         """Raise unless a worker may train."""

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lightning_asgd.protocol import StatusRequest
+from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
 from lightning_asgd.transports import registry
@@ -98,7 +99,7 @@ def run_server(argv: list[str] | None = None) -> int:
         service.restore_from_snapshot(arguments.server)
     try:
         kind = registry.kind_of(settings.transport)
-        server = kind.serve(service.handle, arguments.name, settings.interface)
+        server = kind.serve(checked(service.handle), arguments.name, settings.interface)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
     with Rendezvous.connect(arguments.host, arguments.port, _START_S) as rendezvous:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_asgd.protocol import Attach, Exchange, InitShard, Join
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.compression import Compression
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -97,6 +100,19 @@ class ServerState:
             self.registry.metadata.clear()  # of the session before
         self.session = SessionState(members)
 
+    def enter(
+        self, session: SessionState, message: Join, now: float, *, begun: bool
+    ) -> tuple[list[Completion], Joined | RankHeld]:
+        """Let a worker join, or replace a process that has died or is silent, and answer it."""
+        worker, process, members = message.worker, message.process, session.members
+        if message.replaces and members.can_replace(worker, process):
+            due = [*session.replace(message, now), *self.epochs.forget(worker, now)]
+            self.registry.exits = [exit for exit in self.registry.exits if exit[1] != worker]
+            return due, session.joined(worker, late=True)
+        if message.replaces and members.other_process(worker, process) and worker not in members.left:
+            return [], RankHeld(members.other_process(worker, process), members.silent_s(worker, now))
+        return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
+
     def join(self, session: SessionState, message: Join, now: float, *, begun: bool) -> list[Completion]:
         """Let a worker join, which has ``begun`` the session itself, or not; it may know more than this server."""
         run, recovery = self.registry, self.recovery
@@ -110,7 +126,7 @@ class ServerState:
                 self.epochs.clear()
             if message.restore:
                 session.members.restore(now, message.holding, message.admitted)
-        session.collectives.join(message.worker, now, message.process)
+        session.collectives.join(message.worker, now, message.process, message.since)
         return self.epochs.forget(message.worker, now) if message.again else []
 
     def initialise(self, session: SessionState, message: InitShard) -> bool:
@@ -118,6 +134,12 @@ class ServerState:
 
         Returns whether exchanges can pass through shared memory.
         """
+        rules = message.algorithm, message.compression
+        if not isinstance(rules[0], Algorithm) or not (rules[1] is None or isinstance(rules[1], Compression)):
+            raise ProtocolError(
+                f"Worker {message.worker} sent {rules!r} as its algorithm and compression. Expected objects of "
+                "lightning_asgd.algorithms and lightning_asgd.compression."
+            )
         elastic = bool(self.registry.name)
         new = message.fragment not in session.shards
         if elastic and message.weights is not None:

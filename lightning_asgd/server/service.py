@@ -32,6 +32,7 @@ from lightning_asgd.protocol import (
     LeaseRequest,
     Leave,
     OpenEpoch,
+    RankHeld,
     ReplayDone,
     Reply,
     Request,
@@ -108,10 +109,11 @@ class Service:
             self._changed = self._changed or not isinstance(message, StatusRequest)
             handler, session = self._handlers.get(type(message)), self.session
             try:
-                if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
-                    session.members.check_process(message.worker, message.process, message.session)
                 if handler is None:
                     raise ProtocolError(f"A server received a {type(message).__name__}, which it cannot handle.")
+                if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
+                    about, early = (message.worker, message.process, message.session), isinstance(message, Heartbeat)
+                    session.members.check_sender(*about, early=early)
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
@@ -200,27 +202,27 @@ class Service:
             self._admit_waiting()
         return self.state.registry.metadata.get(message.name)
 
-    def _join(self, message: Join) -> Joined:
-        elastic = not message.world_size
-        self.state.registry.check_can_join(message.session, message.worker, message.protocol, elastic=elastic)
+    def _join(self, message: Join) -> Joined | RankHeld:
+        about = message.session, message.worker, message.protocol
+        self.state.registry.check_can_join(*about, elastic=not message.world_size)
         begins = self.session is None or self.session.members.session != message.session
         if begins:
             following = self.state.following(message)
             self._end_session(f"session {message.session!r} began")
             self.state.begin_session(following)
         session = self._current(message.session)
-        self._complete(self.state.join(session, message, self._clock(), begun=begins))
+        due, joined = self.state.enter(session, message, self._clock(), begun=begins)
+        self._complete(due)
         self._members_changed(session)
-        return Joined(os.getpid(), session.members.incarnations.get(message.worker, 0))
+        return replace(joined, pid=os.getpid()) if isinstance(joined, Joined) else joined
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self._clock())
         return self._heard(message.session, message.worker).heartbeat(message)
 
     def _initialise(self, message: InitShard) -> bool:
-        session = self._current(message.session)
-        shared = self.state.initialise(session, message)
-        self._members_changed(session)
+        shared = self.state.initialise(self._current(message.session), message)
+        self._members_changed(self._current(message.session))
         return shared
 
     def _exchange(self, message: Exchange) -> Any:
@@ -248,8 +250,7 @@ class Service:
         for earlier in self._pending.of(Contribution):
             if (earlier.worker, earlier.seq) == (message.worker, message.seq):
                 self._pending.take(earlier)  # its worker makes the call again, and waits for this one
-        future = self._pending.add(message)
-        before = session.members.composition
+        future, before = self._pending.add(message), session.members.composition
         self._complete(session.collectives.contribute(message, self._clock()))
         if session.members.composition != before:
             self._members_changed(session)
@@ -290,8 +291,7 @@ class Service:
         return future.value() if future.done() else future
 
     def _replay_done(self, message: ReplayDone) -> Any:
-        session = self._heard(message.session, message.worker)
-        future = self._pending.add(message)
+        session, future = self._heard(message.session, message.worker), self._pending.add(message)
         self.state.recovery.settled.add(message.worker)
         self._recover(session)
         return future.value() if future.done() else future

@@ -14,6 +14,8 @@ from lightning_asgd.protocol import (
     Heartbeat,
     HeartbeatReply,
     InitShard,
+    Join,
+    Joined,
     ReplicaState,
     ShardState,
     WorkerMetrics,
@@ -105,7 +107,13 @@ class SessionState:
         shard = self.shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
-        return shard.state() if message.state is None else shard.restore(message.state)
+        try:
+            return shard.state() if message.state is None else shard.restore(message.state)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ProtocolError(
+                f"Worker {message.worker} sent a state that does not fit its shard: {error!r}. Expected what a "
+                "checkpoint holds of the same algorithm and layout."
+            ) from error
 
     def members_changed(self) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now."""
@@ -113,6 +121,21 @@ class SessionState:
         for shard in self.shards.values():
             due += shard.update_members(self.members.living)
         return due
+
+    def replace(self, message: Join, now: float) -> list[Completion]:
+        """Have another process replace a worker that has died or is silent."""
+        due = self.collectives.replace(message.worker, message.process, now)
+        for shard in self.shards.values():
+            shard.forget(message.worker, replaced=True)
+        self.have_weights.discard(message.worker)
+        self.buffers.forget(message.worker)
+        return due
+
+    def joined(self, worker: int, *, late: bool) -> Joined:
+        """The answer to a worker that has joined."""
+        pushed = max((shard.latest_push.get(worker, 0) for shard in self.shards.values()), default=0)
+        incarnation = self.members.incarnations.get(worker, 0)
+        return Joined(0, incarnation, pushed, late, self.collectives.completed if late else 0)
 
     def forget(self, worker: int) -> None:
         """Keep nothing for a worker that has left permanently."""

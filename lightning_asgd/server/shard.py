@@ -74,7 +74,7 @@ class Shard:
     table: Table = field(default_factory=Table)
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
-    _last_seq: dict[int, int] = field(default_factory=dict)
+    latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -128,7 +128,7 @@ class Shard:
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
-        self._last_seq = dict(pushes)
+        self.latest_push = dict(pushes)
 
     def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
@@ -176,9 +176,9 @@ class Shard:
                     for name, tensor in mine.items():
                         tensor.copy_(theirs[name])
 
-    def forget(self, worker: int) -> None:
-        """Keep nothing for a worker that has left permanently: its number is not used again."""
-        table, mine = self.table, (self._last_seq, self._refused, self._backups)
+    def forget(self, worker: int, *, replaced: bool = False) -> None:
+        """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
+        table, mine = self.table, ({} if replaced else self.latest_push, self._refused, self._backups)
         for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
         table.resting.discard(worker)
@@ -206,8 +206,8 @@ class Shard:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
             # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
             trusted = message.shared and message.within_bounds
-            last = self._last_seq.get(worker, 0)
-            self._last_seq[worker] = max(last, message.seq)
+            last = self.latest_push.get(worker, 0)
+            self.latest_push[worker] = max(last, message.seq)
             if message.seq <= last:
                 asked.verdict = Verdict.REPEATED
                 self.counts.repeated += 1
@@ -382,7 +382,7 @@ class Shard:
         for transform in self.algorithm.transforms:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
-        pushes = dict(self._last_seq) if message.fetch else {}
+        pushes = dict(self.latest_push) if message.fetch else {}
         return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
@@ -407,7 +407,7 @@ class Shard:
     def _counted(self) -> set[int]:
         """The workers that a mean is over."""
         living = self.table.living
-        return living & set(self._last_seq) if self.comes_and_goes else living
+        return living & set(self.latest_push) if self.comes_and_goes else living
 
     def _weight(self, worker: int, among: Collection[int]) -> float:
         """What a worker's samples have to be weighed with for every worker's to count the same."""

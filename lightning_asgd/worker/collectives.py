@@ -33,6 +33,7 @@ class Phase(Enum):
     OFFLINE = "offline"  # not connected: collectives are local
     SYNC = "sync"  # between training batches: collectives are real
     ASYNC = "async"  # training: collectives are local
+    ENTERING = "entering"  # this worker sets up while the others train: collectives are local
 
 
 class Collectives:
@@ -81,6 +82,15 @@ class Collectives:
         if not self.real:
             return {self.rank: payload}
         return self.contribute(kind, name, payload, target=target, stops=stops)
+
+    @property
+    def called(self) -> int:
+        """Number of the latest collective that this worker has called."""
+        return self._seq
+
+    def enter(self, called: int) -> None:
+        """Take part in the collectives that follow this one, and train meanwhile."""
+        self._seq, self.phase = called, Phase.ASYNC
 
     def barrier(self, name: str = "") -> None:
         """Wait for all living workers."""

@@ -29,7 +29,7 @@ class ExchangeLog:
         self._replica = replica
         self._data = data
         self._waits = waits  # whether servers hold answers back until other workers have pushed
-        self.seq = 0  # number of the latest push
+        self.seq = shards.client.pushed  # number of the latest push: of a process before this one, at first
         self.in_flight: InFlight | None = None  # the exchange whose answer is not merged yet
         self.pushed: list[Exchange] = []  # acknowledged pushes since the latest fetch
         # Of the weights fetched last: versions, the latest push of each worker in them, the epoch, ranges of its units.

@@ -281,6 +281,8 @@ class Exchanger:
         self.channels = [Channel(shards, replica, config, training, len(parts), clock) for shards, replica in parts]
         self.stats = ExchangeStats()
         self._connection = self.client.connection
+        self.constants = b""
+        """Digest of the tensors that are not exchanged, as they were when this worker began."""
         self._config = config
         self._algorithm = config.algorithm
         # Where servers hold answers back, a worker must not run ahead.
@@ -388,11 +390,13 @@ class Exchanger:
                 channel.start(ExchangeKind.FLUSH, push=untold, fetch=False)
                 yield from channel.finish(sync=True)
 
-    def fetch(self, *, park: bool = False) -> Waits:
+    def fetch(self, *, park: bool = False, together: bool = True) -> Waits:
         """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
-        elastic = not self._connection.world_size
+        at_sync_point = together and self._connection.world_size > 0  # there are none in an elastic run
         for channel in self.channels:
-            yield from channel.fetch(ExchangeKind.FETCH if elastic else ExchangeKind.FETCH_AT_SYNC_POINT, park=park)
+            yield from channel.fetch(
+                ExchangeKind.FETCH_AT_SYNC_POINT if at_sync_point else ExchangeKind.FETCH, park=park
+            )
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""

@@ -69,7 +69,7 @@ class LayerGradients(Synchronizer):
         layout: Layout,
         layers: Sequence[Layer],
         delay: int,
-        agree: Callable[[], None],
+        agree: Callable[[], object],
         *,
         late: bool = False,
     ) -> None:

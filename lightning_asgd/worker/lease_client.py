@@ -437,7 +437,7 @@ class DataLeases(WorkFeed):
         grant: LeaseGrant = connection.result(COORDINATOR, asked.future)
         members = asked.client.members[COORDINATOR]
         members.incarnations |= grant.incarnations
-        members.left |= grant.left
+        members.left = dict(grant.left)
         return grant
 
 

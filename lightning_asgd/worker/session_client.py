@@ -56,15 +56,23 @@ class SessionClient:
         self.heard = HeartbeatReply()  # the coordinator's latest answer to a heartbeat
         self.metadata: dict[str, Any] = {}  # of an elastic run, as far as this worker knows it
         self.stopped = 0  # number of the latest collective in which a worker that trains no more is known to wait
+        self.pushed = 0  # number of this worker's latest push that servers had seen when it joined
         self.must_rejoin = False  # whether a server lacked a part of a push that the coordinator took
 
     # ------------------------------------------------------------------ joining and leaving
 
-    def join(self, *, again: bool = False, server: int | None = None) -> None:
-        """Enter the session on one server, or on all; ``again`` if this worker knows that it is fenced."""
+    def join(self, *, again: bool = False, server: int | None = None, since: int | None = None) -> None:
+        """Enter the session on one server, or on all; ``again`` if this worker knows that it is fenced.
+
+        ``since`` is for a worker that was replaced: see :class:`Join`.
+        """
         for s in self.connection.servers if server is None else [server]:
-            joined: Joined = self.connection.ask(s, replace(self.join_message(s), again=again))
-            self.members[s].incarnation = joined.incarnation
+            self.note_joined(s, self.connection.ask(s, replace(self.join_message(s), again=again, since=since)))
+
+    def note_joined(self, server: int, joined: Joined) -> None:
+        """Note what a server answers a worker that joins."""
+        self.members[server].incarnation = joined.incarnation
+        self.pushed = max(self.pushed, joined.pushed)
 
     def join_message(self, server: int) -> Join:
         """What this worker joins a server with."""

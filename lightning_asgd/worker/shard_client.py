@@ -127,7 +127,8 @@ class ShardClient:
                 reply: Reply = connection.result(server, future)
                 members = client.members[server]
                 members.incarnations |= reply.incarnations
-                members.left |= reply.left
+                if self.latest[server].fetch:  # else it does not say; a worker that left may have been replaced
+                    members.left = dict(reply.left)
                 members.pushers = set(reply.pushes) or members.pushers
                 client.stopped = max(client.stopped, reply.stopped)
                 replies.append(reply)

@@ -39,6 +39,7 @@ class Start:
     versions: list[int] | None = None  # per server, the first versions; those of the first worker are used
     fill: bool | None = None  # whether to send this worker's weights to the servers; None: if it is the chief
     layout: Any = None  # description of the layout on the servers; None if they have none
+    constants: bytes | None = None  # digest of the tensors that are not exchanged, where the others train already
 
 
 def set_up(
@@ -68,7 +69,10 @@ def set_up(
         _check_same(collectives, layout, client.connection.worker)
     else:
         layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
-    make_identical(collectives, {n: t for n, t in state.items() if n not in trainable and n not in buffers})
+    constants = {n: t for n, t in state.items() if n not in trainable and n not in buffers}
+    digest = make_identical(collectives, constants)
+    if start.constants is not None:
+        digest = _check_constants(constants, start.constants, client.connection.worker)
     if isinstance(algorithm, Hogwild):
         return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
@@ -89,7 +93,8 @@ def set_up(
         filled = [_fill(client, module, config, about, part, number) for number, part in enumerate(parts)]
         collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
-    run(exchanger.fetch())
+    exchanger.constants = digest
+    run(exchanger.fetch(together=start.layout is None))
     exchanger.stats = ExchangeStats()
     return exchanger
 
@@ -154,22 +159,43 @@ def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
 
 
-def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
+def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> bytes:
     """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
 
     These are the chief's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must
-    give the same names.
+    give the same names. Returns a digest of the chief's values, where this worker has them.
     """
     if not collectives.real or not tensors:
-        return
+        return b""
+    digests = collectives.gather("all_gather", "state digest", _digest(tensors))
+    if len(set(digests.values())) > 1:
+        _copy_values(collectives, tensors, mean=mean)
+    first: bytes = digests.get(collectives.chief, b"")
+    return first
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Equal for equal names and values; empty for none."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(name.encode())
         raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest.update(raw)
-    digests = collectives.gather("all_gather", "state digest", digest.digest()).values()
-    if len(set(digests)) == 1:
-        return
+    return digest.digest() if tensors else b""
+
+
+def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) -> bytes:
+    """Raise if a replacement has other values than the others began with."""
+    if _digest(tensors) != theirs:
+        raise LayoutMismatchError(
+            f"Worker {worker} was replaced, and tensors of its new process that are not exchanged "
+            f"({', '.join(tensors)}) differ from those that the others began with. Expected the same values from every "
+            "start of the script: call seed_everything() first, or load them from a file."
+        )
+    return theirs
+
+
+def _copy_values(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool) -> None:
     with torch.no_grad():
         if mean:
             for name, tensor in tensors.items():

@@ -230,7 +230,7 @@ class World:
             (p.session, p.alive, p.told, p.returned, p.seq, p.pushes, p.units, p.main, p.sign)
             for p in self.processes.values()
         ]
-        rest = self.members.incarnations, vars(self.shard)["_last_seq"], self.service.state.registry.exits
+        rest = self.members.incarnations, vars(self.shard)["latest_push"], self.service.state.registry.exits
         return fingerprint((tuple(told), self.state(), rest, self.left, self.applied))
 
 

@@ -579,7 +579,7 @@ MEETING = Plan(pushes=1, faults=("cut",), most=1, meets=True)
 
 
 def applies_all(self: Shard, message: Any, buffer: Any, exchange: Any = Shard.exchange) -> Any:
-    self._last_seq.pop(message.worker, None)
+    self.latest_push.pop(message.worker, None)
     return exchange(self, message, buffer)
 
 

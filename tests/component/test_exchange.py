@@ -23,7 +23,7 @@ from lightning_asgd.algorithms import (
 from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.compression import find_compression
 from lightning_asgd.errors import ProtocolError, ServerLostError
-from lightning_asgd.protocol import Exchange, Leave
+from lightning_asgd.protocol import Exchange, Join, Leave
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.exchanger import Exchanger
@@ -296,6 +296,7 @@ def someone_else_pushes(cluster: Cluster, value: float, seq: int = 1, rank: int 
     layout = layout_of_floats(4, len(cluster.services))
     for s, service in enumerate(cluster.services):
         update = torch.full((layout.shard(s)[0][2],), value)
+        service.handle(Join(SESSION, rank, cluster.workers))
         service.handle(Exchange(SESSION, rank, seq, 0, True, False, (update,)))
 
 

@@ -113,8 +113,8 @@ def test_processes_without_number_fill_no_memory() -> None:
     assert len(members(service).events) == len(members(service).refused) == 20
 
 
-def test_a_silent_worker_is_not_replaced_by_another_process() -> None:
-    """It may only sleep: if it wakes up its rank is still its own."""
+def test_a_silent_worker_is_not_replaced_by_a_process_that_joins_as_others_do() -> None:
+    """It may only sleep: if it wakes up its rank is still its own. See test_replaced_worker.py for who replaces it."""
     now = [0.0]
     service = Service(lambda: now[0])
     for rank, process in enumerate(TWO):

@@ -1,0 +1,292 @@
+"""A worker's membership in a job, whose workers start and end together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.adapter.checkpointing import Resumption, adopt_checkpoint_states, checkpoint_states, progress_in
+from lightning_asgd.adapter.chief import chief_state, take_over
+from lightning_asgd.adapter.class_trees import become_global_zero
+from lightning_asgd.adapter.fleet import Fleet, here, idle_membership
+from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
+from lightning_asgd.adapter.launchers import TrainingJob
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import LaunchError, ServerLostError, WorkerLostError
+from lightning_asgd.layout import Layout
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.protocol import Joined, Policy
+from lightning_asgd.worker.collectives import Phase
+from lightning_asgd.worker.connection import COORDINATOR
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
+from lightning_asgd.worker.session_client import HeartbeatThread
+from lightning_asgd.worker.synchronizer import Synchronizer
+
+__all__ = ["FixedFleet"]
+
+log = logging.getLogger(__name__)
+
+_LAST = "last checkpoint"  # which worker writes it
+_CHIEF_STATE = "chief"  # what the chief publishes for the next one
+_NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
+
+
+class FixedFleet(Fleet):
+    """One worker's membership in a session of a job, in which it ``fits`` or not.
+
+    Raises a :class:`LaunchError` if the servers are not there.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        config: ExchangeConfig,
+        policy: Policy,
+        board: MetricsBoard,
+        place: tuple[int, int],  # rank and world size
+        trainer: Any,
+        *,
+        fits: bool,
+    ) -> None:
+        rank, world_size = place
+        super().__init__(job, config, policy, board, alone=world_size == 1)
+        self._fits = fits
+        # What does not change during the fit, and the progress when the latest epoch began.
+        self._start = EntryPoint("")
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
+        self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
+        self._layouts = 0  # layouts made in this session
+        self._exited: set[int] = set()  # workers that this process had started
+        self.chief = 0
+        """The worker that logs and writes checkpoints; changes between two batches and in collectives only."""
+        self._trainer = trainer
+        self._main = rank_variables.main_process()
+        self._connect(rank, world_size, self._watching)
+
+    @property
+    def _watching(self) -> Policy:
+        """The policy, without heartbeats where the others cannot continue without a worker that sends none."""
+        return self._policy if self._watched else replace(self._policy, silence_s=0.0)
+
+    @property
+    def rank_and_size(self) -> tuple[int, int]:
+        """The worker's rank among the members, and their number."""
+        return self.rank, self.client.connection.world_size
+
+    def join(self) -> None:
+        """Join, and wait until all have joined; a replacement waits until the others train."""
+        joined = self._join()
+        self.collectives.on_chief = self._follow_agreed
+        overseer = supervisor.current()
+        if overseer is not None:
+            overseer.on_worker_exit(self._report_exit)
+        if self._watched:
+            silence_s, every_s = self._policy.silence_s, _NEWS_S if self.is_chief else math.inf
+            self._heartbeat = HeartbeatThread(self.client, silence_s, self._tell, self.board, at_least_every_s=every_s)
+        if joined.late:
+            self.entry = self._await_entry(joined.collectives)
+            self.collectives.phase = Phase.ENTERING
+        self.collectives.barrier("join")
+
+    def _tell(self, event: str) -> None:
+        """Print on the chief what has happened to another worker, unless this process has seen and printed it."""
+        seen = any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited)
+        if self.is_chief and not seen:
+            log.warning(event)
+
+    # ------------------------------------------------------------------ the chief
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker logs and writes checkpoints."""
+        return self.rank == self.chief
+
+    def check_session(self) -> None:
+        """Raise at once if the session was ended; become chief if the chief is gone."""
+        super().check_session()
+        if self._main not in (None, os.getppid()):
+            raise WorkerLostError("The main process, which hosts the servers, has ended. Resume from a checkpoint.")
+        heard, agreed = self.client.heard, self.collectives.chief
+        chief = agreed if agreed in heard.living or not heard.living else heard.chief
+        if chief != self.chief and self._follow(chief):
+            # This worker's own callbacks count files that they would have written since the last sync point.
+            adopt_checkpoint_states(self._trainer, self.published_checkpoints(checkpoint_states(self._trainer)))
+
+    def _follow_agreed(self) -> None:
+        self._follow(self.collectives.chief)
+
+    def _follow(self, chief: int) -> bool:
+        """Take a worker for the chief from now on; returns whether this one has become it."""
+        before, self.chief = self.chief, chief
+        if chief == before:
+            return False
+        become_global_zero(0 if self.is_chief else self.rank)
+        if self.is_chief:
+            take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
+        return self.is_chief
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure; if it is that the main process is gone, one of the workers writes a last checkpoint."""
+        if self._main not in (None, os.getppid()) and self._trainer.strategy.fit_session is not None:
+            try:
+                self._write_last_checkpoint()
+            except Exception:
+                log.error("The main process is gone, and no last checkpoint could be written.", exc_info=True)
+        super().fail(error)
+
+    def _write_last_checkpoint(self) -> None:
+        self._stop_restoring()  # no process starts other servers
+        self.collectives.phase = Phase.OFFLINE
+        try:
+            writer = self.client.note(_LAST, self.rank, first=True)
+        except RuntimeError:  # the servers are gone already
+            others = set(self.client.heard.living) - (set() if self._policy.another_chief else {0})
+            writer = min(others, default=self.rank)
+        if writer == self.rank:
+            self.chief = self.rank
+            write_last_checkpoint(self._trainer, self.rank)
+
+    def published_checkpoints(self, mine: list[Any]) -> list[Any]:
+        """What a chief that is gone published last of its checkpoint callbacks' files; ``mine`` if it has not."""
+        state = self.client.note(_CHIEF_STATE)
+        return mine if state is None else list(state["checkpoints"])
+
+    def publish_chief_state(self, trainer: Any) -> None:
+        """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
+        if self.is_chief and self._policy.another_chief and not self.alone:
+            self.client.note(_CHIEF_STATE, chief_state(trainer))
+
+    def begin_generation(self) -> None:
+        """Move to the session's next generation, with another layout, together with all others."""
+        self._layouts += 1
+        self.entry = None
+        waited_s = self.collectives.waited_s
+        rank, world_size, before = *self.rank_and_size, self.client.connection.session
+        chief = self.collectives.chief
+        self._connect(rank, world_size, self._watching, self._layouts, after=before)
+        self._stop()
+        self.collectives.waited_s, self.collectives.chief = waited_s, chief
+        self.join()
+
+    def _join(self) -> Joined:
+        client = self.client
+        try:
+            return self._take_rank()
+        except ServerLostError as error:  # the server ended between the sessions, while no worker used it
+            if error.server is None:
+                raise
+            client.connection.transport.prepare(error.server, self._job.successor(error.server))
+            client.connection.transport.replace(error.server)
+            return self._take_rank()
+
+    def _take_rank(self) -> Joined:
+        if self._watched and not self._layouts:  # else no process can tell that the process before this one is gone
+            return take_rank(self.client)
+        self.client.join()
+        return Joined(0)
+
+    def _report_exit(self, rank: int, pid: int, code: int) -> None:
+        """Called by the supervisor's thread when a worker's process has ended."""
+        overseer = supervisor.current()
+        rests = idle_membership() is self  # then no fit continues without it
+        if overseer is not None and not self._policy.abort and not rests:
+            overseer.excuse(rank)
+        if code != 0 and rests:
+            log.warning("Worker %d ended with exit code %d after the fit.", rank, code)
+        elif code != 0:
+            self._exited.add(rank)
+            log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
+        self.client.leave(f"its process ended with exit code {code} ({here(pid)})", worker=rank, pid=pid)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The workers that are not there at the end of a fit, and why."""
+        client = self.client
+        away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
+        return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
+
+    def reference_batch(self, mine: int) -> int:
+        """The reference batch size: the chief's; ``mine`` is 0 if this worker's is not known."""
+        return self._of_first("batch size", mine)
+
+    def of_first_worker(self, mine: int) -> int:
+        """The chief's value. All workers call it together."""
+        return self._of_first("batches per step", mine)
+
+    def _of_first(self, what: str, mine: int) -> int:
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            return self.entry.firsts.get(what, mine)
+        values: dict[int, int] = self.collectives.gather("all_gather", what, mine)
+        first = values.get(self.collectives.chief, mine)
+        self._start = replace(self._start, firsts={**self._start.firsts, what: first})
+        return first
+
+    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
+        """All workers' optimizer and scheduler states, for the checkpoint that the chief writes."""
+        return self.collectives.gather("gather", "checkpoint", mine, target=self.collectives.chief)
+
+    def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
+        """Whether training ends with this epoch. All workers call it at the end of the epoch."""
+        if self._publishes:
+            self._start = replace(self._start, progress=progress())
+        return self.collectives.decide(should_stop, all=False)
+
+    # ------------------------------------------------------------------ a process that replaces a lost worker
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether it is for this worker to say where all are."""
+        return self.rank == 0 and not self.alone and not self._layouts and self._watched
+
+    def _await_entry(self, collectives: int) -> EntryPoint:
+        if not self._fits:
+            raise LaunchError(
+                f"Worker {self.rank} cannot be replaced: the others do not fit now. Expected "
+                "it in fit only. Start the whole job again."
+            )
+        return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
+
+    def share_first_values(
+        self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
+    ) -> None:
+        """Note where this fit begins, for a process that replaces a lost worker."""
+        if self._publishes:
+            progress = progress_in(trainer)
+            if progress is not None:
+                progress["data"] = resume.data
+            session = self.client.connection.session
+            self._start = EntryPoint(session, layout=layout.describe(), progress=progress)
+
+    def begin_interval(
+        self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]
+    ) -> None:
+        """See :class:`Fleet`. Take part from now on if others trained already; as worker 0, publish where all are."""
+        if self.collectives.phase is Phase.ENTERING and self.entry is not None:
+            self.client.join(since=self.entry.collective)
+            self.collectives.enter(self.entry.collective)
+        elif self._publishes and isinstance(synchronizer, Exchanger) and place is not None:
+            entry = replace(self._start, collective=self.collectives.called, constants=synchronizer.constants)
+            if place:
+                entry = replace(entry, progress={**progress(), "between_epochs": False, "data": place})
+            publish_entry(self.client, entry)
+        elif self._publishes:
+            self._refuse("every worker trains a fixed part of the data, or what workers share cannot be undone")
+        super().begin_interval(synchronizer, place, progress)
+
+    def end_entries(self) -> None:
+        """See :class:`Fleet`."""
+        if self._publishes:
+            self._refuse("training has ended")
+
+    def _refuse(self, why: str) -> None:
+        publish_entry(self.client, EntryPoint(self.client.connection.session, refused=why))

@@ -1,0 +1,74 @@
+"""Whether a message's fields have the types that their annotations name: a broken peer may send anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections import abc
+from types import UnionType
+from typing import Any
+
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol.session_messages import Failure
+
+__all__ = ["checked"]
+
+_LARGEST = 1 << 62  # of whole numbers: what is counted here fits
+
+
+def checked(handle: abc.Callable[[Any], Any]) -> abc.Callable[[Any], Any]:
+    """A handler of messages that answers one whose fields have other types with an error that names the first."""
+
+    def check_and_handle(message: Any) -> Any:
+        try:
+            if dataclasses.is_dataclass(message):
+                _check_types(message)
+        except ProtocolError as error:
+            return Failure(type(error).__name__, str(error))
+        return handle(message)
+
+    return check_and_handle
+
+
+def _check_types(message: Any) -> None:
+    """Raise a ``ProtocolError`` that names the first field of another type."""
+    for name, hint in _hints(message.__class__):
+        value = getattr(message, name)
+        if (type(value) is not hint or hint is int) and not _fits(value, hint):
+            raise ProtocolError(
+                f"A server was sent a {type(message).__name__} whose {name} is {repr(value)[:80]}. Expected "
+                f"{getattr(hint, '__name__', hint)}. Look for a broken worker, or one of another version."
+            )
+
+
+@functools.cache
+def _hints(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """The types of a message's fields, but for those that may have any."""
+    hints = typing.get_type_hints(kind, kind.__init__.__globals__)  # of its file: its module is the package
+    return tuple((f.name, hints[f.name]) for f in dataclasses.fields(kind) if hints[f.name] is not Any)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if hint is int:
+        return type(value) is int and -_LARGEST < value < _LARGEST
+    if hint is float:
+        return type(value) in (int, float)
+    if isinstance(hint, type):
+        return isinstance(value, hint) and (not hint.__module__.startswith(__package__) or _all_fit(value))
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin in (dict, abc.Mapping):
+        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if origin is not None and isinstance(value, abc.Collection):
+        return isinstance(value, origin) and all(_fits(each, inner[0]) for each in value)
+    return origin is None
+
+
+def _all_fit(value: Any) -> bool:
+    return all(_fits(getattr(value, name), hint) for name, hint in _hints(value.__class__))

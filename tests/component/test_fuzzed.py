@@ -1,0 +1,132 @@
+"""Messages of a broken worker, which knows the secret: of each something was changed at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import (
+    Contribution,
+    Epoch,
+    Exchange,
+    Failure,
+    Heartbeat,
+    InitShard,
+    Join,
+    LeaseRequest,
+    Leave,
+    OpenEpoch,
+    Policy,
+    ReplayDone,
+    Request,
+    RunMetadata,
+    Samples,
+    ShardState,
+    StateReport,
+    StatusRequest,
+    WorkerMetrics,
+    codec,
+)
+from lightning_asgd.protocol.field_types import checked
+from lightning_asgd.server.service import Service
+
+GROUPS = ((Role.PARAMETER, "float32", 2),)
+EPOCH = Epoch("s/0", 1000, (500, 1000), b"")
+VALUES: list[Any] = [
+    *(None, -1, 0, 1, 10**30, 0.5, float("nan"), float("inf"), "", "x" * 100, b"y", [], (), {}, True, [[1]] * 9),
+    *((torch.ones(2),), (torch.ones(3),), (torch.full((2,), float("nan")),), torch.ones(2), ASGD(), GROUPS, EPOCH),
+]
+
+
+def every_message() -> list[Request]:
+    about = ("s", 1)
+    return [
+        Heartbeat(*about, 0, WorkerMetrics()),
+        Exchange(*about, 10**6, 0, True, True, (torch.ones(2),), epoch="s/0", units=4),
+        Exchange(*about, 0, 0, False, True),
+        InitShard(*about, GROUPS, ASGD("sum")),
+        Contribution(*about, 1, "barrier", "x", None),
+        OpenEpoch(*about, EPOCH),
+        LeaseRequest(*about, "s/0", 0, 0, 0, 0.1, size=4),
+        RunMetadata(*about, "entry", b"x"),
+        ReplayDone(*about),
+        StateReport(*about, (), 0),
+        Samples(*about),
+        ShardState(*about),
+        Leave(*about, "it is broken"),
+        Join(*about, 2, Policy(10.0), again=True),
+    ]
+
+
+def changed(message: Request, chance: random.Random) -> Any:
+    """The message with one or two other fields, as a server decodes it; None if it does not."""
+    fields = [field.name for field in dataclasses.fields(message) if field.name not in ("process", "world_size")]
+    changes = {name: chance.choice(VALUES) for name in chance.sample(fields, chance.randint(1, min(2, len(fields))))}
+    if isinstance(message, Join):
+        changes.pop("session", None)  # whoever knows the secret may begin another session
+    elif chance.random() < 0.2:
+        changes["worker"] = chance.choice([2, 7, -1, 10**9])  # there is none
+    try:
+        header, buffers = codec.encode(dataclasses.replace(message, **changes))
+        return codec.decode(header, [bytearray(buffer) for buffer in buffers])
+    except ProtocolError:
+        return None
+
+
+@pytest.mark.parametrize("member", [True, False], ids=["a worker", "another process"])
+def test_a_broken_worker_gets_errors_and_spoils_nothing(member: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    chance, now, unclear = random.Random(1), [0.0], set()
+    service = Service(lambda: now[0])
+    handle = checked(service.handle)
+    two = {0: "here/1/aa", 1: "there/2/bb"}
+
+    def say(message: Any, process: str) -> Any:
+        return handle(dataclasses.replace(message, process=process))
+
+    def push(number: int) -> None:
+        update = torch.ones(2)
+        answer = say(Exchange("s", 0, number, 0, True, True, (update,), epoch="s/0", units=0), two[0])
+        assert not isinstance(answer, Failure | Future), answer
+
+    for rank, process in two.items():
+        say(Join("s", rank, 2, Policy(0.0)), process)
+        say(InitShard("s", rank, GROUPS, ASGD("sum"), (torch.zeros(2),) if rank == 0 else None), process)
+        say(OpenEpoch("s", rank, EPOCH), process)
+    session = service.session
+    assert session is not None
+    broken = two[1] if member else "elsewhere/7/cc"
+    applied, pushed = 0, 0
+    messages = every_message()
+    for number in range(3000):
+        message = changed(chance.choice(messages), chance)
+        if message is not None and not isinstance(message, StatusRequest):
+            before = session.shards[0].counts.applied
+            answer = say(message, broken)
+            mine = member and not isinstance(answer, Failure) and message.worker == 1
+            assert mine or session.shards[0].counts.applied == before, message
+            applied += session.shards[0].counts.applied - before
+            if isinstance(answer, Failure) and "This is a bug" in answer.message:
+                unclear.add((type(message).__name__, answer.message.partition(":")[2][:80]))
+        if number % 10 == 0:
+            pushed += 1
+            push(pushed)
+            service.tick()
+    assert service.session is session
+    assert applied == 0 or member
+    assert session.shards[0].latest_push[0] == pushed
+    assert session.shards[0].counts.applied == pushed + applied
+    weights = session.shards[0].weights
+    assert weights is not None
+    if not member:
+        assert weights[0].tolist() == [float(pushed)] * 2
+    assert not unclear, "\n".join(f"{kind}: {text}" for kind, text in sorted(unclear))
