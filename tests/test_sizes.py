@@ -42,7 +42,7 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 420 are another chief in a job, and the last checkpoint of one whose main process was killed.
 # 435 are a rendezvous of our own for zmq beside torch's, and the choice of a transport with its line at the start.
 # 115 are a snapshot that is copied piece by piece: copying all at once kept every message waiting.
-LINES = {"core": 19_520, "tools": 5_030}
+LINES = {"core": 19_530, "tools": 5_030}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
