@@ -46,7 +46,7 @@ class Collectives:
         self.waited_s = 0.0  # of calls
         self.chief = 0
         """The worker that logs and writes checkpoints, the same one on all workers after each of their collectives."""
-        self.on_chief: Callable[[], None] = lambda: None
+        self.on_chief: Callable[[], None] | None = None  # called when that changes
         self._seq = 0
         # Answered calls by number, with the answers: the latest, and those that other workers may still need.
         self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
@@ -161,7 +161,8 @@ class Collectives:
             chief = next_chief(self.chief, answer) if message.reaches_all and self._succeeds else self.chief
             if chief != self.chief:
                 self.chief = chief
-                self.on_chief()
+                if self.on_chief is not None:
+                    self.on_chief()
             return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
         finally:
             self.waited_s += time.perf_counter() - begun
