@@ -372,7 +372,7 @@ class FitSession:
         stats.servers_replaced = sum(membership.client.connection.restored)
         if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:
             return
-        stats.lost_workers = membership.lost
+        stats.lost_workers = membership.lost_workers()
         if stats.lost_workers:
             each = [f"\n  worker {worker}: {why}" for worker, why in sorted(stats.lost_workers.items())]
             of = self._trainer.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import LaunchError, ServerLostError, WorkerLostError
+from lightning_asgd.errors import ASGDError, LaunchError, ServerLostError, WorkerLostError
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
@@ -207,10 +208,12 @@ class FixedFleet(Fleet):
             log.warning("Worker %d ended with exit code %d; the others continue without it.", rank, code)
         self.client.leave(f"its process ended with exit code {code} ({here(pid)})", worker=rank, pid=pid)
 
-    @property
-    def lost(self) -> dict[int, str]:
+    def lost_workers(self) -> dict[int, str]:
         """The workers that are not there at the end of a fit, and why."""
         client = self.client
+        if self._watched:
+            with contextlib.suppress(ASGDError):
+                client.beat(0, _NEWS_S)  # a worker may have rejoined since the latest heartbeat
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
         silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
