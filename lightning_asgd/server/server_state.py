@@ -37,6 +37,7 @@ class ServerState:
         self.recovery = StateRecovery(replaces=succeeds)
         self.epochs = Epochs(all_train=not run)
         self.session: SessionState | None = None
+        self.most_workers = 0  # of any session
         self._remembered = remembered
 
     @property
@@ -99,6 +100,7 @@ class ServerState:
         if not self.registry.name:
             self.registry.metadata.clear()  # of the session before
         self.session = SessionState(members)
+        self.most_workers = max(self.most_workers, members.world_size)
 
     def enter(
         self, session: SessionState, message: Join, now: float, *, begun: bool

@@ -299,7 +299,9 @@ class Service:
     def _leave(self, message: Leave) -> bool:
         session = self.session
         if session is not None and not session.members.is_process(message.worker, message.process):
-            return False  # a process that was rejected ends
+            if message.final and session.members.world_size <= message.worker < self.state.most_workers:
+                self.state.registry.exits.append(("", message.worker, message.reason))  # of a larger session before
+            return False  # else a process that was rejected ends
         if message.final:
             self.state.registry.exits.append(("", message.worker, message.reason))
         if session is None or (session.members.session != message.session and not message.final):

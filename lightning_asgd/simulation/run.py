@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.protocol import Exchange, Leave
+from lightning_asgd.protocol import Leave
 from lightning_asgd.server.service import Service
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.network import Network, Wires
@@ -31,7 +31,6 @@ from lightning_asgd.worker.session_client import SessionClient
 __all__ = ["Crash", "Simulation"]
 
 _SESSION = "simulation"
-_OBSERVER = -1  # fetches the servers' weights, to report the loss
 _POINTS = 100  # of the reported loss
 
 
@@ -264,9 +263,8 @@ class _Running:
 
     def weights(self) -> tuple[Tensor, list[int]]:
         """The servers' weights and versions."""
-        question = Exchange(_SESSION, _OBSERVER, 0, 0, push=False, fetch=True)
-        replies = [service.handle(question) for service in self.services]
-        return torch.cat([reply.weights[0] for reply in replies]), [reply.version for reply in replies]
+        shards = [service.session.shards[0] for service in self.services if service.session is not None]
+        return torch.cat([shard.weights[0] for shard in shards]), [shard.version for shard in shards]
 
     def evaluate(self) -> None:
         """Note the loss at the servers' weights."""
