@@ -24,9 +24,7 @@ from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
 from tests.lightning.models import Regression, loader, trainer
-from tests.lightning.test_processes import mains, wait_until
-
-__all__ = ["mains"]
+from tests.lightning.test_processes import wait_until
 
 SAMPLES = 200
 EPOCHS = 12

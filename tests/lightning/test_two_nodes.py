@@ -18,9 +18,7 @@ from benchmarks import network
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from tests.lightning import test_runs as runs
-from tests.lightning.test_processes import check_finished, mains, start, training, wait_until
-
-__all__ = ["mains"]
+from tests.lightning.test_processes import check_finished, start, training, wait_until
 
 PORTS = ("29555", "29559", "29557", "29558", "29556")  # in a namespace of its own every port is free
 

@@ -22,9 +22,6 @@ from lightning_asgd import ASGDStrategy
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError
 from tests.lightning.models import Regression, digest, loader, trainer
-from tests.lightning.test_processes import mains
-
-__all__ = ["mains"]
 
 SAMPLES, BATCH = 512, 8
 
