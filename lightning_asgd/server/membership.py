@@ -217,7 +217,7 @@ class Membership:
         self.unheard.discard(worker)
 
     def _hear(self, worker: int, now: float) -> None:
-        """Note a sign of life, which never shortens the time that :meth:`restore` gives a worker."""
+        """Note a heartbeat, which never shortens the time that :meth:`restore` gives a worker."""
         self._heard[worker] = max(now, self._heard.get(worker, now))
 
     def admit(self, description: str, now: float, process: str = "") -> int:
