@@ -18,7 +18,7 @@ from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
 __all__ = ["Membership"]
 
 _SUSPENDED_S = 2.0  # a longer time between two checks of the clock: this process was suspended
-_REPORT_S = 60.0  # in which all workers notice that a server was lost and report to its replacement
+_REPORT_S = 60.0  # in which all workers notice that a server was lost, report to its replacement and replay
 _UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing
 _EVENTS = 1000  # that are kept at least
 _REMEMBERED = 100  # workers of an elastic run that have left, of which something is still known
@@ -213,8 +213,12 @@ class Membership:
 
     def note_heartbeat(self, worker: int, now: float) -> None:
         """Count any message as a heartbeat."""
-        self._heard[worker] = now
+        self._hear(worker, now)
         self.unheard.discard(worker)
+
+    def _hear(self, worker: int, now: float) -> None:
+        """Note a heartbeat, which never shortens the time that :meth:`restore` gives a worker."""
+        self._heard[worker] = max(now, self._heard.get(worker, now))
 
     def admit(self, description: str, now: float, process: str = "") -> int:
         """Admit a worker to an elastic run; its number is new, counted from 1."""
@@ -241,7 +245,7 @@ class Membership:
         self.joined.add(worker)
         self.processes[worker] = process
         self.fenced.discard(worker)
-        self._heard[worker] = now
+        self._hear(worker, now)
         if worker not in self.suspected:
             return False
         del self.suspected[worker]
@@ -262,14 +266,19 @@ class Membership:
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
 
-        ``holding`` names, in an elastic run, the workers that hold weights. They are given more time than usual: a
-        worker that is busy for long may be the only one with the newest state. ``admitted`` is the highest
-        number that a worker knows to be given.
+        ``holding`` names, in an elastic run, the workers that hold weights. ``admitted`` is the highest number that a
+        worker knows to be given. Until :meth:`end_recovery` the workers are given more time than usual, also once they
+        have joined: one that is busy or suspended for long may be the only one with the newest state, or with a push
+        that it lacks.
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)
             self._heard[worker] = now + _REPORT_S
         self.admitted = max(self.admitted, admitted + _UNHEARD)
+
+    def end_recovery(self, now: float) -> None:
+        """Give no worker more time than usual any longer: all have reported, and have replayed their pushes."""
+        self._heard = {worker: min(at, now) for worker, at in self._heard.items()}
 
     def resume(self, incarnations: dict[int, int], fenced: set[int]) -> None:
         """Take over what the workers report; ``fenced`` are those that do not know yet that they were suspected."""

@@ -386,6 +386,7 @@ class Service:
             self._members_changed(session)
             self._handle_deferred()
         if recovery.over(members.living):
+            members.end_recovery(self._clock())
             self._pending.complete_all(ReplayDone, None)
 
     def _handle_deferred(self) -> None:

@@ -109,7 +109,8 @@ class Moments(World):
         self.turns.before_turn = self.turn
         super().run()
         assert torch.equal(self.weights_at_the_end, torch.ones(2 * UNITS))
-        for weights in self.fetched.values() if self.killed else ():  # who was away has missed a sync point
+        missed = len(self.faults) > 1  # a worker that slept after a server was lost may have missed a sync point
+        for weights in self.fetched.values() if self.killed and not missed else ():  # as one that was away
             assert all(torch.equal(w, weights[0]) for w in weights)
 
 
@@ -155,3 +156,12 @@ def test_every_moment_of_some_orders() -> None:
 @pytest.mark.parametrize("kind", KILLS)
 def test_servers(kind: str) -> None:
     assert at_every_moment(0, 2, [kind], step=2) > 30
+
+
+def test_a_worker_that_sleeps_while_a_server_is_restored() -> None:
+    """Others, which may be past the segment, wait for what it alone can tell, also once it has joined or reported."""
+    quiet = Moments(0, 1, {})
+    quiet.run()
+    for moment in range(0, quiet.number, 3):
+        for later in (4, 12):
+            run(0, 1, {moment: "server 0 has done all", moment + later: "worker 1 sleeps"})

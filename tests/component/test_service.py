@@ -460,8 +460,44 @@ def test_who_has_offered_what_it_holds_is_not_given_up_while_the_others_are_awai
     assert s.handle(StateReport("s", 0, (ReplicaState(0, 4, (torch.zeros(3),), {}),))) is None
     assert offered.wait() is None
     assert s.handle(push(1, 1.0, worker=1)).verdict is Verdict.APPLIED
+    for rank in range(2):
+        s.handle(ReplayDone("s", rank))
     passes(s, clock, 15, 0)
     assert failure(s.handle(push(2, 1.0, worker=1)))[0] == "WorkerAwayError"
+
+
+@pytest.mark.parametrize("falls_silent", ["has joined", "has reported"])
+def test_a_worker_that_falls_silent_during_a_recovery_is_awaited_for_a_minute(falls_silent: str) -> None:
+    """It may be the only one with a push that the others, which are past it, would not train again."""
+    clock = Clock()
+    s = to_be_restored(clock)
+    passes(s, clock, 1, 0, 1)  # its heartbeat does not shorten the time
+    theirs = s.handle(StateReport("s", 0, (ReplicaState(0, 4, (torch.zeros(3),), {}),)))
+    report = StateReport("s", 1, (ReplicaState(0, 5, (torch.ones(3),), {}),))
+    if falls_silent == "has reported":
+        assert s.handle(report) is None
+        theirs = s.handle(ReplayDone("s", 0))
+    passes(s, clock, 55, 0)
+    assert not theirs.done()
+    if falls_silent == "has joined":
+        assert s.handle(report) is None
+    assert s.handle(push(1, 1.0, worker=1)).version == 6
+    s.handle(ReplayDone("s", 1))
+    assert theirs.done()
+
+
+@pytest.mark.parametrize("falls_silent", ["has joined", "has reported"])
+def test_a_worker_that_stays_silent_during_a_recovery_is_given_up_after_a_minute(falls_silent: str) -> None:
+    clock = Clock()
+    s = to_be_restored(clock)
+    passes(s, clock, 1, 0, 1)
+    theirs = s.handle(StateReport("s", 0, (ReplicaState(0, 4, (torch.zeros(3),), {}),)))
+    if falls_silent == "has reported":
+        s.handle(StateReport("s", 1, (ReplicaState(0, 5, (torch.ones(3),), {}),)))
+        theirs = s.handle(ReplayDone("s", 0))
+    passes(s, clock, 60 + 10, 0)
+    assert theirs.done()
+    assert failure(s.handle(push(1, 1.0, worker=1)))[0] == "WorkerAwayError"
 
 
 def test_a_broadcast_from_a_worker_who_left_is_answered_to_everybody() -> None:
