@@ -18,7 +18,14 @@ log = logging.getLogger(__name__)
 
 def chief_state(trainer: Any) -> dict[str, Any]:
     """What the next chief needs to know: what the checkpoint callbacks know of their files, and the loggers' runs."""
-    return {"checkpoints": checkpoint_states(trainer), "loggers": [logger.version for logger in trainer.loggers]}
+    return {"checkpoints": checkpoint_states(trainer), "loggers": [_version(logger) for logger in trainer.loggers]}
+
+
+def _version(logger: Any) -> Any:
+    try:
+        return logger.version
+    except Exception:  # of a logger of another library
+        return None
 
 
 def take_over(trainer: Any, worker: int, before: int, versions: Sequence[Any]) -> None:
@@ -35,6 +42,14 @@ def take_over(trainer: Any, worker: int, before: int, versions: Sequence[Any]) -
 def _start(logger: Any, version: Any, worker: int) -> str:
     """Let a logger begin in this process; returns what it does."""
     name = type(logger).__name__
+    try:
+        return _begin(logger, name, version, worker)
+    except Exception:  # a logger of another library; training is worth more
+        log.warning("The logger %s could not begin on worker %d.", name, worker, exc_info=True)
+        return f"{name} logs nothing"
+
+
+def _begin(logger: Any, name: str, version: Any, worker: int) -> str:
     if is_a(logger, csv_logger):  # it would empty the files that are there
         csv_version.set_of(logger, f"{version}-worker{worker}" if isinstance(version, str) else None)
         return f"{name} begins files of its own in {logger.log_dir}"
@@ -47,7 +62,10 @@ def _start(logger: Any, version: Any, worker: int) -> str:
 def _log_hyperparameters(trainer: Any) -> None:
     hyperparameters = trainer.lightning_module.hparams_initial
     for logger in trainer.loggers if hyperparameters else ():
-        logger.log_hyperparams(hyperparameters)
+        try:
+            logger.log_hyperparams(hyperparameters)
+        except Exception:  # the same
+            log.warning("%s could not log the hyperparameters.", type(logger).__name__, exc_info=True)
 
 
 def _show_progress(trainer: Any) -> None:

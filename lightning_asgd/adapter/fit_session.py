@@ -127,8 +127,6 @@ class FitSession:
             undo()
         self.synchronizer.close()
 
-    # ------------------------------------------------------------------ one layout, one set of weights
-
     def _set_up(self) -> Synchronizer:
         module, membership, run, entry = self._module, self._membership, self._run, self._membership.entry
         start = Start(self._resume.take_versions(), fill=True if run is not None else None)
@@ -297,6 +295,8 @@ class FitSession:
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.attachment.update()
+        if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
+            membership.begin_interval(synchronizer, self.data.place, self._progress)
         run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC

@@ -113,7 +113,8 @@ class FixedFleet(Fleet):
 
     def check_session(self) -> None:
         """Raise at once if the session was ended; become chief if the chief is gone."""
-        super().check_session()
+        if self._heartbeat is not None and self._heartbeat.error is not None:
+            raise self._heartbeat.error
         if self._main not in (None, os.getppid()):
             raise WorkerLostError("The main process, which hosts the servers, has ended. Resume from a checkpoint.")
         heard, agreed = self.client.heard, self.collectives.chief
@@ -163,7 +164,8 @@ class FixedFleet(Fleet):
 
     def publish_chief_state(self, trainer: Any) -> None:
         """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
-        if self.is_chief and self._policy.another_chief and not self.alone:
+        offline = self.collectives.phase is Phase.OFFLINE
+        if self.is_chief and self._policy.another_chief and not self.alone and not offline:
             self.client.note(_CHIEF_STATE, chief_state(trainer))
 
     def begin_generation(self) -> None:
@@ -249,7 +251,8 @@ class FixedFleet(Fleet):
     @property
     def _publishes(self) -> bool:
         """Whether it is for this worker to say where all are."""
-        return self.rank == 0 and not self.alone and not self._layouts and self._watched
+        may_enter = not self.alone and not self._layouts and not self._policy.another_chief
+        return self.rank == 0 and may_enter and self._watched
 
     def _await_entry(self, collectives: int) -> EntryPoint:
         if not self._fits:

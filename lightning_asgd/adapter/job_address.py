@@ -9,6 +9,7 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.server.server_process import allow_many_connections
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -48,6 +49,7 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
         host, _, port = known.rpartition(":")
         return host, int(port)
     if num_nodes == 1 and not environment.creates_processes_externally:
+        allow_many_connections()
         rendezvous = kind.host_rendezvous()
         _hosted[rendezvous.address] = rendezvous
         rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
@@ -66,6 +68,7 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
         )
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_main and not agent_store and address not in _hosted:
+        allow_many_connections()
         _hosted[address] = kind.host_rendezvous(*address)
     return address
 

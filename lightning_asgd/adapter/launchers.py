@@ -117,7 +117,9 @@ class TrainingJob:
 
     def begin(self, environment: Any, num_nodes: int, tree: Any, *, is_main: bool) -> None:
         """Find or host the rendezvous. In the main process, start the servers, and say which transport it is."""
-        one_machine = num_nodes == 1 and not environment.creates_processes_externally
+        # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
+        started_here = rank_variables.address() is not None or not environment.creates_processes_externally
+        one_machine = num_nodes == 1 and started_here
         say = tree.info if is_main else None
         self.transport, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
         kind.provide_secret(one_machine=one_machine)

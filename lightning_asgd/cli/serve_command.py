@@ -46,13 +46,12 @@ def serve(
             snapshot are lost.
     """
     # Here, since they import torch, which help and other commands do not need.
-    from lightning_asgd.config import seconds
     from lightning_asgd.processes import supervisor
     from lightning_asgd.server.server_process import ServerSettings
     from lightning_asgd.server.snapshot_store import Snapshots
     from lightning_asgd.transports.rendezvous import interface_of
 
-    seconds("snapshot_every_s", snapshot_every_s)
+    _check(port, run_id, num_servers, snapshot_every_s)
     version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
     stopped, (name, line, rendezvous) = _signals(), _open(transport, host, port)
     settings = ServerSettings(
@@ -78,6 +77,19 @@ def serve(
     finally:
         supervisor.close_current()
         rendezvous.close()
+
+
+def _check(port: int, run_id: str, num_servers: int, snapshot_every_s: float) -> None:
+    """Raise a ``ConfigurationError`` for a value that is out of range."""
+    from lightning_asgd.config import seconds
+    from lightning_asgd.errors import ConfigurationError
+    from lightning_asgd.validation import between, whole
+
+    seconds("snapshot_every_s", snapshot_every_s)
+    whole("num_servers", num_servers)
+    between("port", port, 0, 65535)
+    if not run_id:
+        raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
 
 
 def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:

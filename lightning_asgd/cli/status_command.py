@@ -102,9 +102,8 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
         name = f"{worker.worker}{' chief' if worker.worker == view.chief else ''}"
         state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
-    if not view.workers:
-        made.add_row("", "no worker takes part now", *[""] * len(headings))
-    return Group(made, *map(escape, view.news))
+    none = [] if view.workers else ["no worker takes part now"]
+    return Group(made, *none, *map(escape, view.news))
 
 
 def _figures(worker: WorkerStatus, before: WorkerStatus | None) -> list[str]:

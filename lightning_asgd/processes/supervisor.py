@@ -129,10 +129,10 @@ class Supervisor:
         """Have ``callback(rank, process number, exit code)`` called, from another thread, when a worker ends."""
         self._on_worker_exit = callback
 
-    def report_exit(self, session: str, worker: int, reason: str) -> None:
+    def report_exit(self, session: str, worker: int, reason: str, process: str = "") -> None:
         """Tell the servers that a worker is gone, from a process that is not a worker itself."""
         with self._lock:
-            self._exits.append({"session": session, "worker": worker, "reason": reason})
+            self._exits.append({"session": session, "worker": worker, "reason": reason, "process": process})
             for server in self._servers:
                 server.report_exit(**self._exits[-1])
 
@@ -253,7 +253,8 @@ class Supervisor:
                 callback = self._on_worker_exit
                 if rank not in ended and code is not None and callback is not None:  # else a caller will ask for it
                     ended.add(rank)
-                    self.report_exit("", rank, f"its process ended with exit code {code}")
+                    why, process_name = f"its process ended with exit code {code}", machine_and_pid(process.pid)
+                    self.report_exit("", rank, why, process_name)
                     callback(rank, process.pid, code)
 
 

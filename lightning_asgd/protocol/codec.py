@@ -56,7 +56,7 @@ def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
         return _decode(json.loads(header), buffers, 0)
     except ProtocolError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that is imported may end the program
         raise ProtocolError(f"A message could not be read: {error!r}. Expected a message of this package.") from error
 
 

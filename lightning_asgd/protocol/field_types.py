@@ -55,7 +55,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
-        return type(value) in (int, float)
+        return isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(hint, type):
         return isinstance(value, hint) and (not hint.__module__.startswith(__package__) or _all_fit(value))
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

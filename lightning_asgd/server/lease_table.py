@@ -21,6 +21,8 @@ from lightning_asgd.server.self_scheduling import Load, steps_to_grant
 
 __all__ = ["Leases"]
 
+_LONGEST_S = 1e7  # of a duration that a worker reports
+
 
 @dataclass
 class _Worker:
@@ -148,6 +150,12 @@ class Leases:
 
     def serve(self, request: LeaseRequest, now: float) -> list[Completion]:
         """Grant units to a worker; the reply to a request that waits comes later."""
+        durations = request.unit_s, request.rtt_s, request.flush
+        if request.size < 1 or request.trained < 0 or not all(0 <= each < _LONGEST_S for each in durations):
+            raise ProtocolError(
+                f"Worker {request.worker} asks for units with size={request.size}, trained={request.trained} and "
+                f"durations of {durations} s. Expected at least 1, at least 0, and finite numbers from 0."
+            )
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")

@@ -176,7 +176,7 @@ class Membership:
         """Whether another process may replace a worker: it has died, or is silent."""
         if self.elastic or self.processes.get(worker) == process:
             return False
-        return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.processes)
+        return bool(self.left.get(worker)) or (worker in self.suspected and worker in self.joined)
 
     def replace(self, worker: int, process: str, now: float) -> None:
         """Have another process replace a worker that has left; until it trains, no worker waits for it."""
@@ -191,6 +191,11 @@ class Membership:
         self.metrics.pop(worker, None)
         whose = f"process {_named(before)}" if before else "a process that never joined"
         self.publish(f"Process {_named(process)} replaces {whose} as worker {worker} ({why}).")
+
+    def other_than(self, worker: int, process: str) -> bool:
+        """Whether a worker is known to be another process than one whose name begins like this."""
+        known = self.processes.get(worker, "")
+        return bool(known) and not known.startswith(process)
 
     def is_process(self, worker: int, process: str) -> bool:
         """Whether a worker is a process whose name begins like this, as far as is known."""

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from lightning_asgd.protocol import StatusRequest
+from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
@@ -31,6 +32,8 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import NetworkDownError
 
 __all__ = ["ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _START_S = 60.0
@@ -109,7 +112,7 @@ def run_server(argv: list[str] | None = None) -> int:
         looked, shut = time.monotonic(), False
         while not stopped and not shut and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
-            service.tick()
+            _tick(service)
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
@@ -119,7 +122,7 @@ def run_server(argv: list[str] | None = None) -> int:
                 f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
             )
             deadline = time.monotonic() + _FAREWELL_S
-            while not stopped and service.handle(StatusRequest()).workers and time.monotonic() < deadline:
+            while not stopped and time.monotonic() < deadline and _has_workers(service):
                 time.sleep(_TICK_S)
     if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
         sys.stderr.write(_SHUT)
@@ -128,6 +131,19 @@ def run_server(argv: list[str] | None = None) -> int:
     service.close()
     server.close()
     return 0
+
+
+def _tick(service: Service) -> None:
+    """Let a server do what is due; a fault in it ends no server, as a fault in a message does not."""
+    try:
+        service.tick()
+    except Exception:
+        log.exception("A server failed on what was due. This is a bug.")
+
+
+def _has_workers(service: Service) -> bool:
+    status = service.handle(StatusRequest())
+    return isinstance(status, Status) and bool(status.workers)
 
 
 def allow_many_connections() -> None:

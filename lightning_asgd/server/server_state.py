@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from lightning_asgd.algorithms import Algorithm
@@ -11,14 +12,20 @@ from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, R
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.run_registry import RunRegistry
+from lightning_asgd.server.run_registry import RunRegistry, goes_on_from
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 
-__all__ = ["ServerState"]
+__all__ = ["ASK_AGAIN", "ServerState"]
+
+
+_REPORTS_S = 5.0
+_MOST_WORKERS = 1_000_000
+ASK_AGAIN = 1e9
+"""Of :class:`RankHeld`: so long silent that its asker does not take it for a living process."""
 
 
 class ServerState:
@@ -37,7 +44,8 @@ class ServerState:
         self.recovery = StateRecovery(replaces=succeeds)
         self.epochs = Epochs(all_train=not run)
         self.session: SessionState | None = None
-        self.most_workers = 0  # of any session
+        self._most_workers = 0  # of any session
+        self._asked_s = math.inf  # when a process first asked for a rank, while the state is lost
         self._remembered = remembered
 
     @property
@@ -91,6 +99,10 @@ class ServerState:
 
     def following(self, message: Join) -> Membership:
         """The members of the session that a worker begins; raises if the worker missed the end of the one before."""
+        if message.world_size > _MOST_WORKERS:
+            raise ProtocolError(
+                f"Worker {message.worker} joins as one of {message.world_size}. Expected at most {_MOST_WORKERS}."
+            )
         before = None if self.session is None else self.session.members
         return Membership.following(before, message, self.registry.exited(message.session))
 
@@ -100,7 +112,29 @@ class ServerState:
         if not self.registry.name:
             self.registry.metadata.clear()  # of the session before
         self.session = SessionState(members)
-        self.most_workers = max(self.most_workers, members.world_size)
+        self._most_workers = max(self._most_workers, members.world_size)
+
+    def note_exit(self, session: str, worker: int, reason: str, process: str) -> bool:
+        """Remember that a worker's process has ended; whether the present session continues the given one.
+
+        ``process`` is what the name of that process begins with: another one may have replaced it.
+        """
+        members = None if self.session is None else self.session.members
+        if members is not None and process and members.other_than(worker, process):
+            return False
+        self.registry.exits.append((session, worker, reason))
+        return members is not None and goes_on_from(members.session, session)
+
+    def had(self, worker: int) -> bool:
+        """Whether a worker took part in a larger session before this one."""
+        return self.session is not None and self.session.members.world_size <= worker < self._most_workers
+
+    def must_wait(self, message: Join, now: float) -> bool:
+        """Whether a process must wait a little for workers that know the lost state, which join at their next batch."""
+        if not message.replaces or not self.recovery.phase.lost:
+            return False
+        self._asked_s = min(self._asked_s, now)
+        return now < self._asked_s + _REPORTS_S
 
     def enter(
         self, session: SessionState, message: Join, now: float, *, begun: bool
@@ -113,6 +147,8 @@ class ServerState:
             return due, session.joined(worker, late=True)
         if message.replaces and members.other_process(worker, process) and worker not in members.left:
             return [], RankHeld(members.other_process(worker, process), members.silent_s(worker, now))
+        if message.replaces and worker in members.joined and worker not in {**members.processes, **members.left}:
+            return [], RankHeld("", ASK_AGAIN)  # a server that is lost knew its process, which may report
         return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
 
     def join(self, session: SessionState, message: Join, now: float, *, begun: bool) -> list[Completion]:

@@ -46,8 +46,7 @@ from lightning_asgd.protocol import (
 from lightning_asgd.server.epoch_history import Ranges
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
-from lightning_asgd.server.run_registry import goes_on_from
-from lightning_asgd.server.server_state import ServerState
+from lightning_asgd.server.server_state import ASK_AGAIN, ServerState
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard_copy import complete
 from lightning_asgd.server.snapshot_store import Snapshot
@@ -112,8 +111,8 @@ class Service:
                 if handler is None:
                     raise ProtocolError(f"A server received a {type(message).__name__}, which it cannot handle.")
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
-                    about, early = (message.worker, message.process, message.session), isinstance(message, Heartbeat)
-                    session.members.check_sender(*about, early=early)
+                    about = message.worker, message.process, message.session
+                    session.members.check_sender(*about, early=isinstance(message, Heartbeat))
                 return handler(message)
             except ASGDError as error:
                 return failure(error)
@@ -140,11 +139,10 @@ class Service:
             self._complete(self.state.epochs.retry(now))
             self._separate(session)
 
-    def report_exit(self, session: str, worker: int, reason: str) -> None:
-        """Take a worker out, whose process is known to have ended; later generations of the session count too."""
+    def report_exit(self, session: str, worker: int, reason: str, process: str = "") -> None:
+        """Take out a worker whose process has ended, here and in later generations; another may have replaced it."""
         with self._lock:
-            self.state.registry.exits.append((session, worker, reason))
-            if self.session is not None and goes_on_from(self.session.members.session, session):
+            if self.state.note_exit(session, worker, reason, process) and self.session is not None:
                 self._leave(Leave(self.session.members.session, worker, reason, process=""))
 
     def abort(self, why: str) -> None:
@@ -206,6 +204,8 @@ class Service:
         about = message.session, message.worker, message.protocol
         self.state.registry.check_can_join(*about, elastic=not message.world_size)
         begins = self.session is None or self.session.members.session != message.session
+        if begins and self.state.must_wait(message, self._clock()):
+            return RankHeld("", ASK_AGAIN)
         if begins:
             following = self.state.following(message)
             self._end_session(f"session {message.session!r} began")
@@ -279,7 +279,8 @@ class Service:
         else:
             self._member(message)
         for worker, reason in message.left.items():
-            self._complete(session.collectives.leave(worker, reason))
+            if not session.members.processes.get(worker):  # else it was replaced since
+                self._complete(session.collectives.leave(worker, reason))
         if recovery.phase is RecoveryPhase.RESTORED and message.worker in recovery.offers:
             return None
         if recovery.phase is not RecoveryPhase.COLLECTING:
@@ -298,14 +299,11 @@ class Service:
 
     def _leave(self, message: Leave) -> bool:
         session = self.session
-        if session is not None and not session.members.is_process(message.worker, message.process):
-            if message.final and session.members.world_size <= message.worker < self.state.most_workers:
-                self.state.registry.exits.append(("", message.worker, message.reason))  # of a larger session before
-            return False  # else a process that was rejected ends
-        if message.final:
+        known = session is None or session.members.is_process(message.worker, message.process)
+        if message.final and (known or self.state.had(message.worker)):
             self.state.registry.exits.append(("", message.worker, message.reason))
-        if session is None or (session.members.session != message.session and not message.final):
-            return False  # that session is over: nothing to leave
+        if not known or session is None or (session.members.session != message.session and not message.final):
+            return False  # a process that was rejected ends, or that session is over
         self._complete(session.collectives.leave(message.worker, message.reason, message.details))
         self._members_changed(session)
         session.forget(message.worker)

@@ -23,6 +23,7 @@ __all__ = ["ZmqServer"]
 log = logging.getLogger(__name__)
 
 _THREADS = 8
+_HANDSHAKE_MS = 5000  # after which a connection that is not set up is closed
 
 
 class ZmqServer(Loop):
@@ -48,6 +49,7 @@ class ZmqServer(Loop):
         self._authenticator.configure_curve_callback(credentials_provider=_OnlyKey(keys.worker_public))
         self._socket = self.context.socket(zmq.ROUTER)
         secure(self._socket)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)

@@ -8,6 +8,7 @@ it, as for a worker that hung.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -80,8 +81,11 @@ def _take(client: SessionClient, server: int, clock: Callable[[], float]) -> Joi
 
 
 def publish_entry(client: SessionClient, entry: EntryPoint) -> None:
-    """Publish where all are. For worker 0."""
-    client.note(_NAME, entry)
+    """Publish where all are, or that no process can enter, since its progress cannot be pickled. For worker 0."""
+    try:
+        client.note(_NAME, entry)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        client.note(_NAME, EntryPoint(entry.session, refused=f"its callbacks' state cannot be pickled ({error!r})"))
 
 
 def await_entry(client: SessionClient, after: int, timeout_s: float, check: Callable[[], None]) -> EntryPoint:
