@@ -687,3 +687,17 @@ def test_the_order_of_an_epoch_changes_no_random_state_also_of_devices(monkeypat
     orders = [in_common_order(RandomSampler(range(50)), seed) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"size": 0}, {"size": -1}, {"trained": -1}, {"unit_s": math.nan}, {"rtt_s": math.inf}, {"flush": -1.0}],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_is_rejected_and_changes_nothing(nonsense: dict[str, Any]) -> None:
+    leases = Leases(Epoch("0", 12, (12,)))
+    good = LeaseRequest("s", 0, "0", 0, 0, 0, 0.1)
+    with pytest.raises(ProtocolError, match="Worker 1 asks for units with size="):
+        leases.serve(replace(good, worker=1, **nonsense), 0.0)
+    ((_, grant),) = leases.serve(good, 0.0)
+    assert grant.first < grant.last

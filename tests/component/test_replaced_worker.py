@@ -337,3 +337,30 @@ def test_it_says_why_it_cannot_enter() -> None:
         LaunchError, match=r"replaced in session 'j.0.1': training has ended. Start the whole job again"
     ):
         await_entry(late, 0, 10.0, lambda: None)
+
+
+def test_a_process_waits_while_a_lost_server_knows_nothing_of_its_session() -> None:
+    """It joins the replacement before the workers that know the lost state, and must not begin the session."""
+    now = [0.0]
+    service = Service(lambda: now[0], succeeds=True)
+    join = Join("j.0.1", 1, 2, Policy(1.0), replaces=True, process=NEW)
+    assert isinstance(service.handle(join), RankHeld)
+    assert service.session is None
+    known = replace(join, worker=0, replaces=False, restore=True, process=TWO[0])
+    assert isinstance(service.handle(known), Joined)
+    now[0] = 6.0  # no worker has joined that knew more: the session is one that begins
+    other = Service(lambda: now[0], succeeds=True)
+    assert isinstance(other.handle(join), RankHeld)
+    now[0] = 12.0
+    assert isinstance(other.handle(join), Joined)
+
+
+def test_the_late_report_of_a_processs_end_does_not_take_out_its_replacement() -> None:
+    job = Job()
+    job.wait(2.0, 0)
+    job.service.report_exit("", 1, "its process ended", "there/2/")
+    assert isinstance(job.says(Join("j.0.1", 1, 2, Policy(1.0), replaces=True), NEW), Joined)
+    job.service.report_exit("", 1, "its process ended", "there/2/")
+    session = job.service.session
+    assert session is not None
+    assert 1 not in session.members.left

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_asgd.adapter import job_address
+from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.processes import rank_variables
 from lightning_asgd.transports import job_secret, registry
 
 SECRET = "known to all machines"
@@ -95,3 +98,24 @@ def test_the_main_process_says_it_once() -> None:
         "Transport: rpc, as given",
         "Transport: zmq, as given",
     ]
+
+
+def test_the_processes_of_a_job_on_one_machine_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's environment says of a worker that it was started from outside, since it has LOCAL_RANK."""
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    asked: list[bool] = []
+    monkeypatch.setattr(registry, "choose", lambda name, *, one_machine: asked.append(one_machine) or ("rpc", ""))
+
+    class Found(Exception):
+        pass
+
+    def found(*args: object, **kwargs: object) -> None:
+        raise Found
+
+    monkeypatch.setattr(job_address, "find_address", found)
+    for started_by_us in (False, True):
+        environment = SimpleNamespace(creates_processes_externally=started_by_us)
+        monkeypatch.setattr(rank_variables, "address", lambda known=started_by_us: "127.0.0.1:1" if known else None)
+        with pytest.raises(Found):
+            TrainingJob(1, 10.0, asked="auto").begin(environment, 1, SimpleNamespace(info=print), is_main=False)
+    assert asked == [True, True]
