@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tests.helpers import leaks
 
 TESTS = Path(__file__).resolve().parent
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for a background job and all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # nothing of what the tests import is garbage
 torch.set_num_threads(1)  # before anything starts torch's thread pool, which a forked child would lack
 

@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 def chief_state(trainer: Any) -> dict[str, Any]:
     """What the next chief needs to know: what the checkpoint callbacks know of their files, and the loggers' runs."""
-    return {"checkpoints": checkpoint_states(trainer), "loggers": [_version(logger) for logger in trainer.loggers]}
+    return {"checkpoints": checkpoint_states(trainer), "loggers": [_version_of(logger) for logger in trainer.loggers]}
 
 
-def _version(logger: Any) -> Any:
+def _version_of(logger: Any) -> Any:
     try:
         return logger.version
     except Exception:  # of a logger of another library
