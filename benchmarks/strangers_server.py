@@ -4,7 +4,7 @@
 secret, connect and send nothing, random bytes, greetings of ZeroMQ without encryption, broken handshakes, and frames
 that promise a terabyte; half of them reset the connection. Then somebody who knows the secret sends random bytes,
 headers that lie about what follows, values that are no messages, and real messages with one byte changed (none that
-begins another session: whoever knows the secret may). All the while a worker pushes ones: in the end the server must
+begins another session: a process that knows the secret may). All the while a worker pushes ones: in the end the server must
 hold as many as were pushed, let a new worker in, and as many messages again may not make it larger.
 """
 
@@ -130,7 +130,7 @@ def insider(chance: random.Random, number: int) -> list[bytes]:
     changed[chance.randrange(len(changed))] = chance.randrange(32, 127)
     with contextlib.suppress(ProtocolError):
         if isinstance(codec.decode(bytes(changed), []), Join):
-            changed = bytearray(header)  # whoever knows the secret may begin another session
+            changed = bytearray(header)  # a process that knows the secret may begin another session
     about: list[Any] = ["somebody", number, [number - 1]]
     return chance.choice(
         [
@@ -156,7 +156,7 @@ def beat(number: int) -> list[bytes]:
 
 
 def attack(console: Console, server: psutil.Process, what: str, number: int, send: Any) -> bool:
-    """Whether the server needs no more memory for twice as many than for so many: at most, looked at between bursts."""
+    """Whether the server needs no more memory for twice the number than for this number: at most, looked at between bursts."""
     sizes = [memory_mb(server)]
     for turn in range(2):
         peak = 0.0
@@ -325,7 +325,7 @@ def changed_message(session: str, chance: random.Random) -> Any:
 
 
 def workers_that_come_and_go(number: int) -> tuple[bool, str]:
-    """Whether a message to a run's server costs what it did, and the server has grown little, after so many workers."""
+    """Whether a message to a run's server costs what it did, and the server has grown little, after this number of workers."""
     with server_process(run="r") as (server, address):
         transport = ZmqTransport([address], os.environ[SECRET_ENV])
 
