@@ -4,7 +4,7 @@
 secret, connect and send nothing, random bytes, greetings of ZeroMQ without encryption, broken handshakes, and frames
 that promise a terabyte; half of them reset the connection. Then somebody who knows the secret sends random bytes,
 headers that lie about what follows, values that are no messages, and real messages with one byte changed (none that
-begins another session: a process that knows the secret may). All the while a worker pushes ones: in the end the server must
+begins another session: that is allowed with the secret). Meanwhile a worker pushes ones: in the end the server must
 hold as many as were pushed, let a new worker in, and as many messages again may not make it larger.
 """
 
@@ -156,7 +156,7 @@ def beat(number: int) -> list[bytes]:
 
 
 def attack(console: Console, server: psutil.Process, what: str, number: int, send: Any) -> bool:
-    """Whether the server needs no more memory for twice the number than for this number: at most, looked at between bursts."""
+    """Whether the server needs no more memory for twice the number than for the number, as seen between bursts."""
     sizes = [memory_mb(server)]
     for turn in range(2):
         peak = 0.0
@@ -325,7 +325,7 @@ def changed_message(session: str, chance: random.Random) -> Any:
 
 
 def workers_that_come_and_go(number: int) -> tuple[bool, str]:
-    """Whether a message to a run's server costs what it did, and the server has grown little, after this number of workers."""
+    """Whether a message costs what it did, and the server has grown little, after this number of workers."""
     with server_process(run="r") as (server, address):
         transport = ZmqTransport([address], os.environ[SECRET_ENV])
 
