@@ -133,7 +133,7 @@ class StrategyOptions:
             silence_s=self.config.timeouts.silence_s,
             min_workers=positive_int("min_workers", self.min_workers),
             abort=self.on_worker_failure == "abort",
-            another_chief=self.start_method != "popen",  # else worker 0's process is the one that hosts the servers
+            another_chief=self.start_method != "popen",  # else worker 0's process hosts the servers
         )
 
     @property

@@ -81,7 +81,7 @@ class LeaseGrant:
     last: int = 0  # one past the last; equal to `first` if there is none for this worker
     # Whether all granted units of the sync interval are trained and applied, and no more will be granted.
     over: bool = False
-    progress: float = 0.0  # units that all workers together have trained so far, as far as is known
+    progress: float = 0.0  # units that all workers together have trained, by the latest reports
     ratio: float = 1.0  # units that all workers together train while this worker trains one
     # Whether the grant is a dummy batch: its units are trained by others and its update is discarded. A worker that
     # arrives late needs a batch to notice that the sync interval is over.

@@ -53,7 +53,7 @@ class Join(Request):
     # The session that this one continues, with the same workers; workers that are gone there are gone here.
     after: str = ""
     server: int = 0  # number of the server that this is sent to
-    restore: bool = False  # whether this server replaces one that was lost during the session
+    restore: bool = False  # whether this server replaces a lost one within the session
     holding: tuple[int, ...] = ()  # in an elastic run, the workers that hold the weights, as far as this one knows
     admitted: int = 0  # the highest number that it knows to be given
     protocol: int = PROTOCOL  # version of the messages the worker speaks

@@ -22,8 +22,8 @@ from lightning_asgd.server.state_recovery import StateRecovery
 __all__ = ["ASK_AGAIN", "ServerState"]
 
 
-_REPORTS_S = 5.0
-_MOST_WORKERS = 1_000_000
+_REPORTS_S = 5.0  # that a new process waits for workers that know the lost state
+_MOST_WORKERS = 1_000_000  # of a job
 ASK_AGAIN = 1e9
 """Of :class:`RankHeld`: so long silent that its asker does not take it for a living process."""
 
