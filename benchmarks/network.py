@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Network", "available", "machines", "pull", "two_machines"]
+__all__ = ["Network", "available", "cut", "machines", "pull", "two_machines"]
 
 _PREFIX = "asgd"
 _NAMESPACES = Path("/run/netns")
@@ -141,10 +141,15 @@ def _set_up(network: Network) -> None:
         _ip("-n", name, "link", "set", interface, "up")
 
 
+def cut(network: Network, index: int) -> None:
+    """Pull the cable out of a machine for good."""
+    _ip("-n", network.names[index], "link", "set", network.interfaces[index], "down")
+
+
 def pull(network: Network, index: int, seconds: float) -> None:
     """Pull the cable out of a machine, and put it back."""
     name, interface = network.names[index], network.interfaces[index]
-    _ip("-n", name, "link", "set", interface, "down")
+    cut(network, index)
     try:
         time.sleep(seconds)
     finally:

@@ -52,6 +52,7 @@ def _start(logger: Any, version: Any, worker: int) -> str:
 def _begin(logger: Any, name: str, version: Any, worker: int) -> str:
     if is_a(logger, csv_logger):  # it would empty the files that are there
         csv_version.set_of(logger, f"{version}-worker{worker}" if isinstance(version, str) else None)
+        _ = logger.experiment  # makes the folder, and would warn if there were other files in it
         return f"{name} begins files of its own in {logger.log_dir}"
     if is_a(logger, wandb_logger) and version is not None:
         os.environ["WANDB_RUN_ID"] = str(version)  # of the run that its next wandb.init resumes

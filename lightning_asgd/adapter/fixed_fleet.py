@@ -59,6 +59,10 @@ class FixedFleet(Fleet):
         fits: bool,
     ) -> None:
         rank, world_size = place
+        # Where the main process starts the workers, no process can be started again for a single one of them.
+        self._may_enter = job.hosts is not None or not policy.another_chief
+        if job.hosts is not None:
+            policy = replace(policy, another_chief=True, majority=job.interface != "lo")
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
         # What does not change during the fit, and the progress when the latest epoch began.
@@ -93,10 +97,18 @@ class FixedFleet(Fleet):
         if self._watched:
             silence_s, every_s = self._policy.silence_s, _NEWS_S if self.is_chief else math.inf
             self._heartbeat = HeartbeatThread(self.client, silence_s, self._tell, self.board, at_least_every_s=every_s)
+            self._heartbeat.on_silence = self._look_for_host
         if joined.late:
-            self.entry = self._await_entry(joined.collectives)
-            self.collectives.phase = Phase.ENTERING
-        self.collectives.barrier("join")
+            self._enter_at(self._await_entry(joined.collectives))
+        elif self._job.hosts is not None:
+            self._job.hosts.places = self.collectives.gather("all_gather", "join", self._job.hosts.mine)
+        else:
+            self.collectives.barrier("join")
+
+    def _look_for_host(self) -> None:
+        """The servers have not answered for long: look for others if their machine does not answer either."""
+        if self._job.hosts is not None and self._recovery is not None and self._job.hosts.is_lost:
+            self._recovery.lose_all()
 
     def _tell(self, event: str) -> None:
         """Print on the chief what has happened to another worker, unless this process has seen and printed it."""
@@ -136,13 +148,24 @@ class FixedFleet(Fleet):
             take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
 
+    @property
+    def another_chief(self) -> bool:
+        """See :class:`Fleet`."""
+        return self._policy.another_chief
+
+    @property
+    def _servers_ended(self) -> bool:
+        """Whether the servers are lost for good, with the process that hosted them."""
+        hosts = self._job.hosts
+        return self._main not in (None, os.getppid()) if hosts is None else hosts.gave_up
+
     def fail(self, error: BaseException) -> None:
-        """Report a failure; if it is that the main process is gone, one of the workers writes a last checkpoint."""
-        if self._main not in (None, os.getppid()) and self._trainer.strategy.fit_session is not None:
+        """Report a failure; if it is that the servers are gone, one of the workers writes a last checkpoint."""
+        if self._servers_ended and self._trainer.strategy.fit_session is not None:
             try:
                 self._write_last_checkpoint()
             except Exception:
-                log.error("The main process is gone, and no last checkpoint could be written.", exc_info=True)
+                log.error("The servers are gone, and no last checkpoint could be written.", exc_info=True)
         super().fail(error)
 
     def _write_last_checkpoint(self) -> None:
@@ -151,8 +174,10 @@ class FixedFleet(Fleet):
         try:
             writer = self.client.note(_LAST, self.rank, first=True)
         except RuntimeError:  # the servers are gone already
-            others = set(self.client.heard.living) - (set() if self._policy.another_chief else {0})
-            writer = min(others, default=self.rank)
+            hosts, heard = self._job.hosts, set(self.client.heard.living)
+            if hosts is not None or not self._policy.another_chief:  # the main process was a worker itself
+                heard.discard(0 if hosts is None else hosts.present)
+            writer = min(heard, default=self.rank)
         if writer == self.rank:
             self.chief = self.rank
             write_last_checkpoint(self._trainer, self.rank)
@@ -242,17 +267,29 @@ class FixedFleet(Fleet):
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
         """Whether training ends with this epoch. All workers call it at the end of the epoch."""
-        if self._publishes:
+        if self._notes_entry:
             self._start = replace(self._start, progress=progress())
         return self.collectives.decide(should_stop, all=False)
 
     # ------------------------------------------------------------------ a process that replaces a lost worker
 
     @property
+    def _notes_entry(self) -> bool:
+        """Whether another process may enter this session, and this worker may have to say where all are."""
+        return self._may_enter and not self.alone and not self._layouts and self._watched
+
+    @property
     def _publishes(self) -> bool:
         """Whether it is for this worker to say where all are."""
-        may_enter = not self.alone and not self._layouts and not self._policy.another_chief
-        return self.rank == 0 and may_enter and self._watched
+        return self.is_chief and self._notes_entry
+
+    def _enter_at(self, entry: EntryPoint) -> None:
+        """Begin where the others are."""
+        self.entry, self.collectives.phase = entry, Phase.ENTERING
+        self.chief = self.collectives.chief = entry.chief
+        hosts = self._job.hosts
+        if hosts is not None:  # the others know the address of the process before this one
+            hosts.places, hosts.mine = dict(entry.places), replace(hosts.mine, may_host=False)
 
     def _await_entry(self, collectives: int) -> EntryPoint:
         if not self._fits:
@@ -266,7 +303,7 @@ class FixedFleet(Fleet):
         self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
     ) -> None:
         """Note where this fit begins, for a process that replaces a lost worker."""
-        if self._publishes:
+        if self._notes_entry:
             progress = progress_in(trainer)
             if progress is not None:
                 progress["data"] = resume.data
@@ -282,6 +319,7 @@ class FixedFleet(Fleet):
             self.collectives.enter(self.entry.collective)
         elif self._publishes and isinstance(synchronizer, Exchanger) and place is not None:
             entry = replace(self._start, collective=self.collectives.called, constants=synchronizer.constants)
+            entry = replace(entry, chief=self.chief, places=getattr(self._job.hosts, "places", {}))
             if place:
                 entry = replace(entry, progress={**progress(), "between_epochs": False, "data": place})
             publish_entry(self.client, entry)

@@ -93,6 +93,11 @@ class Fleet:
         return self.rank == 0
 
     @property
+    def another_chief(self) -> bool:
+        """Whether another worker becomes chief when the chief is gone, and all write a checkpoint together."""
+        return False
+
+    @property
     def session(self) -> str:
         """The session's name, whatever the layout."""
         return self._job.session
@@ -100,7 +105,10 @@ class Fleet:
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in the recovery of servers that are lost from now on, if the session is restorable."""
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
-            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
+            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._successor)
+
+    def _successor(self, server: int) -> str:
+        return self._job.successor(server, self.client.heard.living)
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]

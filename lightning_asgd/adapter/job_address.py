@@ -9,21 +9,33 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import allow_many_connections
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
 
-__all__ = ["choose_transport", "find_address", "release_port", "rendezvous_at"]
+__all__ = [
+    "can_move",
+    "choose_transport",
+    "find_address",
+    "hosts_of_job",
+    "keep_place",
+    "release_port",
+    "rendezvous_at",
+]
 
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _said: set[str] = set()
+_hosts: ServerHosts | None = None  # of this process's job, for all its Trainers
 _inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
 
 
 def _after_fork() -> None:
-    _inherited.append(dict(_hosted))
+    global _hosts
+    _inherited.append((dict(_hosted), _hosts))
     _hosted.clear()
+    _hosts = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -78,6 +90,29 @@ def rendezvous_at(address: tuple[str, int], timeout_s: float) -> Rendezvous:
     if address not in _hosted:
         _hosted[address] = Rendezvous.connect(*address, timeout_s)
     return _hosted[address]
+
+
+def can_move(environment: Any, num_nodes: int) -> bool:
+    """Whether other workers live on when worker 0's process or machine is lost; the same on all workers."""
+    by_hand = private_names.is_a(environment, private_names.one_machine)
+    return num_nodes > 1 or (environment.creates_processes_externally and not by_hand)
+
+
+def hosts_of_job() -> ServerHosts | None:
+    """Which worker hosts the servers of this process's job; None before :meth:`keep_place`."""
+    return _hosts
+
+
+def keep_place(kind: TransportKind, host: str, rank: int, first: tuple[str, int]) -> ServerHosts:
+    """Keep a rendezvous ready in this process, in case that it is to host the servers one day."""
+    global _hosts
+    own = _hosted.get(first) if rank == 0 else None
+    if own is None:
+        allow_many_connections()
+        own = kind.host_rendezvous(host, 0)
+        _hosted[own.address] = own
+    _hosts = ServerHosts(rank, own, first, may_host=rank_variables.main_process() is None)
+    return _hosts
 
 
 def release_port() -> None:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,16 @@ from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
 from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.rendezvous import (
+    LOOPBACK,
+    Rendezvous,
+    address_of,
+    interface_of,
+    local_address_towards,
+)
 from lightning_asgd.transports.transport import Transport
 
 __all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
@@ -75,6 +82,7 @@ class TrainingJob:
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
         run_id: name of the elastic run that this process joins; empty for a job.
+        hosts: which worker hosts the servers, where another one can take over; None where the main process does.
     """
 
     num_servers: int
@@ -89,6 +97,7 @@ class TrainingJob:
     name: str | None = None
     interface: str = "lo"
     run_id: str = ""
+    hosts: ServerHosts | None = None
 
     @classmethod
     def of(cls, options: StrategyOptions) -> TrainingJob:
@@ -124,19 +133,35 @@ class TrainingJob:
         self.transport, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
         kind.provide_secret(one_machine=one_machine)
         self.launches += 1
-        self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
+        hosts = self.hosts = job_address.hosts_of_job()
+        if hosts is None:
+            self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
+        else:
+            self.address, is_main = hosts.address, hosts.present == hosts.rank
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
+        several = environment.world_size() > 1
+        if hosts is None and several and self.hot_standby and job_address.can_move(environment, num_nodes):
+            host = LOOPBACK if self.interface == "lo" else address_of(self.interface)
+            self.hosts = job_address.keep_place(kind, host, environment.global_rank(), self.address)
         if is_main:
             rendezvous = job_address.rendezvous_at(self.address, self.start_timeout_s)
+            self._start_servers(rendezvous, several=several)
+
+    def _start_servers(self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str] | None = None) -> None:
+        """Start the servers; those of workers that are ``gone`` they succeed."""
+        moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
+        if gone is None or self.name is None:
             self.name = rendezvous.announce_job()
-            several = environment.world_size() > 1
-            every_s = self.snapshot_every_s if several else 0.0
-            settings = ServerSettings(self.interface, self.transport, job=self.name, snapshot_every_s=every_s)
-            overseer = supervisor.ensure(self.num_servers, rendezvous, settings)
-            overseer.hot_standby = self.hot_standby and several
-            rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
+        settings = ServerSettings(self.interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
+        overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=gone is not None)
+        overseer.hot_standby = self.hot_standby and several
+        for rank, why in (gone or {}).items():
+            overseer.report_exit("", rank, why)
+        if gone is not None:
+            rendezvous.put("job", self.name)
+        rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
         """Find the servers of the run, which are running already."""
@@ -158,6 +183,7 @@ class TrainingJob:
     def connect(self) -> Transport:
         """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
+        self._locate()
         with self._rendezvous() as rendezvous:
             if not self.attaches:
                 self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
@@ -179,19 +205,35 @@ class TrainingJob:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         return Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
 
-    def successor(self, server: int) -> str:
-        """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
+    def successor(self, server: int, living: Collection[int] = ()) -> str:
+        """Wait for the replacement of a lost server that this process was connected to. Returns its address.
+
+        ``living`` are the workers that were heard of last.
+        """
         lost = f"Server {server} is gone, and no replacement has started"
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
-        try:
-            with self._rendezvous() as rendezvous:
-                keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
-                return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
-        except RuntimeError as error:
-            raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
+        while True:
+            try:
+                self._locate(living)
+                with self._rendezvous() as rendezvous:
+                    keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
+                    return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
+            except RuntimeError as error:
+                if self.hosts is None or self.hosts.gave_up or not self.hosts.is_lost:
+                    raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
+
+    def _locate(self, living: Collection[int] = ()) -> None:
+        """Wait for another worker to host the servers, if the one that did is lost."""
+        if self.hosts is not None:
+            self.address = self.hosts.locate(living, self._take_over, self.start_timeout_s)
+
+    def _take_over(self, rendezvous: Rendezvous, gone: Mapping[int, str]) -> None:
+        rank, why = list(gone.items())[-1]
+        log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
+        self._start_servers(rendezvous, several=True, gone=gone)
 
     def excuse(self, rank: int) -> None:
         """Report to the main process that a worker fails within a fit that continues without it."""

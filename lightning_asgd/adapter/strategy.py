@@ -186,7 +186,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker is chief: it logs and writes checkpoints."""
-        return self.global_rank == 0 if self._membership is None else self._membership.is_chief
+        return self.global_rank == 0 if (m := self._membership or idle_membership()) is None else m.is_chief
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -434,8 +434,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._membership is not None:
                 self._membership.publish_chief_state(self.lightning_module.trainer)
-            if self.options.policy.another_chief:
-                self.collectives.barrier("checkpoint")
+                if self._membership.another_chief:
+                    self.collectives.barrier("checkpoint")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""

@@ -72,16 +72,27 @@ class Supervisor:
     def start(self) -> None:
         """Start the reaper and the thread that watches."""
         self._reaper = reaper.start(child_environment())
-        if self.settings.snapshot_every_s and not self.settings.snapshots:
-            self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
-            self._tell_reaper(f"remove {self._private}")
+        self._make_folder()
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.supervisor", daemon=True)
         self._thread.start()
 
-    def add_servers(self, total: int) -> None:
-        """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous."""
+    def serve_at(self, rendezvous: Rendezvous, settings: ServerSettings) -> None:
+        """Serve from now on: until now there were workers to watch over, and no servers."""
+        self.rendezvous, self.settings = rendezvous, settings
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        if self.settings.snapshot_every_s and not self.settings.snapshots:
+            self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
+            self._tell_reaper(f"remove {self._private}")
+
+    def add_servers(self, total: int, *, succeed: bool = False) -> None:
+        """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous.
+
+        They ``succeed`` servers that were lost with another process, or are the first.
+        """
         while self.rendezvous is not None and len(self._servers) < total:
-            server = self._new_server(len(self._servers), self.rendezvous, succeeds=False)
+            server = self._new_server(len(self._servers), self.rendezvous, succeeds=succeed)
             self._servers.append(server)
             self.register(server.process.pid)
 
@@ -266,21 +277,26 @@ def excuse_of(pid: int) -> str:
     return f"excuse/{machine_and_pid(pid)}"
 
 
-def ensure(num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> Supervisor:
+def ensure(
+    num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None, *, succeed: bool = False
+) -> Supervisor:
     """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
 
-    Servers are kept and reused, because starting one takes as long as importing torch.
+    Servers are kept and reused, because starting one takes as long as importing torch. See
+    :meth:`Supervisor.add_servers` for ``succeed``.
     """
     global _current
+    if _current is not None and _current.rendezvous is None and rendezvous is not None:
+        _current.serve_at(rendezvous, settings or ServerSettings())
     if _current is not None:
         same = (_current.rendezvous, _current.settings) == (rendezvous, settings or ServerSettings())
         if _current.healthy and same:
-            _current.add_servers(num_servers)
+            _current.add_servers(num_servers, succeed=succeed)
             return _current
         _current.close()
     _current = Supervisor(rendezvous, settings)
     _current.start()
-    _current.add_servers(num_servers)
+    _current.add_servers(num_servers, succeed=succeed)
     return _current
 
 

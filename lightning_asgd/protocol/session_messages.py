@@ -29,7 +29,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 21
+PROTOCOL = 22
 """Version of these messages. A server rejects a worker with another version."""
 
 
@@ -41,6 +41,7 @@ class Policy:
     min_workers: int = 1  # with fewer of them the session is ended
     abort: bool = False  # whether the session ends as soon as a worker is away or gone
     another_chief: bool = False  # whether another worker may become chief; if not, the chief's end ends the session
+    majority: bool = False  # whether others may continue elsewhere: the few must end when most are lost
 
 
 @dataclass(frozen=True)

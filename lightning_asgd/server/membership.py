@@ -362,7 +362,20 @@ class Membership:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
                 self.publish(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
+        if self.policy.majority and self.index == 0:
+            self._end_if_few(now)
         return True
+
+    def _end_if_few(self, now: float) -> None:
+        """End the session if most workers fell silent at once: on their side of the network others may continue."""
+        lost = {worker for worker in self.suspected if self.silent_s(worker, now) < 2 * self.policy.silence_s}
+        heard = self.living | self.catching_up
+        if len(lost) > len(heard):
+            self.end(
+                f"Workers {sorted(lost)} fell silent at once, and {len(heard)} of {len(lost) + len(heard)} are left. "
+                "Expected at least half: if the network has split, the others train on without these servers. Look "
+                "for a job that still runs; else start the job again with trainer.fit(..., ckpt_path='last')."
+            )
 
     def end(self, why: str) -> None:
         """End the session."""

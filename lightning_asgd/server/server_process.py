@@ -56,6 +56,7 @@ class ServerSettings:
     run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
     snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
     snapshot_every_s: float = 0.0  # seconds between two; 0 for none
+    moves: bool = False  # whether other servers are started elsewhere if these end
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def run_server(argv: list[str] | None = None) -> int:
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
+        if not stopped and not shut and settings.moves:
+            os._exit(1)  # at once, as if it was killed: another worker hosts servers next
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "

@@ -24,10 +24,20 @@ from torch.futures import Future
 
 from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
-__all__ = ["Acknowledgements", "Call", "LinkConnection", "LinkedTransport", "ReplyCache", "Route", "ServerLink"]
+__all__ = [
+    "REPLACED",
+    "Acknowledgements",
+    "Call",
+    "LinkConnection",
+    "LinkedTransport",
+    "ReplyCache",
+    "Route",
+    "ServerLink",
+]
 
 log = logging.getLogger(__name__)
 
+REPLACED = "another server has taken its place"
 _FORGET_S = 600.0  # heartbeats come every few seconds
 _MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
 _LATE = 4096  # finished calls that are remembered per caller: a copy of one may still arrive
@@ -199,6 +209,9 @@ class Route(Protocol):
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
         """Send a message; see :meth:`Transport.call`."""
 
+    def drop(self) -> None:
+        """Fail all calls: another process is called from now on."""
+
 
 _Route = TypeVar("_Route", bound=Route)
 
@@ -243,7 +256,8 @@ class LinkedTransport(Transport, Generic[_Route]):
 
     def replace(self, server: int) -> None:
         """See :meth:`Transport.replace`. The routes to the other servers stay."""
-        self._routes[server] = self._prepared.pop(server)
+        lost, self._routes[server] = self._routes[server], self._prepared.pop(server)
+        lost.drop()
 
 
 # ---------------------------------------------------------------------- the server's side

@@ -24,7 +24,7 @@ from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import given
 from lightning_asgd.transports.torch_store import TorchStore
 
-__all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "local_address_towards", "successor_of"]
+__all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "listens", "local_address_towards", "successor_of"]
 
 LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
@@ -284,6 +284,17 @@ def _greets(connection: socket.socket, wait_s: float) -> bool:
         return connection.recv(1, socket.MSG_PEEK) == b"\xff"
     except OSError:
         return False
+
+
+def listens(host: str, port: int) -> bool | None:
+    """Whether a process listens there; None if the machine does not answer, which proves nothing."""
+    try:
+        with socket.create_connection((host, port), timeout=_GRACE_S):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
 
 
 def successor_of(key: str) -> str:

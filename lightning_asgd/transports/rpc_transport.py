@@ -14,7 +14,7 @@ from typing import Any
 from torch.futures import Future
 
 from lightning_asgd.transports import tensorpipe
-from lightning_asgd.transports.reliable_calls import Call, LinkedTransport, ReplyCache, ServerLink
+from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ReplyCache, ServerLink
 
 __all__ = ["RpcServer", "RpcTransport"]
 
@@ -59,6 +59,10 @@ class _Route:
         call = self._link.prepare(message, timeout_s)
         self._link.post(call)
         return call.future
+
+    def drop(self) -> None:
+        """See :meth:`Route.drop`."""
+        self._link.fail_all(REPLACED)
 
 
 class _Connection:

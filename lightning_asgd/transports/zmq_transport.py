@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.protocol import Failure, codec
-from lightning_asgd.transports.reliable_calls import Call, LinkedTransport, ServerLink
+from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ServerLink
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
 __all__ = ["ZmqTransport"]
@@ -48,12 +48,6 @@ class ZmqTransport(LinkedTransport["_Route"], Loop):
     def alive(self) -> bool:
         """Whether it is this process's, and not closed."""
         return not self.closed.is_set() and self._pid == os.getpid()
-
-    def replace(self, server: int) -> None:
-        """See :meth:`Transport.replace`."""
-        lost = self._routes[server]
-        super().replace(server)
-        self.submit(lambda: lost.link.fail_all("another server has taken its place"))
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -103,6 +97,10 @@ class _Route:
         if self.transport.closed.is_set():  # meanwhile
             call.fail(RuntimeError(_CLOSED))
         return call.future
+
+    def drop(self) -> None:
+        """See :meth:`Route.drop`. Any thread may call it."""
+        self.transport.submit(lambda: self.link.fail_all(REPLACED))
 
     def tick(self, ready: dict[Any, int]) -> None:
         for connection in self._connections.values():

@@ -103,6 +103,12 @@ class FailoverClient:
         watched = self._connection.post(server, DisconnectWatch(*self._connection.sender), _FOREVER_S)
         watched.add_done_callback(ended)
 
+    def lose_all(self) -> None:
+        """All servers are lost, though no connection has broken: their machine has vanished. Any thread may call it."""
+        if not self._closed:
+            for server in self._connection.servers:
+                self._await(server)
+
     def _await(self, server: int) -> _Successor:
         with self._lock:
             if server in self._awaited:

@@ -38,6 +38,8 @@ class EntryPoint:
         firsts: values of worker 0 that the others use, by name.
         progress: what a checkpoint would hold of loops, schedules and callbacks; None at the first batch of a fit.
         refused: why no process can enter; empty if one can.
+        chief: the worker that logs and writes checkpoints.
+        places: where each worker would host the servers; empty where only one can.
     """
 
     session: str
@@ -47,6 +49,8 @@ class EntryPoint:
     firsts: Mapping[str, int] = field(default_factory=dict)
     progress: dict[str, Any] | None = None
     refused: str = ""
+    chief: int = 0
+    places: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def between_epochs(self) -> bool:

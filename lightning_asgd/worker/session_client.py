@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, d
 __all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
 
 _PER_PATIENCE = 5  # heartbeats per failure timeout
+_SILENCE_S = 20.0  # without an answer, after which the coordinator's machine may be lost
 
 
 @dataclass
@@ -161,6 +163,9 @@ class HeartbeatThread:
     ``told`` on; ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
     """
 
+    on_silence: Callable[[], None] = staticmethod(lambda: None)
+    """Called now and then while the coordinator has not answered for long."""
+
     def __init__(
         self,
         client: SessionClient,
@@ -190,7 +195,7 @@ class HeartbeatThread:
             self._thread.join()
 
     def _run(self) -> None:
-        restored = 0
+        restored, answered = 0, time.monotonic()
         while not self._stopped.wait(self._period_s):
             if self._client.connection.restored[COORDINATOR] != restored:  # a replacement counts its events from 0
                 restored, self._told = self._client.connection.restored[COORDINATOR], 0
@@ -200,7 +205,10 @@ class HeartbeatThread:
                 self.error = self.error or error
                 return
             if beaten is None:
+                if time.monotonic() > answered + _SILENCE_S:
+                    self.on_silence()
                 continue
+            answered = time.monotonic()
             self._on_chief(beaten.chief)
             self._board.update(beaten.figures, beaten.living)
             self._told += len(beaten.news)
