@@ -6,10 +6,11 @@ import hashlib
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["is_gone", "machine_and_pid", "pid_of", "this_process"]
+__all__ = ["gone_among", "is_gone", "machine_and_pid", "pid_of", "this_process"]
 
 
 def machine_and_pid(pid: int) -> str:
@@ -25,8 +26,18 @@ def pid_of(process: str) -> int:
 
 def is_gone(process: str) -> bool:
     """Whether a process has ended. False if it may run where this one cannot see it: elsewhere, or in a container."""
-    place, pid = _place(), pid_of(process)
-    if not place or not pid or not process.startswith(f"{machine_and_pid(pid)}{place}-"):
+    return bool(gone_among([process]))
+
+
+def gone_among(processes: Iterable[str]) -> list[str]:
+    """Those of them that have ended; see :func:`is_gone`."""
+    place = _place()
+    return [process for process in processes if place and _has_ended(process, place)]
+
+
+def _has_ended(process: str, place: str) -> bool:
+    pid = pid_of(process)
+    if not pid or not process.startswith(f"{machine_and_pid(pid)}{place}-"):
         return False
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from lightning_asgd.protocol import Status, StatusRequest
+from lightning_asgd.process_name import gone_among
+from lightning_asgd.protocol import Leave, Status, StatusRequest
 from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
+_GONE_S = 0.5  # interval of the look for workers' processes that have ended
 _FAREWELL_S = 3.5  # at most, in which workers learn that the main process is gone, and fetch the weights
 
 _SHUT = (
@@ -110,10 +112,14 @@ def run_server(argv: list[str] | None = None) -> int:
         rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):
-        looked, shut = time.monotonic(), False
+        looked = looked_for_gone = time.monotonic()
+        shut = False
         while not stopped and not shut and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
             _tick(service)
+            if (settings.run or settings.moves) and time.monotonic() > looked_for_gone + _GONE_S:
+                looked_for_gone = time.monotonic()
+                _report_gone(service)
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
@@ -142,6 +148,20 @@ def _tick(service: Service) -> None:
         service.tick()
     except Exception:
         log.exception("A server failed on what was due. This is a bug.")
+
+
+def _report_gone(service: Service) -> None:
+    """Take out workers of this machine whose processes have ended: no process that has started them says so."""
+    session = service.session
+    if session is None:
+        return
+    members = session.members
+    workers = {process: worker for worker, process in list(members.processes.items()) if worker in members.joined}
+    for process in gone_among(workers):
+        machine, pid, _ = process.split("/", 2)
+        reason = f"its process has ended ({pid} on {machine})"
+        final = not members.elastic  # a number of an elastic run is never given again
+        service.handle(Leave(members.session, workers[process], reason, final=final, process=process))
 
 
 def _has_workers(service: Service) -> bool:

@@ -34,6 +34,7 @@ from lightning_asgd.protocol import (
     RankHeld,
     Request,
 )
+from lightning_asgd.server import server_process
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.connection import Connection
@@ -307,6 +308,22 @@ def test_a_process_is_gone_only_where_this_one_could_see_it() -> None:
     assert not is_gone(f"{machine_and_pid(child)}0123abcd-00")  # of another start of the machine, or a container
     assert not is_gone("")
     assert pid_of("no number") == 0
+
+
+def test_a_server_sees_that_a_process_of_its_machine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    gone = {TWO[1]}
+    monkeypatch.setattr(server_process, "gone_among", lambda processes: [p for p in processes if p in gone])
+    server_process._report_gone(job.service)
+    assert job.members.events[-1] == (
+        "Worker 1 is gone: its process has ended (2 on there); the others continue without it."
+    )
+    assert job.members.living == {0}
+    server_process._report_gone(job.service)
+    assert len(job.members.events) == 1, "once"
+    assert isinstance(job.comes(), Joined)
+    server_process._report_gone(job.service)
+    assert job.members.processes[1] == NEW, "the process in its place stays"
 
 
 def test_it_waits_for_a_place_of_its_own_session_after_what_was_completed() -> None:
