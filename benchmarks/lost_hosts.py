@@ -51,7 +51,7 @@ from lightning_asgd.config import SECRET_ENV
 
 WORKERS, LEFT, SERVERS = 8, 3, 2
 SILENCE_S, NSYNC, BATCH, STEP_S = 2.0, 5, 2, 0.03
-SAMPLES, EPOCHS = 2000, 40
+SAMPLES, EPOCHS = 2000, 15
 FAULTS = ("kill host", "lose host's machine", "kill worker", "suspend worker")
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 

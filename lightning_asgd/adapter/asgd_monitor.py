@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from torch import Tensor
@@ -128,6 +129,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._pause(trainer)
         if self._meter is not None and trainer.is_global_zero:
             self._log_fit(trainer)
+            self._write_events(trainer.strategy.board)
         self._end("done")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -166,7 +168,15 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             _add_histogram(logger.experiment, counts, edges, step)
         if self._journal is not None:
             self._journal.add(Entry(mine.at_s, step, living, figures))
+            self._write_events(trainer.strategy.board)
         return together
+
+    def _write_events(self, board: Any) -> None:
+        """Write what has happened to workers and servers since the last time."""
+        mine, now = board.mine, time.monotonic()
+        while self._journal is not None and mine is not None and board.events:
+            at, text = board.events.popleft()
+            self._journal.event(max(0.0, mine.at_s - (now - at)), text)
 
     def _log_fit(self, trainer: Any) -> None:
         """Log the whole fit to Weights & Biases: its summary, and a table of the workers."""

@@ -129,6 +129,7 @@ class ElasticFleet(Fleet):
             self.adopt_checkpoints(self._trainer)
 
     def _tell(self, news: str) -> None:
+        self.board.note(news)
         if self.rank == 0:
             log.warning(news)
 

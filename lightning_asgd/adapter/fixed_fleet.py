@@ -111,7 +111,8 @@ class FixedFleet(Fleet):
             self._recovery.lose_all()
 
     def _tell(self, event: str) -> None:
-        """Print on the chief what has happened to another worker, unless this process has seen and printed it."""
+        """Note what has happened; print it on the chief, unless this process has seen and printed it."""
+        self.board.note(event)
         seen = any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited)
         if self.is_chief and not seen:
             log.warning(event)

@@ -56,6 +56,7 @@ class Fit:
         settings: arguments of the strategy.
         entries: in the order of time.
         end: how it ended; empty if unknown.
+        events: what happened to workers and servers, and after how many seconds.
     """
 
     started: str
@@ -63,6 +64,7 @@ class Fit:
     settings: dict[str, Any]
     entries: list[Entry] = field(default_factory=list)
     end: str = ""
+    events: list[tuple[float, str]] = field(default_factory=list)
 
     @property
     def last(self) -> dict[int, WorkerMetrics]:
@@ -91,6 +93,10 @@ class MetricLog:
     def add(self, entry: Entry) -> None:
         """Write the metrics of this moment."""
         self._write("figures", **asdict(entry))
+
+    def event(self, at_s: float, text: str) -> None:
+        """Write what has happened to a worker or server."""
+        self._write("event", at_s=round(at_s, 3), text=text)
 
     def end(self, how: str) -> None:
         """Note how the fit ended."""
@@ -267,6 +273,8 @@ def _take(line: dict[str, Any], fits: list[Fit]) -> None:
     elif kind == "figures":
         figures = {int(worker): _figures(values) for worker, values in line["figures"].items()}
         fits[-1].entries.append(Entry(line["at_s"], line["step"], tuple(line["living"]), figures))
+    elif kind == "event":
+        fits[-1].events.append((float(line["at_s"]), str(line["text"])))
     elif kind == "end":
         fits[-1].end = line["how"]
 

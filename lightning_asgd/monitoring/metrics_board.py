@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_asgd.protocol import WorkerMetrics
 
 __all__ = ["MetricsBoard"]
+
+_EVENTS = 1000
 
 
 @dataclass
@@ -19,11 +23,17 @@ class MetricsBoard:
     Attributes:
         mine: this worker's own; None if it takes none.
         living: workers that take part.
+        events: what has happened to workers and servers, and when by the monotonic clock; the latest thousand.
     """
 
     mine: WorkerMetrics | None = None
     living: tuple[int, ...] = ()
+    events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     _latest: dict[int, WorkerMetrics] = field(default_factory=dict)
+
+    def note(self, event: str) -> None:
+        """Add an event that happened just now."""
+        self.events.append((time.monotonic(), event))
 
     def post(self, worker: int, mine: WorkerMetrics) -> None:
         """Put this worker's own there."""

@@ -69,6 +69,8 @@ h2 { font-size: 1.1rem; font-weight: 600; margin: 2.6rem 0 .4rem; }
 p { margin: .3rem 0; } .soft, figcaption { color: var(--soft); font-size: .92rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .8rem; margin: 1.4rem 0; }
 dt { color: var(--soft); font-size: .82rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.events { display: block; } .events dd { font-size: 1rem; margin-bottom: .6rem; }
+.events pre { font-size: .8rem; overflow-x: auto; margin: .3rem 0; color: var(--soft); }
 figure { margin: 0; } figcaption { margin-bottom: .6rem; }
 img { width: 100%; height: auto; display: block; background: #fff; border-radius: .4rem;
 border: 1px solid var(--line); } .wide { overflow-x: auto; }
@@ -113,7 +115,7 @@ def _page(fit: Fit, pictures: dict[str, bytes], about: str) -> str:
         f"<title>A-SGD, {escape(fit.started)}</title><style>{_STYLE}</style></head><body><main>"
         f'<h1>Asynchronous SGD</h1><p class="soft">{escape(_headline(fit, about))}</p>'
         f"{_facts(fit)}{figures}"
-        f"<h2>Workers</h2>{_workers(fit.last)}<h2>Settings</h2>{settings}"
+        f"<h2>Workers</h2>{_workers(fit.last)}{_events(fit)}<h2>Settings</h2>{settings}"
         "</main></body></html>\n"
     )
 
@@ -155,6 +157,18 @@ def _workers(figures: dict[int, WorkerMetrics]) -> str:
     rows = [[f"worker {worker}", *_cells([Window(each)])] for worker, each in figures.items()]
     rows.append(["all", *_cells([Window(each) for each in figures.values()])])
     return _table(["", *_COLUMNS], rows, "workers")
+
+
+def _events(fit: Fit) -> str:
+    """What happened to workers and servers; the rest of an event's text, such as a traceback, in smaller print."""
+    if not fit.events:
+        return ""
+    rows = [[_duration(at_s), *text.split("\n", 1)] for at_s, text in fit.events]
+    each = "".join(
+        f"<dt>{when}</dt><dd>{escape(what)}{f'<pre>{escape(more[0])}</pre>' if more else ''}</dd>"
+        for when, what, *more in rows
+    )
+    return f'<h2>Workers and servers that were lost, replaced or came</h2><dl class="events">{each}</dl>'
 
 
 def _cells(windows: Sequence[Window]) -> list[str]:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_asgd.monitoring.metric_log import read
 from tests.helpers.programs import ROOT, environment
 from tests.lightning.test_processes import wait_until
 
@@ -128,6 +129,9 @@ def test_others_go_on_without_worker_0_and_its_servers(tmp_path: Path, transport
     assert said.rstrip().endswith("tested")
     assert "Worker 1 is gone: its process has ended. This process hosts the servers from now on." in said
     assert "2 of 3 workers were lost during this fit:" in said
+    events = [text for _, text in read(tmp_path / "logs" / "version_2" / "asgd.jsonl")[0].events]
+    assert any(text.startswith("Worker 1 is gone: its process has ended") for text in events), "for the report"
+    assert "A server was lost, and restored from the workers' copies." in events
     assert torch.load(last, weights_only=False)["global_step"] > 0
     _, alive = psutil.wait_procs(family, 10)
     assert not alive

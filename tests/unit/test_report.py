@@ -53,6 +53,19 @@ def test_what_is_written_is_read(tmp_path: Path, fit: Fit) -> None:
     assert (last.workers, last.settings) == (2, SETTINGS)
 
 
+def test_what_happened_to_workers_is_on_the_page(tmp_path: Path, fit: Fit) -> None:
+    journal = MetricLog(tmp_path / "run", 2, SETTINGS)
+    journal.add(fit.entries[0])
+    journal.event(2.25, "Worker 1 is gone: it raised KeyError. It said:\nTraceback <1>\nline 2")
+    journal.end("done")
+    found = read(find_log(tmp_path))[0]
+    assert found.events == [(2.25, "Worker 1 is gone: it raised KeyError. It said:\nTraceback <1>\nline 2")]
+    page = write(found, tmp_path / "page").read_text()
+    assert "<dt>2.25 s</dt><dd>Worker 1 is gone: it raised KeyError. It said:" in page
+    assert "<pre>Traceback &lt;1&gt;\nline 2</pre>" in page
+    assert 'class="events"' not in write(fit, tmp_path / "other").read_text()
+
+
 def test_a_job_that_was_killed_leaves_half_a_line_and_a_newer_version_more_words(tmp_path: Path, fit: Fit) -> None:
     journal = MetricLog(tmp_path, 2, SETTINGS)
     journal.add(fit.entries[0])
