@@ -76,6 +76,8 @@ class FixedFleet(Fleet):
         self._trainer = trainer
         self._main = rank_variables.main_process()
         self._connect(rank, world_size, self._watching)
+        if job.hosts is not None:
+            self.chief = self.collectives.chief = job.hosts.chief
 
     @property
     def _watching(self) -> Policy:
@@ -144,8 +146,11 @@ class FixedFleet(Fleet):
         before, self.chief = self.chief, chief
         if chief == before:
             return False
+        if self._job.hosts is not None:
+            self._job.hosts.chief = chief
         become_global_zero(0 if self.is_chief else self.rank)
         if self.is_chief:
+            self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")
             take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
 
@@ -290,6 +295,7 @@ class FixedFleet(Fleet):
         self.chief = self.collectives.chief = entry.chief
         hosts = self._job.hosts
         if hosts is not None:  # the others know the address of the process before this one
+            hosts.chief = entry.chief
             hosts.places, hosts.mine = dict(entry.places), replace(hosts.mine, may_host=False)
 
     def _await_entry(self, collectives: int) -> EntryPoint:

@@ -62,6 +62,8 @@ class ServerHosts:
         """The worker that hosts the servers."""
         self.address = first
         """Where that worker announces them."""
+        self.chief = 0
+        """The worker that logs and writes checkpoints, from one session to the next."""
         self.gave_up = False
         """Whether no worker could host them any more."""
         self.places: dict[int, HostAddress] = {}
