@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.transport import CallTimeoutError
 from tests.helpers.servers import SECRET
 
 Host = Callable[..., Rendezvous]
@@ -135,6 +137,53 @@ def test_somebody_else_at_the_address_is_an_error_in_time() -> None:
     thread.join(10.0)  # with the stranger gone the connection breaks
     assert in_time, "still waiting after 6 s"
     assert [type(error) for error in caught] == [LaunchError]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda guest: guest.get("x", "The host", 0.5),
+        lambda guest: guest.put("x", 1),  # torch's store does not acknowledge it
+        lambda guest: guest._store.is_foreign("x"),
+    ],
+    ids=["read", "write", "ask whose"],
+)
+def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_caller_said(call: Callable[[Any], Any]) -> None:
+    """A foreign process that answers as torch's store does while a process connects, and never again."""
+    open_: list[socket.socket] = []
+    caught: list[type[BaseException] | None] = []
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                connection, _ = listener.accept()
+                open_.append(connection)
+                threading.Thread(target=greet, args=(connection,), daemon=True).start()
+
+    def greet(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            told = connection.recv(10, socket.MSG_WAITALL)  # a magic number, and a number that it is to send back
+            connection.sendall(told[-4:])
+
+    def use() -> None:
+        try:
+            call(Rendezvous.connect(*listener.getsockname(), timeout_s=1.0))
+            caught.append(None)
+        except BaseException as error:
+            caught.append(type(error))
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        thread = threading.Thread(target=use, daemon=True)
+        thread.start()
+        thread.join(8.0)
+        in_time = not thread.is_alive()
+        for connection in open_:
+            connection.close()
+        thread.join(10.0)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert in_time, "still waiting after 8 s"
+    assert caught[0] in (None, LaunchError, CallTimeoutError)
 
 
 def test_a_port_in_use_is_an_error(host: Host) -> None:
