@@ -229,17 +229,24 @@ class Rendezvous:
 def _reach(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
     """Connect to the store that listens there, of whichever kind it is, once one does."""
     deadline = time.monotonic() + timeout_s
-    with _listener(host, port, deadline) as probe:
-        if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
-            attempt = TorchStore.connect(host, port, secret, timeout_s)
-            while not attempt.done() and not _greets(probe, 0.0):
-                if time.monotonic() > deadline + _GRACE_S:
-                    raise RuntimeError("another program listens there")
-                time.sleep(_ATTEMPT_S)
-            if not _greets(probe, 0.0):
-                _silent.add((host, port))
-                return attempt.result()
-    return _reach_zmq(host, port, secret, timeout_s)
+    while True:
+        try:
+            with _listener(host, port, deadline) as probe:
+                if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
+                    attempt = TorchStore.connect(host, port, secret, timeout_s)
+                    while not attempt.done() and not _greets(probe, 0.0):
+                        if time.monotonic() > deadline + _GRACE_S:
+                            raise RuntimeError("another program listens there")
+                        time.sleep(_ATTEMPT_S)
+                    if not _greets(probe, 0.0):
+                        store = attempt.result()
+                        _silent.add((host, port))
+                        return store
+            return _reach_zmq(host, port, secret, timeout_s)
+        except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
@@ -278,12 +285,15 @@ def _listener(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _greets(connection: socket.socket, wait_s: float) -> bool:
-    """Whether the other end has begun with the greeting of ZeroMQ's protocol."""
+    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed."""
     connection.settimeout(wait_s)
     try:
-        return connection.recv(1, socket.MSG_PEEK) == b"\xff"
-    except OSError:
+        begun = connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, TimeoutError):
         return False
+    if not begun:
+        raise ConnectionResetError("the other end closed the connection")
+    return begun == b"\xff"
 
 
 def successor_of(key: str) -> str:

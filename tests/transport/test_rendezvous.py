@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -137,6 +138,67 @@ def test_somebody_else_at_the_address_is_an_error_in_time() -> None:
     thread.join(10.0)  # with the stranger gone the connection breaks
     assert in_time, "still waiting after 6 s"
     assert [type(error) for error in caught] == [LaunchError]
+
+
+class Forwarder:
+    """As of an SSH tunnel: closes the first connections at once, as if nothing listened at the far end yet."""
+
+    def __init__(self, far: tuple[str, int], closes: float) -> None:
+        self._far = far
+        self._closes = closes
+        self._ends: list[socket.socket] = []
+        self.listener = socket.create_server((LOOPBACK, 0))
+        self.closed = 0
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                if self.closed < self._closes:
+                    self.closed += 1
+                    near.close()
+                    continue
+                far = socket.create_connection(self._far)
+                self._ends += [near, far]
+                self._threads += [threading.Thread(target=self._copy, args=two) for two in ((near, far), (far, near))]
+                for thread in self._threads[-2:]:
+                    thread.start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for end in [self.listener, *self._ends]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+
+def test_a_port_forwarder_that_closes_connections_at_first_is_asked_again(host: Host, guests: ExitStack) -> None:
+    main = host()
+    forwarder = Forwarder(main.address, closes=5)
+    guests.callback(forwarder.close)
+    guest = guests.enter_context(Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=20.0))
+    main.put("x", 1)
+    assert guest.get("x", "The host", 5.0) == 1
+    assert forwarder.closed == 5
+
+
+def test_a_port_forwarder_without_a_far_end_is_an_error_in_time(guests: ExitStack) -> None:
+    forwarder = Forwarder((LOOPBACK, 1), closes=math.inf)
+    guests.callback(forwarder.close)
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=r"Found no job at .* within 0.5 s \(.*closed the connection"):
+        Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=0.5)
+    assert time.monotonic() - begun < 4.0
+    assert forwarder.closed > 3
 
 
 @pytest.mark.parametrize(
