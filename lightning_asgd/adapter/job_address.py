@@ -44,8 +44,8 @@ def choose_transport(
 
 def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_main: bool) -> tuple[str, int]:
     """The address of a job's rendezvous, which the main process hosts unless it does already."""
-    known = rank_variables.address()
-    if known is not None:
+    known = rank_variables.address()  # of jobs on this machine
+    if known is not None and num_nodes == 1:
         host, _, port = known.rpartition(":")
         return host, int(port)
     if num_nodes == 1 and not environment.creates_processes_externally:
@@ -55,7 +55,7 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
         rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
         return rendezvous.address
     by_hand = private_names.is_a(environment, private_names.one_machine)
-    if num_nodes > 1 and by_hand and "MASTER_PORT" not in os.environ:
+    if num_nodes > 1 and by_hand and "MASTER_PORT" not in rank_variables.set_by_others():
         raise LaunchError(
             f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
             "the same on every machine: set MASTER_PORT to a free port of the first one."

@@ -28,6 +28,7 @@ __all__ = [
     "main_process",
     "note_main",
     "owning",
+    "set_by_others",
 ]
 
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
@@ -67,14 +68,20 @@ def main_process() -> int | None:
     return _main
 
 
+def set_by_others() -> set[str]:
+    """The variables that a user or another launcher has set."""
+    mine = _note().get("variables", {})
+    return {name for name, value in _present().items() if mine.get(name) != value}
+
+
 @contextlib.contextmanager
 def owning() -> Iterator[None]:
     """Note the variables that are set within the block as this process's own."""
-    before, mine = _present(), _note().get("variables", {})
+    theirs = set_by_others()
     try:
         yield
     finally:
-        owned = {name: value for name, value in _present().items() if name not in before or name in mine}
+        owned = {name: value for name, value in _present().items() if name not in theirs}
         if owned:
             _write_note(owned)
 
@@ -82,8 +89,7 @@ def owning() -> Iterator[None]:
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Let processes that are started within the block be workers of this job; the variables it sets are owned."""
-    given = [name for name in _present() if name not in _note().get("variables", {})]
-    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": given})
+    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": sorted(set_by_others())})
     try:
         with owning():
             yield
