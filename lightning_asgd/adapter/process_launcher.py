@@ -196,7 +196,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
-        rank_variables.note_main()
+        rank_variables.note_main(os.getppid())
         with rank_variables.owning():
             os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
         try:
