@@ -35,13 +35,22 @@ class ZmqServer(Loop):
         secret: of the job.
         port: to listen on; 0 for any free one. Raises an ``OSError`` if it is taken.
         threads: that call the handler.
+        decode: makes what the handler gets of a message's header and buffers.
     """
 
     def __init__(
-        self, handler: Callable[[Any], Any], address: str, secret: str, port: int = 0, *, threads: int = _THREADS
+        self,
+        handler: Callable[[Any], Any],
+        address: str,
+        secret: str,
+        port: int = 0,
+        *,
+        threads: int = _THREADS,
+        decode: Callable[[bytes, Sequence[Any]], Any] = codec.decode,
     ) -> None:
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
+        self._decode = decode
         self._once = ReplyCache()
         keys = keys_of(secret)
         self._authenticator = ThreadAuthenticator(self.context)
@@ -106,7 +115,7 @@ class ZmqServer(Loop):
 
             def handle() -> Any:
                 try:
-                    return self._handler(codec.decode(header.encode(), assemble(sizes, frames[2:])))
+                    return self._handler(self._decode(header.encode(), assemble(sizes, frames[2:])))
                 except ASGDError as error:
                     return Failure(type(error).__name__, str(error))
                 except Exception as error:  # as a text: the exception would keep the message

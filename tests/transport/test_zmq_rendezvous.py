@@ -8,10 +8,12 @@ import logging
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -147,7 +149,15 @@ def test_entries_are_bounded_in_size_and_in_sum(main: Rendezvous, guest: Rendezv
     assert main.peek("many/0") == "y" * (LARGEST_ENTRY - 100)
 
 
-def test_what_is_no_call_is_refused(main: Rendezvous, guest: Rendezvous, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_call_is_refused_and_nothing_is_made_of_it(
+    main: Rendezvous,
+    guest: Rendezvous,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "named_by_a_message.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     keys = keys_of(SECRET)
     context = zmq.Context()
     worker = context.socket(zmq.DEALER)
@@ -157,17 +167,19 @@ def test_what_is_no_call_is_refused(main: Rendezvous, guest: Rendezvous, caplog:
     worker.setsockopt(zmq.CURVE_SECRETKEY, keys.worker)
     worker.connect("tcp://{}:{}".format(*main.address))
     calls: list[Any] = [None, "put", ["L", ["put", "x"]], ["L", ["put", 1, "2"]], ["L", ["peek", ["L", []]]]]
+    calls += [["O", "named_by_a_message:Rule", {}], ["L", ["peek", ["O", "ASGD", {}]]], ["D", [["peek", "x"]]]]
     for number, call in enumerate(calls):
         worker.send_multipart([json.dumps(["me", 1 + number, [], [], json.dumps(call)]).encode()])
-    answers = [json.loads(worker.recv_multipart()[0]) for _ in range(5) if worker.poll(5000)]
+    answers = [json.loads(worker.recv_multipart()[0]) for _ in calls if worker.poll(5000)]
     with caplog.at_level(logging.CRITICAL):
         worker.send_multipart([b"no JSON"])
         main.put("x", 1)
         assert guest.peek("x") == 1
     worker.close()
     context.term()
-    assert sorted(number for number, *_ in answers) == [1, 2, 3, 4, 5]
+    assert sorted(number for number, *_ in answers) == [*range(1, 1 + len(calls))]
     assert all("neither a read nor a write" in header for *_, header in answers)
+    assert "named_by_a_message" not in sys.modules
 
 
 def test_a_main_process_that_starts_again_is_found_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
