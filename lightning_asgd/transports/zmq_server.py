@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -53,9 +54,10 @@ class ZmqServer(Loop):
         self._decode = decode
         self._once = ReplyCache()
         keys = keys_of(secret)
+        only_theirs = SimpleNamespace(callback=lambda domain, key: key == keys.worker_public)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_OnlyKey(keys.worker_public))
+        self._authenticator.configure_curve_callback(credentials_provider=only_theirs)
         self._socket = self.context.socket(zmq.ROUTER)
         secure(self._socket)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -138,14 +140,3 @@ class ZmqServer(Loop):
     def _send(self, frames: list[Any]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the worker is gone; it repeats the call
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-
-class _OnlyKey:
-    """Accepts clients that have one key."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's public key, in Z85, is the workers'."""
-        return key == self._key
