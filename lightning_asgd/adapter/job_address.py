@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,22 @@ _inherited: list[Any] = []  # the parent's, of a forked process, which must not 
 
 def _after_fork() -> None:
     _inherited.append(dict(_hosted))
+    with contextlib.suppress(OSError):
+        _release({port for _, port in _hosted})
     _hosted.clear()
+
+
+def _release(ports: set[int]) -> None:
+    """Let go of sockets that listen there, or the ports would stay taken after the end of the process that serves."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number in map(int, os.listdir("/proc/self/fd") if ports else ()):
+        with contextlib.suppress(OSError):  # no socket
+            found = socket.socket(fileno=number)
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] in ports:
+                os.dup2(nothing, number)  # not closed: what is inherited would close another file of that number
+            found.detach()
+    os.close(nothing)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import multiprocessing
 import socket
 import threading
 import time
@@ -13,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports import registry
@@ -246,6 +249,31 @@ def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_caller_said(
         listener.shutdown(socket.SHUT_RDWR)
     assert in_time, "still waiting after 8 s"
     assert caught[0] in (None, LaunchError, CallTimeoutError)
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_forked_process_does_not_keep_the_port(
+    transport: str, guests: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = [registry.kind_of(transport).host_rendezvous()]
+    address = hosted[0].address
+    monkeypatch.setattr(job_address, "_hosted", {address: hosted[0]})
+    fork = multiprocessing.get_context("fork")
+    mine, theirs = fork.Pipe()
+    child = fork.Process(target=theirs.recv)
+    child.start()
+    try:
+        with Rendezvous.connect(*address, timeout_s=10.0) as guest:  # the parent still serves
+            hosted[0].put("x", 1)
+            assert guest.get("x", "The host", 5.0) == 1
+        job_address._hosted.clear()
+        hosted.pop().close()
+        gc.collect()  # torch closes a store with its last user
+        socket.create_server(address).close()
+    finally:
+        mine.send(None)
+        child.join(20.0)
+    assert child.exitcode == 0
 
 
 def test_a_port_in_use_is_an_error(host: Host) -> None:
