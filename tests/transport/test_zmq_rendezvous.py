@@ -23,7 +23,7 @@ import zmq
 
 from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError, ProtocolError
+from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
 from lightning_asgd.transports import registry, rendezvous
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
@@ -216,6 +216,15 @@ def test_another_strategy_takes_the_port_over(main: Rendezvous, monkeypatch: pyt
         assert Rendezvous.connect(*main.address, timeout_s=10.0).get("x", "The host", 5.0) == 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("side", ["main", "guest"])
+def test_a_process_group_of_torchs_that_asks_for_the_store_learns_what_to_do(
+    side: str, request: pytest.FixtureRequest
+) -> None:
+    """A job with transport='rpc' may use the rendezvous of an earlier one with 'zmq' in the same process."""
+    with pytest.raises(CollectiveUnavailableError, match=r"with transport='zmq'.*Expected .*transport=\"rpc\".* first"):
+        request.getfixturevalue(side).shared("session/s/")
 
 
 def test_entries_of_a_main_process_without_the_secret_are_an_error_within_seconds(
