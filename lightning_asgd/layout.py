@@ -7,7 +7,6 @@ ranges as there are servers, so every server holds an equal share of the bytes w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -123,10 +122,6 @@ class Layout:
         return tuple(
             (t.name, t.shape, self.groups[t.group].dtype, self.groups[t.group].role.value) for t in self.tensors
         )
-
-    def fingerprint(self) -> str:
-        """Short text that is equal on two workers exactly if :meth:`describe` is."""
-        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
     def check_same(self, other: tuple[tuple[str, tuple[int, ...], str, str], ...], mine: str, theirs: str) -> None:
         """Compare with another worker's :meth:`describe`."""

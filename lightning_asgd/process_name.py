@@ -63,9 +63,4 @@ _names = [_new()]
 this_process = partial(_names.__getitem__, 0)  # called for every message
 """The name of this start of this process, as no other has it: machine, process number, place, and random digits."""
 
-
-def _after_fork() -> None:
-    _names[0] = _new()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lambda: _names.__setitem__(0, _new()))

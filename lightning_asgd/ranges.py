@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, pairwise
 
-__all__ = ["common", "merged"]
+__all__ = ["are_in_order", "common", "merged"]
+
+
+def are_in_order(ranges: Iterable[tuple[int, int]], end: float) -> bool:
+    """Whether ranges are ascending, do not overlap, and lie between 0 and an end."""
+    return all(a <= b for a, b in pairwise((0, *chain.from_iterable(ranges), end)))
 
 
 def merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> list[tuple[int, int]]:

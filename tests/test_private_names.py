@@ -50,6 +50,8 @@ TORCH: dict[str, set[str]] = {
     "_prefetch_factor": {"adapter.private_names"},
     "_try_put_index": {"adapter.private_names"},
     "owner._buffers": {"worker.replica"},
+    # processes
+    "_prctl_pr_set_pdeathsig": {"adapter.process_launcher"},
     # torch.distributed
     "_C": {"adapter.process_group"},
     "_create_work_from_future": {"adapter.process_group"},

@@ -131,7 +131,10 @@ class FixedFleet(Fleet):
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error
         if self._main not in (None, os.getppid()):
-            raise WorkerLostError("The main process, which hosts the servers, has ended. Resume from a checkpoint.")
+            raise WorkerLostError(
+                "The main process, which hosts the servers, has ended. Resume from main-process-lost-*.ckpt, which "
+                "one of its workers writes now: that worker's output has the path."
+            )
         heard, agreed = self.client.heard, self.collectives.chief
         chief = agreed if agreed in heard.living or not heard.living else heard.chief
         if chief != self.chief and self._follow(chief):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +36,23 @@ _inherited: list[Any] = []  # the parent's, of a forked process, which must not 
 def _after_fork() -> None:
     global _hosts
     _inherited.append((dict(_hosted), _hosts))
+    with contextlib.suppress(OSError):
+        _release({port for _, port in _hosted})
     _hosted.clear()
     _hosts = None
+
+
+def _release(ports: set[int]) -> None:
+    """Let go of sockets that listen there, or the ports would stay taken after the end of the process that serves."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number in map(int, os.listdir("/proc/self/fd") if ports else ()):
+        with contextlib.suppress(OSError):  # no socket
+            found = socket.socket(fileno=number)
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] in ports:
+                os.dup2(nothing, number)  # not closed: what is inherited would close another file of that number
+            found.detach()
+    os.close(nothing)
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -56,8 +73,8 @@ def choose_transport(
 
 def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_main: bool) -> tuple[str, int]:
     """The address of a job's rendezvous, which the main process hosts unless it does already."""
-    known = rank_variables.address()
-    if known is not None:
+    known = rank_variables.address()  # of jobs on this machine
+    if known is not None and num_nodes == 1:
         host, _, port = known.rpartition(":")
         return host, int(port)
     if num_nodes == 1 and not environment.creates_processes_externally:
@@ -67,7 +84,7 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
         rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
         return rendezvous.address
     by_hand = private_names.is_a(environment, private_names.one_machine)
-    if num_nodes > 1 and by_hand and "MASTER_PORT" not in os.environ:
+    if num_nodes > 1 and by_hand and "MASTER_PORT" not in rank_variables.set_by_others():
         raise LaunchError(
             f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
             "the same on every machine: set MASTER_PORT to a free port of the first one."

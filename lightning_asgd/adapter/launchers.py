@@ -114,6 +114,10 @@ class TrainingJob:
             run_id=options.run_id or "",
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: libraries save a strategy together with a model."""
+        return {**self.__dict__, "hosts": None}
+
     @property
     def attaches(self) -> bool:
         """Whether this process joins an elastic run."""
@@ -133,7 +137,9 @@ class TrainingJob:
         self.transport, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
         kind.provide_secret(one_machine=one_machine)
         self.launches += 1
-        hosts = self.hosts = job_address.hosts_of_job()
+        several = environment.world_size() > 1
+        can_move = several and job_address.can_move(environment, num_nodes)
+        hosts = job_address.hosts_of_job() if can_move else None
         if hosts is None:
             self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
         else:
@@ -141,10 +147,10 @@ class TrainingJob:
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
-        several = environment.world_size() > 1
-        if hosts is None and several and self.hot_standby and job_address.can_move(environment, num_nodes):
+        if can_move and hosts is None and self.hot_standby:
             host = LOOPBACK if self.interface == "lo" else address_of(self.interface)
-            self.hosts = job_address.keep_place(kind, host, environment.global_rank(), self.address)
+            hosts = job_address.keep_place(kind, host, environment.global_rank(), self.address)
+        self.hosts = hosts if self.hot_standby else None
         if is_main:
             rendezvous = job_address.rendezvous_at(self.address, self.start_timeout_s)
             self._start_servers(rendezvous, several=several)

@@ -37,6 +37,8 @@ __all__ = ["MultiProcessLauncher"]
 
 log = logging.getLogger(__name__)
 
+_mp: Any = torch.multiprocessing
+
 
 class _Worker:
     """The process of a worker.
@@ -196,7 +198,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
-        rank_variables.note_main()
+        _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
+        rank_variables.note_main(os.getppid())
         with rank_variables.owning():
             os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
         try:

@@ -28,6 +28,7 @@ __all__ = [
     "main_process",
     "note_main",
     "owning",
+    "set_by_others",
 ]
 
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
@@ -38,9 +39,10 @@ RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
 were set before. The worker takes it out of its environment when it imports this package."""
 
 OWNER_ENV = "LIGHTNING_ASGD_OWNER"
-"""The note: process number, address, and the variables with their values."""
+"""The note: process number, address, the variables with their values, and torchrun's number of the machine."""
 
 _VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+_GROUP_RANK = "GROUP_RANK"  # torchrun sets it, and neither this package nor Lightning
 _address: str | None = None  # the address of the job's rendezvous
 _main: int | None = None  # the process that has started this worker and its servers
 
@@ -56,10 +58,13 @@ def keep_address(value: str) -> None:
     _address = value
 
 
-def note_main() -> None:
-    """Note that this process's parent has started this worker and its servers."""
+def note_main(process: int | None) -> None:
+    """Note the process that has started this worker and its servers."""
     global _main
-    _main = os.getppid()
+    _main = process
+
+
+os.register_at_fork(after_in_child=lambda: note_main(None))  # it is another one's child; if a worker, it notes its own
 
 
 def main_process() -> int | None:
@@ -67,14 +72,20 @@ def main_process() -> int | None:
     return _main
 
 
+def set_by_others() -> set[str]:
+    """The variables that a user or another launcher has set."""
+    mine = _note().get("variables", {})
+    return {name for name, value in _present().items() if mine.get(name) != value}
+
+
 @contextlib.contextmanager
 def owning() -> Iterator[None]:
     """Note the variables that are set within the block as this process's own."""
-    before, mine = _present(), _note().get("variables", {})
+    theirs = set_by_others()
     try:
         yield
     finally:
-        owned = {name: value for name, value in _present().items() if name not in before or name in mine}
+        owned = {name: value for name, value in _present().items() if name not in theirs}
         if owned:
             _write_note(owned)
 
@@ -82,8 +93,7 @@ def owning() -> Iterator[None]:
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Let processes that are started within the block be workers of this job; the variables it sets are owned."""
-    given = [name for name in _present() if name not in _note().get("variables", {})]
-    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": given})
+    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": sorted(set_by_others())})
     try:
         with owning():
             yield
@@ -99,7 +109,7 @@ def detect() -> bool:
         told = json.loads(launched)
         _address = told["address"]
         if os.environ.get("NODE_RANK", "0") == "0":  # elsewhere the parent has started no servers
-            note_main()
+            note_main(os.getppid())
         _write_note({name: value for name, value in _present().items() if name not in told["given"]})
         return False
     if _note():
@@ -107,8 +117,10 @@ def detect() -> bool:
         return False
     if OWNER_ENV not in os.environ or _is_helper():
         return False
-    inherited = json.loads(os.environ.pop(OWNER_ENV))["variables"]
-    if any(os.environ.get(name, value) != value for name, value in inherited.items()):
+    note = json.loads(os.environ.pop(OWNER_ENV))
+    inherited = note["variables"]
+    by_torchrun = os.environ.get(_GROUP_RANK) != note.get("group_rank")
+    if by_torchrun or any(os.environ.get(name, value) != value for name, value in inherited.items()):
         return False  # another launcher, such as torchrun, has started the program and set its own variables
     for name in inherited:
         os.environ.pop(name, None)
@@ -126,7 +138,8 @@ def _note() -> dict[str, Any]:
 
 
 def _write_note(variables: dict[str, str]) -> None:
-    os.environ[OWNER_ENV] = json.dumps({"pid": os.getpid(), "address": _address, "variables": variables})
+    note = {"address": _address, "variables": variables, "group_rank": os.environ.get(_GROUP_RANK)}
+    os.environ[OWNER_ENV] = json.dumps({"pid": os.getpid(), **note})
 
 
 def _is_helper() -> bool:

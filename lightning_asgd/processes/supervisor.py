@@ -23,6 +23,7 @@ from lightning_asgd.process_name import machine_and_pid
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
 from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_output"]
@@ -234,7 +235,9 @@ class Supervisor:
     def _give_up(self, server: ServerHandle, why: str) -> None:
         """Tell the workers that a server is not replaced."""
         self._irreplaceable = why
-        server.rendezvous.put(server.key, {"error": why})
+        first, _, output = why.partition("\n")
+        room = LARGEST_ENTRY // 16 - len(first)  # a character takes up to 14 bytes there
+        server.rendezvous.put(server.key, {"error": f"{first}\n{output[-room:]}"})  # its end says what happened
 
     def _keep_standby(self) -> None:
         """Have a server that has started already, since that takes seconds. Not at once: most jobs never need one."""

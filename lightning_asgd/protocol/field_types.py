@@ -1,4 +1,7 @@
-"""Whether a message's fields have the types that their annotations name: a broken peer may send anything."""
+"""Whether a message's fields have the types that their annotations name: a broken peer may send anything.
+
+Objects within a message may have ``can_be``, whether their values are possible, and ``expected``, a text about that.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from lightning_asgd.protocol.session_messages import Failure
 __all__ = ["checked"]
 
 _LARGEST = 1 << 62  # of whole numbers: what is counted here fits
+_PLAIN = frozenset((str, bool, bytes, float))  # there is nothing to look for within these
 
 
 def checked(handle: abc.Callable[[Any], Any]) -> abc.Callable[[Any], Any]:
@@ -35,7 +39,7 @@ def _check_types(message: Any) -> None:
     """Raise a ``ProtocolError`` that names the first field of another type."""
     for name, hint in _hints(message.__class__):
         value = getattr(message, name)
-        if (type(value) is not hint or hint is int) and not _fits(value, hint):
+        if (type(value) is not hint or hint not in _PLAIN) and not _fits(value, hint):
             raise ProtocolError(
                 f"A server was sent a {type(message).__name__} whose {name} is {repr(value)[:80]}. Expected "
                 f"{getattr(hint, '__name__', hint)}. Look for a broken worker, or one of another version."
@@ -71,4 +75,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _all_fit(value: Any) -> bool:
-    return all(_fits(getattr(value, name), hint) for name, hint in _hints(value.__class__))
+    fit = all(_fits(getattr(value, name), hint) for name, hint in _hints(value.__class__))
+    if fit and not getattr(value, "can_be", True):
+        raise ProtocolError(
+            f"A server was sent {repr(value)[:300]}. Expected {value.expected}. Look for a broken worker, or one of "
+            "another version."
+        )
+    return fit

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from lightning_asgd.protocol.request import Request
+from lightning_asgd.ranges import are_in_order
 
 __all__ = ["Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
+
+
+def is_key(key: str) -> bool:
+    """Whether a text can be the key of an epoch."""
+    _, slash, number = key.rpartition("/")
+    return bool(slash) and number.isdecimal()
 
 
 @dataclass(frozen=True)
 class Epoch:
     """What workers share of an epoch. A unit is a sample; or a batch, where a sampler of the user's own makes them."""
+
+    expected: ClassVar[str] = (
+        "a key with a slash and a number at its end, ascending ends, ranges in order, a step from 1"
+    )
 
     key: str  # which epoch of which fit it is: the fit's name, a slash, and the epoch's number
     units: int  # number of units
@@ -32,15 +44,29 @@ class Epoch:
         """The epoch's."""
         return int(self.key.rpartition("/")[2])
 
+    @property
+    def can_be(self) -> bool:
+        """Whether there can be such an epoch."""
+        ends = self.ends
+        ascend = ends[-1:] == (self.units,) and (ends == (0,) or all(a < b for a, b in pairwise((0, *ends))))
+        return ascend and are_in_order(self.done, self.units) and self.step >= 1 and is_key(self.key)
+
 
 @dataclass(frozen=True)
 class LeaseHoldings:
     """A worker's part of the present epoch."""
 
+    expected: ClassVar[str] = "ranges of the epoch's units"
+
     epoch: Epoch  # which one
     granted: tuple[tuple[int, int], ...]  # ranges of units, in the order in which they were granted
     trained: int  # number of these units that it has trained
     served: int  # the last sync interval in which it was granted units
+
+    @property
+    def can_be(self) -> bool:
+        """Whether the epoch has such units."""
+        return self.trained >= 0 and all(are_in_order([each], self.epoch.units) for each in self.granted)
 
 
 @dataclass(frozen=True)

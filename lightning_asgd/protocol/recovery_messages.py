@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.protocol.lease_messages import LeaseHoldings
+from lightning_asgd.protocol.lease_messages import LeaseHoldings, is_key
 from lightning_asgd.protocol.request import Request
+from lightning_asgd.ranges import are_in_order
 
 __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 
@@ -17,12 +19,19 @@ __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 class ReplicaState:
     """What a worker has of a shard whose server was lost."""
 
+    expected: ClassVar[str] = "ranges in order, of an epoch whose key has a slash and a number at its end"
+
     fragment: int  # number of the part of the module
     version: int  # of the weights
     weights: tuple[Tensor, ...]  # as they were fetched last, one tensor per group
     pushes: dict[int, int]  # see `Reply`
     epoch: str = ""  # the epoch that `done` is about
     done: tuple[tuple[int, int], ...] = ()  # see `Reply`
+
+    @property
+    def can_be(self) -> bool:
+        """Whether any epoch has such units."""
+        return are_in_order(self.done, math.inf) and (not self.epoch or is_key(self.epoch))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseHoldings
+from lightning_asgd.ranges import common
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -134,7 +135,7 @@ class Epochs:
 
     def _keep(self, epoch: Epoch, before: Leases | None, now: float) -> None:
         over = ((0, epoch.units),) if epoch.number < self._latest else epoch.done
-        epoch = replace(epoch, done=self._held.pop(epoch.key, over))
+        epoch = replace(epoch, done=tuple(common(self._held.pop(epoch.key, over), 0, epoch.units)))
         self._latest = max(self._latest, epoch.number)
         for number in sorted(self._known)[: max(0, len(self._known) + 1 - _KEPT)]:
             del self._known[number]

@@ -156,6 +156,11 @@ class Leases:
                 f"Worker {request.worker} asks for units with size={request.size}, trained={request.trained} and "
                 f"durations of {durations} s. Expected at least 1, at least 0, and finite numbers from 0."
             )
+        if not 0 <= request.segment < len(self.epoch.ends):
+            raise ProtocolError(
+                f"Worker {request.worker} asks for units after sync interval {request.segment} of epoch "
+                f"{self.epoch.key}. Expected at least 0, and less than {len(self.epoch.ends)}."
+            )
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")

@@ -128,7 +128,8 @@ def run_server(argv: list[str] | None = None) -> int:
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
-                f"its machine, and start the job again with trainer.fit(..., ckpt_path='last')."
+                "its machine, and start the job again with trainer.fit(..., ckpt_path=...): the path that a worker "
+                "there has printed of main-process-lost-*.ckpt, or else 'last'."
             )
             deadline = time.monotonic() + _FAREWELL_S
             while not stopped and time.monotonic() < deadline and _has_workers(service):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from lightning_asgd.errors import CollectiveUnavailableError
+
 __all__ = ["EntryStore"]
 
 
@@ -29,7 +31,11 @@ class EntryStore(ABC):
 
     def shared(self, prefix: str) -> Any:
         """A store of torch's below a prefix, for other parts of torch."""
-        raise NotImplementedError(f"{type(self).__name__} serves this package only")
+        raise CollectiveUnavailableError(
+            "A process group with one of torch's own backends was requested, and the job's rendezvous at "
+            f"{self.address[0]}:{self.address[1]} was hosted with transport='zmq': torch cannot use it. Expected "
+            'ASGDStrategy(transport="rpc") for every Trainer of the script, from the first on.'
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_asgd.config import SECRET_ENV
 
-__all__ = ["given", "key_for", "make_own", "seal", "unseal"]
+__all__ = ["given", "key_for", "provide", "seal", "unseal"]
 
 _OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
 
@@ -33,10 +33,15 @@ def key_for(purpose: bytes, secret: str) -> bytes:
     return hashlib.blake2b(key=_stretched(secret), digest_size=32, person=purpose).digest()
 
 
-def make_own() -> None:
-    """Make a secret for a job on this machine, whose processes inherit the environment, unless there is one."""
-    if SECRET_ENV not in os.environ:
-        os.environ[SECRET_ENV] = os.environ[_OWN_ENV] = secrets.token_hex(32)
+def provide(*, one_machine: bool) -> None:
+    """Make a secret for the jobs of this machine, whose processes inherit the environment, unless there is one.
+
+    For a job on several machines it is withdrawn: the other machines' processes do not know it.
+    """
+    if not one_machine and given() is None:
+        os.environ.pop(SECRET_ENV, None)
+    elif one_machine and SECRET_ENV not in os.environ:
+        os.environ[SECRET_ENV] = os.environ.setdefault(_OWN_ENV, secrets.token_hex(32))
 
 
 def given() -> str | None:

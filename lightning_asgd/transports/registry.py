@@ -75,8 +75,7 @@ class _Rpc(TransportKind):
         tensorpipe.check_available()
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        if one_machine:
-            job_secret.make_own()  # for the rendezvous: RPC itself has no authentication
+        job_secret.provide(one_machine=one_machine)  # for the rendezvous: RPC itself has no authentication
 
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
         return Rendezvous.host(host, port)
@@ -105,8 +104,7 @@ class _Zmq(TransportKind):
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        if one_machine:
-            job_secret.make_own()
+        job_secret.provide(one_machine=one_machine)
         self._secret()
 
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:

@@ -34,6 +34,7 @@ _GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store 
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
 _FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _MOST_SUCCESSORS = 1000  # replacements of one server
+_LAST_PORT = 65535
 _SAME_SECRET = (
     f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
     "on every machine, and choose another port."
@@ -134,8 +135,12 @@ class Rendezvous:
         return keys
 
     def _session(self, session: str, timeout_s: float) -> tuple[str, list[str]]:
-        found = self.get(f"session/{session}", "The main process", timeout_s, kind=dict)
-        return found["transport"], found["servers"]
+        key = f"session/{session}"
+        match self.get(key, "The main process", timeout_s, kind=dict):
+            case {"transport": str(transport), "servers": [*keys]} if keys and all(isinstance(k, str) for k in keys):
+                return transport, keys
+            case found:
+                raise self._strange(key, found)
 
     def announce_job(self) -> str:
         """Make the job's random name, unless a process with the same secret has; for the main process."""
@@ -180,9 +185,19 @@ class Rendezvous:
 
         def look() -> str | None:
             found = str(self.peek_server(key).get("address", other_than))
+            port = found.rpartition(":")[2]
+            if found != other_than and not (port.isdecimal() and int(port) <= _LAST_PORT):
+                raise self._strange(key, found)
             return None if found == other_than else found
 
         return self._wait(look, f"Server {index}", key, timeout_s)
+
+    def _strange(self, key: str, found: Any) -> LaunchError:
+        host, port = self.address
+        return LaunchError(
+            f"The entry {key!r} at {host}:{port} is {repr(found)[:80]}, and no process of this job writes that. "
+            f"{_SAME_SECRET}"
+        )
 
     def _wait(
         self, look: Callable[[], _T | None], what: str, key: str, timeout_s: float, *, foreign_s: float = math.inf
@@ -229,17 +244,24 @@ class Rendezvous:
 def _reach(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
     """Connect to the store that listens there, of whichever kind it is, once one does."""
     deadline = time.monotonic() + timeout_s
-    with _listener(host, port, deadline) as probe:
-        if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
-            attempt = TorchStore.connect(host, port, secret, timeout_s)
-            while not attempt.done() and not _greets(probe, 0.0):
-                if time.monotonic() > deadline + _GRACE_S:
-                    raise RuntimeError("another program listens there")
-                time.sleep(_ATTEMPT_S)
-            if not _greets(probe, 0.0):
-                _silent.add((host, port))
-                return attempt.result()
-    return _reach_zmq(host, port, secret, timeout_s)
+    while True:
+        try:
+            with _listener(host, port, deadline) as probe:
+                if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
+                    attempt = TorchStore.connect(host, port, secret, timeout_s)
+                    while not attempt.done() and not _greets(probe, 0.0):
+                        if time.monotonic() > deadline + _GRACE_S:
+                            raise RuntimeError("another program listens there")
+                        time.sleep(_ATTEMPT_S)
+                    if not _greets(probe, 0.0):
+                        store = attempt.result()
+                        _silent.add((host, port))
+                        return store
+            return _reach_zmq(host, port, secret, timeout_s)
+        except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
@@ -278,12 +300,15 @@ def _listener(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _greets(connection: socket.socket, wait_s: float) -> bool:
-    """Whether the other end has begun with the greeting of ZeroMQ's protocol."""
+    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed."""
     connection.settimeout(wait_s)
     try:
-        return connection.recv(1, socket.MSG_PEEK) == b"\xff"
-    except OSError:
+        begun = connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, TimeoutError):
         return False
+    if not begun:
+        raise ConnectionResetError("the other end closed the connection")
+    return begun == b"\xff"
 
 
 def listens(host: str, port: int) -> bool | None:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed
 
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import seal, unseal
+from lightning_asgd.transports.transport import CallTimeoutError
 
 __all__ = ["TorchStore"]
 
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
 _PREFIX = "lightning_asgd"
+_T = TypeVar("_T")
 
 
 class TorchStore(EntryStore):
-    """A connection to the store. With a secret, entries without a valid code are as if they were not there."""
+    """A connection to the store. With a secret, entries without a valid code are as if they were not there.
+
+    Calls to another process's store fail after ``timeout_s``; one of this process has none.
+    """
 
     serves_torch = True
 
-    def __init__(self, store: Any, address: tuple[str, int], secret: str | None) -> None:
+    def __init__(
+        self, store: Any, address: tuple[str, int], secret: str | None, timeout_s: float | None = None
+    ) -> None:
         self._store = _dist.PrefixStore(_PREFIX, store)
+        self._timeout_s = timeout_s
         self._secret = secret
         self._known: dict[str, Any] = {}  # the latest valid values: a stranger may write over the store's
         self.address = address
@@ -33,7 +43,7 @@ class TorchStore(EntryStore):
     @classmethod
     def host(cls, host: str, port: int, secret: str | None) -> TorchStore:
         """Host a store. Raises an ``OSError`` if the address cannot be listened on."""
-        listener = _listen(host, port)
+        listener = socket.create_server((socket.gethostbyname(host), port), backlog=128)
         port = listener.getsockname()[1]
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
         options["multi_tenant"] = True  # a process group may share it later
@@ -56,34 +66,31 @@ class TorchStore(EntryStore):
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str | None, timeout_s: float) -> Future[TorchStore]:
-        """Connect in a thread: a foreign process that accepts and stays silent would block forever."""
-        made: Future[TorchStore] = Future()
+        """Connect to the store of another process."""
 
-        def connect() -> None:
+        def connect() -> TorchStore:
             wait = timedelta(seconds=timeout_s)
-            try:
-                store = _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-                made.set_result(cls(store, (host, port), secret))
-            except (RuntimeError, ValueError) as error:
-                made.set_exception(RuntimeError(str(error).splitlines()[0]))
+            store = _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+            return cls(store, (host, port), secret, timeout_s)
 
-        threading.Thread(target=connect, name="lightning_asgd.connect", daemon=True).start()
-        return made
+        return _in_thread(connect)
 
     def put(self, key: str, value: Any) -> None:
         """See :class:`EntryStore`."""
-        self._store.set(key, seal(key, value, self._secret))
+        sealed = seal(key, value, self._secret)
+        self._ask(lambda: self._store.set(key, sealed))
 
     def peek(self, key: str, kind: type = object) -> Any:
         """See :class:`EntryStore`."""
-        found = unseal(key, self._store.get(key), self._secret) if self._store.check([key]) else None
+        data = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        found = None if data is None else unseal(key, data, self._secret)
         if found is not None and isinstance(found, kind):
             self._known[key] = found
         return self._known.get(key)
 
     def is_foreign(self, key: str) -> bool:
         """See :class:`EntryStore`."""
-        return self.peek(key) is None and bool(self._store.check([key]))
+        return self.peek(key) is None and bool(self._ask(lambda: self._store.check([key])))
 
     def shared(self, prefix: str) -> Any:
         """See :class:`EntryStore`."""
@@ -92,14 +99,28 @@ class TorchStore(EntryStore):
     def close(self) -> None:
         """Nothing: torch closes the connection, or the store, with its last user."""
 
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        if self._timeout_s is None:
+            return call()
+        try:
+            return _in_thread(call).result(self._timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            raise CallTimeoutError(f"The rendezvous did not answer within {self._timeout_s:g} s.") from error
 
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket()
+
+def _in_thread(call: Callable[[], _T]) -> Future[_T]:
+    """Call torch in a thread: where a foreign process accepts and stays silent, it waits forever, whatever time-out."""
+    made: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(call())
+        except (RuntimeError, ValueError) as error:
+            made.set_exception(RuntimeError((str(error) or repr(error)).splitlines()[0]))
+
+    thread = threading.Thread(target=work, name="lightning_asgd.store", daemon=True)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((socket.gethostbyname(host), port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        thread.start()
+    except RuntimeError:  # Python ends, and starts no thread any more
+        work()
+    return made

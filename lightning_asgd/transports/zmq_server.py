@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -35,18 +36,28 @@ class ZmqServer(Loop):
         secret: of the job.
         port: to listen on; 0 for any free one. Raises an ``OSError`` if it is taken.
         threads: that call the handler.
+        decode: makes what the handler gets of a message's header and buffers.
     """
 
     def __init__(
-        self, handler: Callable[[Any], Any], address: str, secret: str, port: int = 0, *, threads: int = _THREADS
+        self,
+        handler: Callable[[Any], Any],
+        address: str,
+        secret: str,
+        port: int = 0,
+        *,
+        threads: int = _THREADS,
+        decode: Callable[[bytes, Sequence[Any]], Any] = codec.decode,
     ) -> None:
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
+        self._decode = decode
         self._once = ReplyCache()
         keys = keys_of(secret)
+        only_theirs = SimpleNamespace(callback=lambda domain, key: key == keys.worker_public)
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_OnlyKey(keys.worker_public))
+        self._authenticator.configure_curve_callback(credentials_provider=only_theirs)
         self._socket = self.context.socket(zmq.ROUTER)
         secure(self._socket)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -106,7 +117,7 @@ class ZmqServer(Loop):
 
             def handle() -> Any:
                 try:
-                    return self._handler(codec.decode(header.encode(), assemble(sizes, frames[2:])))
+                    return self._handler(self._decode(header.encode(), assemble(sizes, frames[2:])))
                 except ASGDError as error:
                     return Failure(type(error).__name__, str(error))
                 except Exception as error:  # as a text: the exception would keep the message
@@ -129,14 +140,3 @@ class ZmqServer(Loop):
     def _send(self, frames: list[Any]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the worker is gone; it repeats the call
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-
-class _OnlyKey:
-    """Accepts clients that have one key."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's public key, in Z85, is the workers'."""
-        return key == self._key

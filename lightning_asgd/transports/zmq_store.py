@@ -32,7 +32,8 @@ class HostedZmqStore(EntryStore):
         self._bytes = 0
         self._lock = threading.Lock()
         # No threads of a pool: Python ends these before what this process does at exit, when workers may still write.
-        self._server = ZmqServer(self._answer, socket.gethostbyname(host), secret, port, threads=0)
+        where = socket.gethostbyname(host), secret, port
+        self._server = ZmqServer(self._answer, *where, threads=0, decode=lambda header, _: json.loads(header))
         self.address = host, int(self._server.address.rpartition(":")[2])
 
     def put(self, key: str, value: Any) -> None:
@@ -60,9 +61,9 @@ class HostedZmqStore(EntryStore):
 
     def _answer(self, message: Any) -> str | None:
         match message:
-            case ["peek", str(key)]:
+            case ["L", ["peek", str(key)]]:  # as a list of texts is encoded; nothing else is decoded
                 return self._texts.get(key)
-            case ["put", str(key), str(text)]:
+            case ["L", ["put", str(key), str(text)]]:
                 self._put(key, text)
                 return None
         raise ProtocolError("A message to the rendezvous is neither a read nor a write of an entry.")

@@ -149,8 +149,10 @@ class SessionClient:
         return beaten
 
     def note_heartbeat(self, beaten: HeartbeatReply) -> None:
-        """Remember who takes part in an elastic run, for the replacement of a lost server."""
+        """Remember who takes part, for the replacement of a lost server."""
         self.heard = beaten
+        for members in self.members:  # another process may have replaced a worker since it was lost
+            members.left = {worker: why for worker, why in members.left.items() if worker not in beaten.living}
 
 
 class HeartbeatThread:

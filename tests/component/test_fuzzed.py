@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,11 +22,13 @@ from lightning_asgd.protocol import (
     Heartbeat,
     InitShard,
     Join,
+    LeaseHoldings,
     LeaseRequest,
     Leave,
     OpenEpoch,
     Policy,
     ReplayDone,
+    ReplicaState,
     Request,
     RunMetadata,
     Samples,
@@ -130,3 +132,79 @@ def test_a_broken_worker_gets_errors_and_spoils_nothing(member: bool, caplog: py
     if not member:
         assert weights[0].tolist() == [float(pushed)] * 2
     assert not unclear, "\n".join(f"{kind}: {text}" for kind, text in sorted(unclear))
+
+
+MALFORMED = [
+    Epoch("s/1", 10, (10,), step=0),
+    Epoch("s/1", 10, (10,), step=-4),
+    Epoch("s/1", 10, ()),
+    Epoch("s/1", 10, (4, 9)),
+    Epoch("s/1", 10, (6, 4, 10)),
+    Epoch("s/1", 10, (0, 10)),
+    Epoch("s/1", 10, (10, 10)),
+    Epoch("s/1", -10, (-10,)),
+    Epoch("s/1", 10, (10,), done=((4, 2),)),
+    Epoch("s/1", 10, (10,), done=((-1, 2),)),
+    Epoch("s/1", 10, (10,), done=((5, 11),)),
+    Epoch("s/1", 10, (10,), done=((5, 7), (0, 2))),
+    Epoch("s/1", 10, (10,), done=((0, 5), (4, 7))),
+    Epoch("s", 10, (10,)),
+    Epoch("s/one", 10, (10,)),
+    Epoch("s/1", 10, cast(Any, ("10",))),
+]
+
+
+@pytest.mark.parametrize("epoch", MALFORMED, ids=str)
+@pytest.mark.parametrize("way", ["opens", "requests", "reports"])
+def test_a_malformed_epoch_is_refused_and_the_others_train_on(epoch: Epoch, way: str) -> None:
+    service = Service(lambda: 0.0)
+    handle = checked(service.handle)
+    for rank in (0, 1):
+        handle(Join("s", rank, 2))
+        handle(OpenEpoch("s", rank, EPOCH))
+    key, mine = EPOCH.key, handle(LeaseRequest("s", 0, EPOCH.key, 0, 0, 0, 0.1, size=4))
+    about = ("s", 1)
+    answer = handle(
+        {
+            "opens": OpenEpoch(*about, epoch),
+            "requests": LeaseRequest(*about, epoch.key, 0, 0, 0, 0.1, opens=epoch),
+            "reports": StateReport(*about, (), part=LeaseHoldings(epoch, (), 0, -1)),
+        }[way]
+    )
+    assert isinstance(answer, Failure)
+    assert answer.error == "ProtocolError"
+    assert "A server was sent" in answer.message
+    assert "broken worker" in answer.message
+    theirs = handle(LeaseRequest("s", 1, key, 0, 0, 0, 0.1, size=4))
+    assert (mine.last - mine.first, theirs.last - theirs.first) == (4, 4)
+    assert service.state.epochs.done == (key, ())
+
+
+@pytest.mark.parametrize(
+    "part", [LeaseHoldings(EPOCH, ((4, 2),), 0, 0), LeaseHoldings(EPOCH, ((0, 1001),), 0, 0)], ids=str
+)
+def test_a_report_of_units_that_are_none_is_refused(part: LeaseHoldings) -> None:
+    answer = checked(Service(lambda: 0.0).handle)(StateReport("s", 0, (), part=part))
+    assert isinstance(answer, Failure)
+    assert "Expected ranges of the epoch's units" in answer.message
+
+
+@pytest.mark.parametrize("held", [("s", ()), ("s/0", ((4, 2),)), ("s/0", ((0, 3), (2, 4)))], ids=str)
+def test_weights_that_hold_units_of_no_epoch_are_refused(held: tuple[str, Any]) -> None:
+    answer = checked(Service(lambda: 0.0).handle)(StateReport("s", 0, (ReplicaState(0, 1, (), {}, *held),)))
+    assert isinstance(answer, Failure)
+    assert "A server was sent ReplicaState(" in answer.message
+
+
+@pytest.mark.parametrize("segment", [-1, 2, 10**9])
+def test_a_request_for_a_sync_interval_that_the_epoch_does_not_have_stops_none_of_the_others(segment: int) -> None:
+    service = Service(lambda: 0.0)
+    handle = checked(service.handle)
+    for rank in (0, 1):
+        handle(Join("s", rank, 2))
+        handle(OpenEpoch("s", rank, EPOCH))
+    broken = handle(LeaseRequest("s", 1, EPOCH.key, segment, 0, 0, 0.1, wait=True))
+    assert isinstance(broken, Failure)
+    assert f"asks for units after sync interval {segment} of epoch s/0" in broken.message
+    grant = handle(LeaseRequest("s", 0, EPOCH.key, 0, 0, 0, 0.1, size=4))
+    assert (grant.first, grant.last) == (0, 4)

@@ -115,6 +115,21 @@ def test_a_process_replaces_one_that_died_or_is_silent(lost: Callable[[Job], Non
     assert job.members.living == {0, 1}
 
 
+def test_a_worker_that_was_replaced_does_not_count_as_lost_once_its_replacement_takes_part() -> None:
+    """Neither in the summary at the end of a fit, nor in a report to the replacement of a lost server."""
+    job = Job()
+    other = client_of(job.service, 0)
+    job.members.processes[0] = this_process()
+    dies(job)
+    other.members[0].left = dict(job.members.reported_left)  # as the reply to an exchange says
+    other.beat(0, 5.0)
+    assert other.members[0].left == {1: "its process ended"}
+    joined = job.comes()
+    job.says(Join("j.0.1", 1, 2, Policy(1.0), since=joined.collectives), NEW)
+    other.beat(0, 5.0)
+    assert other.members[0].left == {}
+
+
 @pytest.mark.parametrize("lost", [dies, is_silent])
 def test_the_process_before_it_changes_nothing_when_it_wakes_up(lost: Callable[[Job], None]) -> None:
     job = Job()

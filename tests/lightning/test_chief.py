@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.chief import take_over
+from lightning_asgd.algorithms import ASGD
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 from tests.lightning.test_processes import Signpost, alive, epochs, training, wait_until, worker_of
 
@@ -108,6 +112,65 @@ def test_aborting_ends_all_when_worker_0_dies(tmp_path: Path, mains: Any) -> Non
         main.join()
     assert main.exitcode == 1
     assert "process 0 terminated with signal SIGKILL" in (tmp_path / "output").read_text()
+
+
+SAMPLES, BATCH = 1200, 2
+
+
+class Counts(pl.LightningModule):
+    """Learns how often each sample was trained."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        super().__init__()
+        self.seen = torch.nn.Parameter(torch.zeros(SAMPLES))
+        self.step_s = step_s
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        time.sleep(self.step_s)  # an epoch must last until the main process is killed
+        return -self.seen[batch[0]].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def count(folder: Path, module: Counts, **settings: Any) -> None:
+    strategy = ASGDStrategy(nsync=2, start_method="fork", algorithm=ASGD("sum"))
+    fit = trainer(folder, strategy, max_epochs=1, callbacks=[Signpost(folder)])
+    fit.fit(module, DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH), **settings)
+
+
+def main_process_that_counts(folder: Path) -> None:
+    file = (folder / "output").open("w")
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    count(folder, Counts(step_s=0.03))
+
+
+def test_a_last_checkpoint_holds_what_it_says_and_a_resumed_run_trains_the_rest(tmp_path: Path, mains: Any) -> None:
+    main = mains(target=main_process_that_counts, args=(tmp_path,))
+    main.start()
+    try:
+        wait_until(lambda: training(tmp_path), 60, "training")
+        family = psutil.Process(main.pid).children(recursive=True)
+        main.kill()
+        wait_until(lambda: not alive(family), 20, f"the end of {alive(family)}")
+    finally:
+        main.kill()
+        main.join()
+    output = (tmp_path / "output").read_text()
+    (path,) = tmp_path.glob("main-process-lost-*.ckpt")
+    assert f"has written the checkpoint {path}. It holds the servers' weights, with this worker's steps" in output
+    assert "WorkerLostError: The main process" in output
+    assert "main-process-lost-*.ckpt" in output.split("WorkerLostError: The main process")[1].splitlines()[0]
+    checkpoint = torch.load(path, weights_only=False)
+    seen, done = checkpoint["state_dict"]["seen"], checkpoint["lightning_asgd"]["data"]["done"]
+    assert seen.unique().tolist() == [0.0, 1.0]  # each sample was trained once or not yet
+    assert int(seen.sum()) == sum(last - first for first, last in done)
+    assert 10 * BATCH < seen.sum() < SAMPLES, output
+
+    module = Counts()
+    count(tmp_path, module, ckpt_path=str(path))
+    assert torch.equal(module.seen.detach(), torch.ones(SAMPLES))
 
 
 def taking_over(*loggers: Any) -> Any:

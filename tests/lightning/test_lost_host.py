@@ -18,7 +18,7 @@ from tests.helpers.programs import ROOT, environment
 from tests.lightning.test_processes import wait_until
 
 SCRIPT = """
-import os, sys
+import os, pickle, sys
 from collections import Counter
 from pathlib import Path
 import pytorch_lightning as pl
@@ -59,6 +59,8 @@ trainer.fit(module, DataLoader(TensorDataset(torch.arange(200)), 2, shuffle=True
 seen = sorted(Counter(module.seen.tolist()).items())
 print("seen:", seen, trainer.current_epoch, sorted(strategy.stats.lost_workers), trainer.is_global_zero, flush=True)
 trainer.test(module, DataLoader(TensorDataset(torch.arange(200)), 2), verbose=False)
+copy = pickle.loads(pickle.dumps(trainer.strategy._job))
+assert copy.hosts is None and copy.session == trainer.strategy._job.session
 print("tested", flush=True)
 """
 

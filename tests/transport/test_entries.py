@@ -14,7 +14,7 @@ import pytest
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports import job_secret, zmq_sockets
-from lightning_asgd.transports.job_secret import LARGEST_ENTRY, given, key_for, make_own, seal, unseal
+from lightning_asgd.transports.job_secret import LARGEST_ENTRY, given, key_for, provide, seal, unseal
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 SECRET = "known to this job only"
@@ -67,10 +67,10 @@ def test_a_secret_that_a_job_made_for_itself_is_not_for_other_jobs(monkeypatch: 
         monkeypatch.delenv(name)
     served = Rendezvous.host()  # by `lightning-asgd serve`, without a secret
     served.announce_run("r", "rpc", ["server/0"])
-    make_own()
+    provide(one_machine=True)
     made = os.environ[SECRET_ENV]
     assert given() is None
-    make_own()
+    provide(one_machine=True)
     assert os.environ[SECRET_ENV] == made
     assert Rendezvous.find_run(*served.address, 10.0)[2] == ["server/0"]
     monkeypatch.setenv(SECRET_ENV, SECRET)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
+import multiprocessing
 import socket
 import threading
 import time
@@ -11,10 +15,12 @@ import psutil
 import pytest
 import torch
 
+from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.transport import CallTimeoutError
 from tests.helpers.servers import SECRET
 
 Host = Callable[..., Rendezvous]
@@ -135,6 +141,139 @@ def test_somebody_else_at_the_address_is_an_error_in_time() -> None:
     thread.join(10.0)  # with the stranger gone the connection breaks
     assert in_time, "still waiting after 6 s"
     assert [type(error) for error in caught] == [LaunchError]
+
+
+class Forwarder:
+    """As of an SSH tunnel: closes the first connections at once, as if nothing listened at the far end yet."""
+
+    def __init__(self, far: tuple[str, int], closes: float) -> None:
+        self._far = far
+        self._closes = closes
+        self._ends: list[socket.socket] = []
+        self.listener = socket.create_server((LOOPBACK, 0))
+        self.closed = 0
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                if self.closed < self._closes:
+                    self.closed += 1
+                    near.close()
+                    continue
+                far = socket.create_connection(self._far)
+                self._ends += [near, far]
+                self._threads += [threading.Thread(target=self._copy, args=two) for two in ((near, far), (far, near))]
+                for thread in self._threads[-2:]:
+                    thread.start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for end in [self.listener, *self._ends]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+
+def test_a_port_forwarder_that_closes_connections_at_first_is_asked_again(host: Host, guests: ExitStack) -> None:
+    main = host()
+    forwarder = Forwarder(main.address, closes=5)
+    guests.callback(forwarder.close)
+    guest = guests.enter_context(Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=20.0))
+    main.put("x", 1)
+    assert guest.get("x", "The host", 5.0) == 1
+    assert forwarder.closed == 5
+
+
+def test_a_port_forwarder_without_a_far_end_is_an_error_in_time(guests: ExitStack) -> None:
+    forwarder = Forwarder((LOOPBACK, 1), closes=math.inf)
+    guests.callback(forwarder.close)
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=r"Found no job at .* within 0.5 s \(.*closed the connection"):
+        Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=0.5)
+    assert time.monotonic() - begun < 4.0
+    assert forwarder.closed > 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda guest: guest.get("x", "The host", 0.5),
+        lambda guest: guest.put("x", 1),  # torch's store does not acknowledge it
+        lambda guest: guest._store.is_foreign("x"),
+    ],
+    ids=["read", "write", "ask whose"],
+)
+def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_caller_said(call: Callable[[Any], Any]) -> None:
+    """A foreign process that answers as torch's store does while a process connects, and never again."""
+    open_: list[socket.socket] = []
+    caught: list[type[BaseException] | None] = []
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                connection, _ = listener.accept()
+                open_.append(connection)
+                threading.Thread(target=greet, args=(connection,), daemon=True).start()
+
+    def greet(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            told = connection.recv(10, socket.MSG_WAITALL)  # a magic number, and a number that it is to send back
+            connection.sendall(told[-4:])
+
+    def use() -> None:
+        try:
+            call(Rendezvous.connect(*listener.getsockname(), timeout_s=1.0))
+            caught.append(None)
+        except BaseException as error:
+            caught.append(type(error))
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        thread = threading.Thread(target=use, daemon=True)
+        thread.start()
+        thread.join(8.0)
+        in_time = not thread.is_alive()
+        for connection in open_:
+            connection.close()
+        thread.join(10.0)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert in_time, "still waiting after 8 s"
+    assert caught[0] in (None, LaunchError, CallTimeoutError)
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_forked_process_does_not_keep_the_port(
+    transport: str, guests: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = [registry.kind_of(transport).host_rendezvous()]
+    address = hosted[0].address
+    monkeypatch.setattr(job_address, "_hosted", {address: hosted[0]})
+    fork = multiprocessing.get_context("fork")
+    mine, theirs = fork.Pipe()
+    child = fork.Process(target=theirs.recv)
+    child.start()
+    try:
+        with Rendezvous.connect(*address, timeout_s=10.0) as guest:  # the parent still serves
+            hosted[0].put("x", 1)
+            assert guest.get("x", "The host", 5.0) == 1
+        job_address._hosted.clear()
+        hosted.pop().close()
+        gc.collect()  # torch closes a store with its last user
+        socket.create_server(address).close()
+    finally:
+        mine.send(None)
+        child.join(20.0)
+    assert child.exitcode == 0
 
 
 def test_a_port_in_use_is_an_error(host: Host) -> None:

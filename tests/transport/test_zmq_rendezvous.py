@@ -8,10 +8,12 @@ import logging
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +23,7 @@ import zmq
 
 from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError, ProtocolError
+from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
 from lightning_asgd.transports import registry, rendezvous
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
@@ -147,7 +149,15 @@ def test_entries_are_bounded_in_size_and_in_sum(main: Rendezvous, guest: Rendezv
     assert main.peek("many/0") == "y" * (LARGEST_ENTRY - 100)
 
 
-def test_what_is_no_call_is_refused(main: Rendezvous, guest: Rendezvous, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_call_is_refused_and_nothing_is_made_of_it(
+    main: Rendezvous,
+    guest: Rendezvous,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "named_by_a_message.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     keys = keys_of(SECRET)
     context = zmq.Context()
     worker = context.socket(zmq.DEALER)
@@ -157,17 +167,19 @@ def test_what_is_no_call_is_refused(main: Rendezvous, guest: Rendezvous, caplog:
     worker.setsockopt(zmq.CURVE_SECRETKEY, keys.worker)
     worker.connect("tcp://{}:{}".format(*main.address))
     calls: list[Any] = [None, "put", ["L", ["put", "x"]], ["L", ["put", 1, "2"]], ["L", ["peek", ["L", []]]]]
+    calls += [["O", "named_by_a_message:Rule", {}], ["L", ["peek", ["O", "ASGD", {}]]], ["D", [["peek", "x"]]]]
     for number, call in enumerate(calls):
         worker.send_multipart([json.dumps(["me", 1 + number, [], [], json.dumps(call)]).encode()])
-    answers = [json.loads(worker.recv_multipart()[0]) for _ in range(5) if worker.poll(5000)]
+    answers = [json.loads(worker.recv_multipart()[0]) for _ in calls if worker.poll(5000)]
     with caplog.at_level(logging.CRITICAL):
         worker.send_multipart([b"no JSON"])
         main.put("x", 1)
         assert guest.peek("x") == 1
     worker.close()
     context.term()
-    assert sorted(number for number, *_ in answers) == [1, 2, 3, 4, 5]
+    assert sorted(number for number, *_ in answers) == [*range(1, 1 + len(calls))]
     assert all("neither a read nor a write" in header for *_, header in answers)
+    assert "named_by_a_message" not in sys.modules
 
 
 def test_a_main_process_that_starts_again_is_found_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +216,15 @@ def test_another_strategy_takes_the_port_over(main: Rendezvous, monkeypatch: pyt
         assert Rendezvous.connect(*main.address, timeout_s=10.0).get("x", "The host", 5.0) == 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("side", ["main", "guest"])
+def test_a_process_group_of_torchs_that_asks_for_the_store_learns_what_to_do(
+    side: str, request: pytest.FixtureRequest
+) -> None:
+    """A job with transport='rpc' may use the rendezvous of an earlier one with 'zmq' in the same process."""
+    with pytest.raises(CollectiveUnavailableError, match=r"with transport='zmq'.*Expected .*transport=\"rpc\".* first"):
+        request.getfixturevalue(side).shared("session/s/")
 
 
 def test_entries_of_a_main_process_without_the_secret_are_an_error_within_seconds(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from lightning_fabric.plugins.environments import LightningEnvironment
 
 from lightning_asgd.adapter import job_address
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports import job_secret, registry
 
 SECRET = "known to all machines"
@@ -55,9 +59,26 @@ def test_a_short_secret_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_secret_that_a_job_on_one_machine_made_is_not_shared_with_others() -> None:
-    job_secret.make_own()
+    job_secret.provide(one_machine=True)
     assert SECRET_ENV in os.environ
     assert registry.choose("auto", one_machine=False)[0] == "rpc"
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_such_a_secret_is_not_used_for_a_later_job_on_several_machines(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = registry.kind_of(transport)
+    kind.provide_secret(one_machine=True)
+    made = os.environ[SECRET_ENV]
+    with contextlib.suppress(ConfigurationError):  # zmq needs one
+        kind.provide_secret(one_machine=False)
+    assert SECRET_ENV not in os.environ
+    kind.provide_secret(one_machine=True)
+    assert os.environ[SECRET_ENV] == made  # the rendezvous that this process hosts has it
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    kind.provide_secret(one_machine=False)
+    assert os.environ[SECRET_ENV] == SECRET
 
 
 @pytest.mark.usefixtures("without_pyzmq")
@@ -119,3 +140,38 @@ def test_the_processes_of_a_job_on_one_machine_choose_alike(monkeypatch: pytest.
         with pytest.raises(Found):
             TrainingJob(1, 10.0, asked="auto").begin(environment, 1, SimpleNamespace(info=print), is_main=False)
     assert asked == [True, True]
+
+
+class Kind:
+    """Hosts nothing, and says where it would."""
+
+    def host_rendezvous(self, *address: Any) -> Any:
+        return SimpleNamespace(address=address or ("127.0.0.1", 1))
+
+
+def test_a_job_on_several_machines_does_not_use_the_address_of_an_earlier_one_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", rank_variables.OWNER_ENV):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(rank_variables, "_address", None)
+    monkeypatch.setattr(job_address, "_hosted", {})
+    kind, environment = cast(Any, Kind()), LightningEnvironment()
+
+    def address(num_nodes: int) -> tuple[str, int]:
+        return job_address.find_address(kind, environment, num_nodes, is_main=True)
+
+    assert address(1) == ("127.0.0.1", 1)
+    with rank_variables.owning():  # as Lightning does when it starts workers
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="2", LOCAL_RANK="0")
+    assert address(1) == ("127.0.0.1", 1)
+    with pytest.raises(LaunchError, match="num_nodes=2 but MASTER_PORT is not set"):
+        address(2)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    with rank_variables.owning():  # what a user has set stays the user's
+        os.environ["LOCAL_RANK"] = "0"
+    environment = LightningEnvironment()
+    assert address(2) == ("192.0.2.1", 29400)
+    assert address(1) == ("127.0.0.1", 1)

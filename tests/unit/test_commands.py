@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pytest
 
 from lightning_asgd.cli.command_line import COMMANDS, main
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,32 @@ def test_tables_fit_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.startswith("  kept")], "no cell is broken into two lines"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"transport": "rpc"},
+        {"transport": ["rpc"], "servers": ["server/0"]},
+        {"transport": "smoke", "servers": ["server/0"]},
+        {"transport": "rpc", "servers": []},
+        {"transport": "rpc", "servers": "server/0"},
+        {"transport": "rpc", "servers": [7]},
+        {"transport": "rpc", "servers": ["server/without a port"]},
+        {"transport": "rpc", "servers": ["server/that is no text"]},
+    ],
+    ids=str,
+)
+def test_entries_of_a_foreign_program_are_one_line_and_a_failure(
+    entry: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_ENV, raising=False)
+    foreign = Rendezvous.host()
+    foreign.put("run", "r")
+    foreign.put("session/r", entry)
+    foreign.put("server/without a port", {"address": "nowhere"})
+    foreign.put("server/that is no text", {"address": {"x": 70000}})
+    assert main(["status", "{}:{}".format(*foreign.address)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "Expected" in said

@@ -94,7 +94,6 @@ def test_pieces_are_as_long_as_they_can_be(case: tuple[Layout, list[tuple[str, t
 def test_workers_with_the_same_module_compute_the_same_layout() -> None:
     first, second = (build_layout(torch.nn.Linear(3, 2).named_parameters(), [], 2) for _ in range(2))
     assert first == second
-    assert first.fingerprint() == second.fingerprint()
     first.check_same(second.describe(), "worker 1", "worker 0")
 
 
@@ -105,7 +104,6 @@ def layout_of(**tensors: torch.Tensor) -> Layout:
 def test_the_first_tensor_that_differs_is_named() -> None:
     mine = layout_of(a=torch.zeros(2), b=torch.zeros(3, 4), c=torch.zeros(1))
     theirs = layout_of(a=torch.zeros(2), b=torch.zeros(4, 3), c=torch.zeros(2))
-    assert mine.fingerprint() != theirs.fingerprint()
     with pytest.raises(LayoutMismatchError) as caught:
         mine.check_same(theirs.describe(), "worker 1", "worker 0")
     text = str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.rank_variables import OWNER_ENV, RANK_VARIABLES, RENDEZVOUS_ENV
 
-VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = (*RANK_VARIABLES, "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 MINE = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
 SHOW = "import lightning_asgd, json, os; print(json.dumps(dict(os.environ)))"
 
@@ -60,6 +61,38 @@ def test_a_program_that_another_launcher_starts_keeps_what_that_has_set() -> Non
         "WORLD_SIZE": "4",
         "MASTER_PORT": "4321",
     }
+
+
+def test_a_program_that_torchrun_starts_with_equal_values_keeps_them() -> None:
+    """Worker 0 starts it, and it is rank 0 there too; torchrun says in GROUP_RANK on which machine it is."""
+    mine = {name: value for name, value in MINE.items() if name != "MASTER_PORT"}
+    with rank_variables.owning():
+        os.environ.update(mine)
+    assert program(**mine, GROUP_RANK="0") == {**mine, "GROUP_RANK": "0"}
+
+
+def test_what_torchrun_gave_a_worker_stays_in_its_programs() -> None:
+    os.environ.update(RANK="1", GROUP_RANK="1")
+    with rank_variables.owning():
+        os.environ["NODE_RANK"] = "1"
+    assert program() == {"RANK": "1", "GROUP_RANK": "1"}
+
+
+def test_a_forked_process_does_not_take_the_workers_parent_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_variables, "_main", os.getppid())  # as in a worker that the launcher has started
+
+    def show() -> None:
+        before = rank_variables.main_process()
+        rank_variables.note_main(os.getppid())  # as the launcher does in a worker that it forks
+        queue.put((before, rank_variables.main_process()))
+
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+    child = fork.Process(target=show)
+    child.start()
+    child.join(20)
+    assert queue.get() == (None, os.getpid())
+    assert rank_variables.main_process() == os.getppid()
 
 
 def test_variables_that_are_set_later_are_owned_too() -> None:

@@ -6,18 +6,22 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import lightning_asgd
-from lightning_asgd.errors import ServerLostError
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.processes import supervisor
 from lightning_asgd.processes.server_handle import child_environment
 from lightning_asgd.processes.supervisor import Supervisor, with_last_output
+from lightning_asgd.transports import registry
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.worker.connection import Connection
+from tests.helpers.servers import SECRET
 
 
 class Overseer:
@@ -96,6 +100,22 @@ def test_of_a_server_that_was_replaced_the_next_fit_hears_nothing(overseer: Supe
     wait_until(lambda: overseer.exit_report() is not None and overseer.healthy)
     overseer.rest()
     assert overseer.exit_report() is None
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+@pytest.mark.parametrize("character", ["x", "\ufffd", "\U0001f600", "\0"], ids=ascii)
+def test_workers_learn_why_a_server_is_not_replaced_however_much_it_wrote(
+    monkeypatch: pytest.MonkeyPatch, transport: str, character: str
+) -> None:
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    why = "Server 0 ended with exit code 1. Its last output was:\n" + 16384 * character + "\nImportError: no torch"
+    with registry.kind_of(transport).host_rendezvous() as rendezvous:
+        server: Any = SimpleNamespace(rendezvous=rendezvous, key="server/0")
+        Supervisor(rendezvous)._give_up(server, why)
+        with pytest.raises(LaunchError, match="no torch") as caught:
+            rendezvous.peek_server("server/0")
+    assert str(caught.value).startswith("Server 0 ended with exit code 1. Its last output was:\n")
+    assert f"{1000 * character}\nImportError: no torch\nExpected it to start." in str(caught.value)
 
 
 def test_servers_find_this_package_wherever_they_start() -> None:
