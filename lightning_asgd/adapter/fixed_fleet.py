@@ -131,6 +131,8 @@ class FixedFleet(Fleet):
         if self._heartbeat is not None and self._heartbeat.error is not None:
             raise self._heartbeat.error
         if self._main not in (None, os.getppid()):
+            if self._job.hosts is not None:
+                raise WorkerLostError("The main process of this machine has ended. The other machines continue.")
             raise WorkerLostError(
                 "The main process, which hosts the servers, has ended. Resume from main-process-lost-*.ckpt, which "
                 "one of its workers writes now: that worker's output has the path."
@@ -180,16 +182,22 @@ class FixedFleet(Fleet):
     def _write_last_checkpoint(self) -> None:
         self._stop_restoring()  # no process starts other servers
         self.collectives.phase = Phase.OFFLINE
-        try:
-            writer = self.client.note(_LAST, self.rank, first=True)
-        except RuntimeError:  # the servers are gone already
-            hosts, heard = self._job.hosts, set(self.client.heard.living)
-            if hosts is not None or not self._policy.another_chief:  # the main process was a worker itself
-                heard.discard(0 if hosts is None else hosts.present)
-            writer = min(heard, default=self.rank)
-        if writer == self.rank:
+        writer: int | None
+        if self._job.hosts is None:
+            writer = self._chosen_writer()
+        else:
+            self.client.connection.transport.close()  # or this worker would wait for servers that it cannot reach
+            writer = self._job.hosts.candidate()
+        if writer in (None, self.rank):
             self.chief = self.rank
-            write_last_checkpoint(self._trainer, self.rank)
+            write_last_checkpoint(self._trainer, self.rank, main=self._job.hosts is None)
+
+    def _chosen_writer(self) -> int:
+        try:
+            return int(self.client.note(_LAST, self.rank, first=True))
+        except RuntimeError:  # the servers are gone already
+            others = set(self.client.heard.living) - (set() if self._policy.another_chief else {0})
+            return min(others, default=self.rank)
 
     def published_checkpoints(self, mine: list[Any]) -> list[Any]:
         """What a chief that is gone published last of its checkpoint callbacks' files; ``mine`` if it has not."""

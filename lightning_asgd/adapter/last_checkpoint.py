@@ -47,20 +47,20 @@ def last_state(synchronizer: Synchronizer) -> LastState:
         return LastState(what, synchronizer.caught_up)
 
 
-def write_last_checkpoint(trainer: Any, worker: int) -> None:
-    """Write a whole checkpoint, which ``Trainer.fit(ckpt_path=...)`` loads, and print its path."""
+def write_last_checkpoint(trainer: Any, worker: int, *, main: bool) -> None:
+    """Write a whole checkpoint, which ``Trainer.fit(ckpt_path=...)`` loads, and print its path.
+
+    Lost is the ``main`` process, or a machine that this worker cannot reach: then other workers may write theirs.
+    """
     callback = trainer.checkpoint_callback
     folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
-    name = f"main-process-lost-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
-    path = os.path.join(str(folder), name)
+    whose = "main-process-lost" if main else f"servers-lost-worker{worker}"
+    path = os.path.join(str(folder), f"{whose}-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
     session = trainer.strategy.fit_session
     session.last = last_state(session.synchronizer)
     trainer.save_checkpoint(path)
+    lost = "The main process is gone." if main else "The servers are gone."
     log.error(
-        "The main process is gone. Worker %d has written the checkpoint %s. It holds %s. Resume from it with "
-        "trainer.fit(..., ckpt_path=%r).",
-        worker,
-        path,
-        session.last.what,
-        path,
+        f"{lost} Worker {worker} has written the checkpoint {path}. It holds {session.last.what}. Resume from it with "
+        f"trainer.fit(..., ckpt_path={path!r})."
     )

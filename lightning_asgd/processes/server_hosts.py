@@ -96,7 +96,7 @@ class ServerHosts:
 
     def move(self, living: Collection[int], take_over: Callable[[Rendezvous, Mapping[int, str]], None]) -> bool:
         """Look once for another worker that hosts the servers, or begin to; see :meth:`locate`."""
-        candidate = self._candidate()
+        candidate = self.candidate()
         if candidate is None:
             return False
         if not (self._host(living, take_over) if candidate == self.rank else self._follow(candidate)):
@@ -106,7 +106,7 @@ class ServerHosts:
         self.address = place.host, place.port
         return True
 
-    def _candidate(self) -> int | None:
+    def candidate(self) -> int | None:
         """The lowest rank that may host the servers and answers."""
         for rank, place in sorted(self.places.items()):
             if rank in self._lost or rank == self.present or not (self.mine if rank == self.rank else place).may_host:
@@ -146,7 +146,7 @@ class ServerHosts:
         return f"lost host {self.present}"
 
     def _why(self, timeout_s: float) -> str:
-        candidate = self._candidate()
+        candidate = self.candidate()
         lost = f"Worker {self.present}, which hosts the servers, cannot be reached for {timeout_s:g} s"
         if candidate is None:
             return f"{lost}, and no other worker that may host them answers. Start the job again."
