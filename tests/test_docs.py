@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from lightning_asgd import errors
+from lightning_asgd.adapter import strategy_options
 from lightning_asgd.cli.command_line import COMMANDS
 from tests.helpers import pages
 from tests.test_architecture import TREES
@@ -200,6 +201,12 @@ def test_configurations_name_classes_and_arguments_that_exist(block: pages.Block
             module, _, name = path.rpartition(".")
             signature = inspect.signature(getattr(importlib.import_module(module), name))
             assert set(arguments) <= set(signature.parameters), path
+
+
+@pytest.mark.parametrize("page", ["settings.md", "howto/dying_workers.md", "reliability.md"])
+def test_a_page_that_names_ways_to_start_workers_names_all(page: str) -> None:
+    text = (pages.DOCS / page).read_text()
+    assert not [way for way in strategy_options._START_METHODS if way != "popen" and f'"{way}"' not in text]
 
 
 # ---------------------------------------------------------------------- errors

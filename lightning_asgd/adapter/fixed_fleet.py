@@ -20,7 +20,7 @@ from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ASGDError, LaunchError, ServerLostError, WorkerLostError
+from lightning_asgd.errors import ASGDError, LaunchError, LayoutMismatchError, ServerLostError, WorkerLostError
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
@@ -212,15 +212,19 @@ class FixedFleet(Fleet):
 
     def begin_generation(self) -> None:
         """Move to the session's next generation, with another layout, together with all others."""
+        if self.collectives.phase is Phase.ENTERING:  # the others would lose their session
+            raise LayoutMismatchError(
+                f"Worker {self.rank} was replaced, and its new process has unfrozen parameters before its first batch. "
+                "Expected those of the others. Unfreeze them at the same step or epoch after every start of the script."
+            )
         self._layouts += 1
         self.entry = None
-        waited_s = self.collectives.waited_s
-        rank, world_size, before = *self.rank_and_size, self.client.connection.session
-        chief = self.collectives.chief
-        self._connect(rank, world_size, self._watching, self._layouts, after=before)
+        before, session = self.collectives, self.client.connection.session
+        self._connect(*self.rank_and_size, self._watching, self._layouts, after=session)
         self._stop()
-        self.collectives.waited_s, self.collectives.chief = waited_s, chief
+        self.collectives.waited_s, self.collectives.chief = before.waited_s, before.chief
         self.join()
+        self.publish_chief_state(self._trainer)  # a server keeps nothing of the generation before
 
     def _join(self) -> Joined:
         client = self.client

@@ -67,7 +67,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"topk"``, or an object of :mod:`lightning_asgd.compression`. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
-        start_method: how workers are started: ``"popen"``, ``"spawn"`` or ``"fork"``, as for DDP.
+        start_method: how workers are started, as for DDP: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         min_workers: training is ended when fewer than these are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
             worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says

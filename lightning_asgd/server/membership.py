@@ -242,9 +242,11 @@ class Membership:
                 "All workers must be started with the same number of devices and nodes."
             )
         if worker in self.left:
+            why, watched = self.left[worker] or "it had left", self.policy.silence_s  # else none is replaced
+            again = "its process again: it replaces the worker. Or start " if watched and self.left[worker] else ""
             raise WorkerLostError(
-                f"Worker {worker} cannot join session {self.session!r} again: it was declared gone "
-                f"({self.left[worker] or 'it had left'}). Start the job again, with a checkpoint to resume from."
+                f"Worker {worker} cannot join session {self.session!r} again: it was declared gone ({why}). Start "
+                f"{again}the job again, with a checkpoint to resume from."
             )
         self.check_process(worker, process)
         self.joined.add(worker)

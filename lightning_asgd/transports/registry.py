@@ -45,12 +45,12 @@ class TransportKind(ABC):
     def check_available(self) -> None:
         """Raise a ``ConfigurationError`` if a library that it needs is missing here."""
 
-    @abstractmethod
     def provide_secret(self, *, one_machine: bool) -> None:
         """Make the job's secret, if there is none, for processes that inherit this one's environment.
 
         Raises a ``ConfigurationError`` where not all do and none was set, or where it is too short.
         """
+        job_secret.provide(one_machine=one_machine)
 
     @abstractmethod
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
@@ -69,13 +69,10 @@ class TransportKind(ABC):
 
 
 class _Rpc(TransportKind):
-    encrypted = False
+    encrypted = False  # the secret is for the rendezvous: RPC itself has no authentication
 
     def check_available(self) -> None:
         tensorpipe.check_available()
-
-    def provide_secret(self, *, one_machine: bool) -> None:
-        job_secret.provide(one_machine=one_machine)  # for the rendezvous: RPC itself has no authentication
 
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
         return Rendezvous.host(host, port)
@@ -104,7 +101,7 @@ class _Zmq(TransportKind):
             )
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        job_secret.provide(one_machine=one_machine)
+        super().provide_secret(one_machine=one_machine)
         self._secret()
 
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:

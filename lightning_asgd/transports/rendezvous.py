@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import psutil
@@ -41,7 +42,7 @@ _SAME_SECRET = (
 )
 
 
-class Rendezvous:
+class Rendezvous(AbstractContextManager["Rendezvous"]):
     """The entries of a job or run, and their address. Use :meth:`host` or :meth:`connect`."""
 
     def __init__(self, store: EntryStore) -> None:
@@ -103,9 +104,6 @@ class Rendezvous:
             rendezvous.close()
             raise
         return rendezvous, {"run_id": run_id, "transport": transport}, keys
-
-    def __enter__(self) -> Rendezvous:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

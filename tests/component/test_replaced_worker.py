@@ -160,6 +160,17 @@ def test_a_living_worker_is_not_replaced() -> None:
     assert job.says(Join("j.0.1", 1, 2), NEW).error == "LaunchError"
 
 
+@pytest.mark.parametrize(("silence_s", "advice"), [(1.0, "its process"), (0.0, "the job")])
+def test_a_worker_that_was_given_up_is_advised_to_be_started_again_if_that_helps(silence_s: float, advice: str) -> None:
+    """Without heartbeats, as with Hogwild, no process can tell that another one is silent, and none is replaced."""
+    service = Service(lambda: 0.0)
+    for rank, process in enumerate(TWO):
+        service.handle(Join("j.0.1", rank, 2, Policy(silence_s), process=process))
+    service.handle(Leave("j.0.1", 1, "its process ended", final=True, process="there/2/"))
+    answer = service.handle(Join("j.0.1", 1, 2, Policy(silence_s), process=TWO[1]))
+    assert f"it was declared gone (its process ended). Start {advice} again" in answer.message
+
+
 def test_one_that_has_ended_in_order_is_not_replaced() -> None:
     job = Job()
     job.says(Leave("j.0.1", 1), TWO[1])

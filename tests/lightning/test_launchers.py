@@ -124,9 +124,12 @@ def test_a_users_subclass(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # every process imports everything anew
 @pytest.mark.timeout(120)
-def test_spawned_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_spawned_workers(tmp_path: Path, start_method: str) -> None:
     module = Regression()
-    run = trainer(tmp_path, ASGDStrategy(nsync=3, start_method="spawn"), callbacks=[Recorder(tmp_path)], max_epochs=1)
+    run = trainer(
+        tmp_path, ASGDStrategy(nsync=3, start_method=start_method), callbacks=[Recorder(tmp_path)], max_epochs=1
+    )
     run.fit(module, loader(64))
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert zero[-1]["digest"] == one[-1]["digest"] == digest(module)

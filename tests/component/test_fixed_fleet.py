@@ -1,0 +1,71 @@
+"""What a worker's membership in a job does when the layout changes within a session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_asgd.adapter.fixed_fleet import FixedFleet
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import LayoutMismatchError
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.protocol import Policy
+from lightning_asgd.server.service import Service
+from lightning_asgd.transports.inprocess import InProcessTransport
+from lightning_asgd.worker.collectives import Phase
+
+
+class Two:
+    """Two workers that have joined a session; worker 0 is chief, and another one may become it."""
+
+    def __init__(self) -> None:
+        self.service = Service()
+        transport = InProcessTransport([self.service.handle])
+        job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport)
+        files = SimpleNamespace(best_model_path="worker 0's.ckpt")
+        trainer = SimpleNamespace(checkpoint_callbacks=[files], loggers=[])
+        about = ExchangeConfig.create(nsync=1), Policy(60.0, another_chief=True), MetricsBoard()
+        self.fleets = [FixedFleet(job, *about, (rank, 2), trainer, fits=True) for rank in (0, 1)]
+        self.both(FixedFleet.join)
+
+    def both(self, act: Callable[[FixedFleet], None]) -> None:
+        """Have both do something at a time, since they meet."""
+        threads = [threading.Thread(target=act, args=[fleet]) for fleet in self.fleets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+            assert not thread.is_alive()
+
+    @property
+    def session(self) -> str:
+        assert self.service.session is not None
+        return self.service.session.members.session
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    made = Two()
+    yield made
+    for fleet in made.fleets:
+        fleet.end_membership()
+
+
+def test_the_next_chief_finds_the_state_of_the_one_before_also_after_a_new_layout(two: Two) -> None:
+    two.fleets[0].publish_chief_state(two.fleets[0]._trainer)
+    assert two.fleets[1].published_checkpoints([]) == [{"best_model_path": "worker 0's.ckpt"}]
+    two.both(FixedFleet.begin_generation)
+    assert two.session == "j.0.1.1"
+    assert two.fleets[1].published_checkpoints([]) == [{"best_model_path": "worker 0's.ckpt"}]
+
+
+def test_a_process_that_enters_late_with_another_layout_ends_itself_only(two: Two) -> None:
+    two.fleets[1].collectives.phase = Phase.ENTERING  # it replaces worker 1, and has not trained yet
+    with pytest.raises(LayoutMismatchError, match=r"^Worker 1 was replaced, and its new process .* Expected "):
+        two.fleets[1].begin_generation()
+    assert two.session == "j.0.1"
+    assert two.fleets[0].client.note("chief") is None  # the others' session answers
