@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.lightning.test_processes import check_finished, start
+from tests.lightning.test_processes import check_finished, start, training, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -108,3 +109,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_srun_starts_the_workers(tmp_path: Path, cluster: str) -> None:
     srun = ["srun", "--ntasks=2", "--ntasks-per-node=2", "--job-name=train", sys.executable]
     check_finished(tmp_path, [start(tmp_path, command=srun, SLURM_CONF=cluster)])
+
+
+def test_the_other_tasks_continue_without_task_0(tmp_path: Path, cluster: str) -> None:
+    """As docs/tutorials/slurm.md starts them. Task 0 is worker 0, and hosts the servers."""
+    srun = ["srun", "--ntasks=2", "--ntasks-per-node=2", "--job-name=train", "--no-kill", "--kill-on-bad-exit=0"]
+    options = "{'max_epochs': 1_000_000}"
+    job = start(tmp_path, options, command=[*srun, "--wait=0", sys.executable], SLURM_CONF=cluster)
+    said = tmp_path / "output"
+    try:
+        wait_until(lambda: training(tmp_path) or job.poll() is not None, 60, "training")
+        os.kill(int((tmp_path / "training0").read_text()), signal.SIGKILL)
+        wait_until(lambda: "A server was lost, and restored" in said.read_text() or job.poll() is not None, 30, "it")
+        (tmp_path / "stop").touch()
+        assert job.wait(40) != 0  # srun's own: a task has failed
+    finally:
+        job.kill()
+        job.wait()
+    assert "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
+    assert "1 of 2 workers were lost during this fit:\n  worker 0: its process has ended" in said.read_text()

@@ -107,7 +107,9 @@ def test_when_worker_0_dies_the_other_machine_continues(tmp_path: Path, machines
         assert listening(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
         jobs[0].kill()
         said = tmp_path / "output1"
-        wait_until(lambda: "A server was lost, and restored" in said.read_text() or jobs[1].poll() is not None, 30, "it")
+        wait_until(
+            lambda: "A server was lost, and restored" in said.read_text() or jobs[1].poll() is not None, 30, "it"
+        )
         assert listening(jobs[1].pid) == {machines.addresses[1]}
         (tmp_path / "stop").touch()
         assert jobs[1].wait(30) == 0, said.read_text()
