@@ -17,6 +17,7 @@ from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.processes import supervisor
 from lightning_asgd.processes.server_handle import child_environment
 from lightning_asgd.processes.supervisor import Supervisor, with_last_output
+from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -121,3 +122,20 @@ def test_workers_learn_why_a_server_is_not_replaced_however_much_it_wrote(
 def test_servers_find_this_package_wherever_they_start() -> None:
     first = child_environment()["PYTHONPATH"].split(os.pathsep)[0]
     assert Path(lightning_asgd.__file__).parent.parent == Path(first)
+
+
+def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_current", None)
+    watch = supervisor.ensure_watch()
+    watch._workers[3] = SimpleNamespace(pid=os.getpid(), poll=lambda: None)  # type: ignore[assignment]
+    try:
+        with Rendezvous.host() as rendezvous:
+            serving = supervisor.ensure(0, rendezvous, ServerSettings("lo", job="j", snapshot_every_s=1.0))
+            assert serving is watch
+            assert list(serving._workers) == [3], "it watches them as before"
+            assert (serving.rendezvous, serving.settings.job) == (rendezvous, "j")
+            assert Path(str(serving._private)).is_dir()
+    finally:
+        watch._workers.clear()
+        watch.close()
+    assert not Path(str(watch._private)).exists()
