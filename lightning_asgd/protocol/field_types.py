@@ -60,9 +60,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(hint, type):
-        return isinstance(value, hint) and (not hint.__module__.startswith(__package__) or _all_fit(value))
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None and isinstance(hint, type):  # to Python 3.10 dict[int, str] is a type, too
+        return isinstance(value, hint) and (not hint.__module__.startswith(__package__) or _all_fit(value))
     if origin in (typing.Union, UnionType):
         return any(_fits(value, each) for each in inner)
     if origin is tuple and inner[-1] is not Ellipsis:
