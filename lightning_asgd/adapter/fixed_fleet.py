@@ -78,6 +78,7 @@ class FixedFleet(Fleet):
         self._connect(rank, world_size, self._watching)
         if job.hosts is not None:
             self.chief = self.collectives.chief = job.hosts.chief
+            job.hosts.min_workers = policy.min_workers
 
     @property
     def _watching(self) -> Policy:

@@ -72,6 +72,7 @@ class TrainingJob:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
         hot_standby: whether a server is kept ready to replace one that dies.
+        may_move: whether another worker may host the servers if worker 0 is lost.
         snapshot_every_s: seconds between two snapshots for that one; 0 for none.
         asked: for the transport, by its name or ``"auto"``.
         transport: how messages are sent, once a job has begun or a run was found.
@@ -88,6 +89,7 @@ class TrainingJob:
     num_servers: int
     start_timeout_s: float
     hot_standby: bool = False
+    may_move: bool = False
     asked: str = registry.AUTO
     snapshot_every_s: float = 0.0
     number: int = field(default_factory=lambda: next(_jobs))
@@ -108,6 +110,7 @@ class TrainingJob:
             options.num_servers,
             config.timeouts.start_s,
             config.restorable,
+            config.restorable and not options.policy.abort,
             options.transport,
             config.snapshot_every_s if writes else 0.0,
             address=options.address,
@@ -147,10 +150,10 @@ class TrainingJob:
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
-        if can_move and hosts is None and self.hot_standby:
+        if can_move and hosts is None and self.may_move:
             host = LOOPBACK if self.interface == "lo" else address_of(self.interface)
             hosts = job_address.keep_place(kind, host, environment.global_rank(), self.address)
-        self.hosts = hosts if self.hot_standby else None
+        self.hosts = hosts if self.may_move else None
         if is_main:
             rendezvous = job_address.rendezvous_at(self.address, self.start_timeout_s)
             self._start_servers(rendezvous, several=several)

@@ -64,6 +64,8 @@ class ServerHosts:
         """Where that worker announces them."""
         self.chief = 0
         """The worker that logs and writes checkpoints, from one session to the next."""
+        self.min_workers = 1
+        """With fewer workers than that the job ends."""
         self.gave_up = False
         """Whether no worker could host them any more."""
         self.places: dict[int, HostAddress] = {}
@@ -87,10 +89,13 @@ class ServerHosts:
         """
         with self._lock:
             deadline = time.monotonic() + timeout_s
-            while self.is_lost and not self.move(living, take_over):
-                if time.monotonic() > deadline:
+            while self.is_lost:
+                left = set(living or self.places) - {self.present}
+                if len(left) < self.min_workers or time.monotonic() > deadline:
                     self.gave_up = True
-                    raise LaunchError(self._why(timeout_s))
+                    raise LaunchError(self._why(left, timeout_s))
+                if self.move(living, take_over):
+                    break
                 time.sleep(_PAUSE_S)
             return self.address
 
@@ -145,7 +150,10 @@ class ServerHosts:
     def _loss(self) -> str:
         return f"lost host {self.present}"
 
-    def _why(self, timeout_s: float) -> str:
+    def _why(self, left: Collection[int], timeout_s: float) -> str:
+        if len(left) < self.min_workers:
+            gone = f"Worker {self.present}, which hosts the servers, is gone: {self._fate}"
+            return f"{gone}. {len(left)} are left, and min_workers={self.min_workers}."
         candidate = self.candidate()
         lost = f"Worker {self.present}, which hosts the servers, cannot be reached for {timeout_s:g} s"
         if candidate is None:

@@ -142,6 +142,15 @@ def test_a_process_whose_address_the_others_do_not_know_hosts_nothing(make: Any)
     assert workers.hosted == [(2, {0: "its process has ended"})]
 
 
+def test_too_few_workers_end(make: Any) -> None:
+    workers = make(3)
+    workers.ends(0)
+    workers.hosts[1].min_workers = 3
+    with pytest.raises(LaunchError, match=r"is gone: its process has ended. 2 are left, and min_workers=3"):
+        workers.hosts[1].locate((0, 1, 2), lambda *_: None, 10.0)
+    assert workers.hosts[1].gave_up
+
+
 def test_nothing_moves_while_the_host_answers(make: Any) -> None:
     workers = make(2)
     assert not workers.hosts[1].is_lost
