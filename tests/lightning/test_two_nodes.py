@@ -122,6 +122,22 @@ def test_when_worker_0_dies_the_other_machine_continues(tmp_path: Path, machines
     assert "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
 
 
+@pytest.mark.slow
+def test_when_worker_0_dies_the_other_machine_aborts(tmp_path: Path, machines: network.Network) -> None:
+    settings = {"transport": "rpc", "on_worker_failure": "abort"}
+    jobs = on_both(tmp_path, machines, PORTS[2], max_epochs=1_000_000, settings=settings)
+    try:
+        wait_until(lambda: training(tmp_path), 90, "training")
+        jobs[0].kill()
+        assert jobs[1].wait(20) == 1
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    said = (tmp_path / "output1").read_text()
+    assert re.search("WorkerLostError: The main process .* has ended unexpectedly", said), said
+
+
 # ---------------------------------------------------------------------- a run that workers attach themselves to
 
 
