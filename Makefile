@@ -1,9 +1,11 @@
 # make demo and make test need Python 3.10 or newer, pip and make. Everything is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
-# make oldest has an environment of its own, for the oldest Python that is supported: 3.10.
+# make oldest and make newest have environments of their own, for the oldest and the newest Python that is supported.
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest
+NEWEST_PYTHON ?= python3.13
+NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
 PROCESSES := tests/lightning tests/transport
@@ -13,10 +15,17 @@ $(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \
 wait $$beside || code=$$?; cat $(VENV)/processes.log; exit $$code
 endef
 
+define install-beside
+@echo "Installing the project and the versions of $(3) into $(1): this takes some minutes."
+@$(2) -m venv $(1)
+@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(3) -e '.[dev]'
+@touch $@
+endef
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -36,6 +45,9 @@ test-all: check ## the same with the slow tests
 
 oldest: $(OLDEST)/.installed ## the conformance tests with the oldest torch and Lightning; OLDEST_PYTHON=
 	@$(OLDEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py --timeout 240
+
+newest: $(NEWEST)/.installed ## the same with the newest Python, torch and Lightning; NEWEST_PYTHON=
+	@$(NEWEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py --timeout 240
 
 check: $(VENV)/.installed-dev ## lint, formatting and types
 	@$(RUN) -m ruff check .
@@ -107,7 +119,7 @@ screenshots: $(VENV)/.installed-screenshots docs ## pictures of site, report and
 	@$(RUN) -m docs.screenshots $(if $(BROWSER),--browser $(BROWSER)) -- $(BROWSER_OPTIONS)
 
 clean: ## remove .venv, caches and results
-	rm -rf $(VENV) $(OLDEST) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. Compiling everything would
@@ -120,10 +132,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(RUN)
 	@$(if $(filter dev,$*),touch $(VENV)/.installed-examples)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
-	@echo "Installing the project and the oldest torch and Lightning into $(OLDEST): this takes some minutes."
-	@$(OLDEST_PYTHON) -m venv $(OLDEST)
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-oldest.txt -e '.[dev]'
-	@touch $@
+	$(call install-beside,$(OLDEST),$(OLDEST_PYTHON),constraints-oldest.txt)
+
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	$(call install-beside,$(NEWEST),$(NEWEST_PYTHON),constraints.txt)
 
 # Some distributions ship venv without ensurepip: then the pip of $(PYTHON) fills the new environment.
 $(RUN):
