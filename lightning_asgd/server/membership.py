@@ -18,6 +18,7 @@ from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
 __all__ = ["Membership"]
 
 _SUSPENDED_S = 2.0  # a longer time between two checks of the clock: this process was suspended
+_MOST_LOST_S = 15.0  # others look for another host after 20 s (`HeartbeatThread`)
 _REPORT_S = 60.0  # in which all workers notice that a server was lost, report to its replacement and replay
 _UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing
 _EVENTS = 1000  # that are kept at least
@@ -352,6 +353,8 @@ class Membership:
         timeout_s = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
         there = self.joined - set(self.left) - set(self.suspected)
         silent = {worker for worker in there if now - self._heard.get(worker, now) > timeout_s}
+        if self.policy.majority and self.index == 0:
+            self._end_if_few(now)
         if not timeout_s or not silent:
             return False
         for worker in sorted(silent):
@@ -364,13 +367,15 @@ class Membership:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
                 self.publish(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
-        if self.policy.majority and self.index == 0:
-            self._end_if_few(now)
         return True
 
     def _end_if_few(self, now: float) -> None:
-        """End the session if most workers fell silent at once: on their side of the network others may continue."""
-        lost = {worker for worker in self.suspected if self.silent_s(worker, now) < 2 * self.policy.silence_s}
+        """End the session if most workers fell silent at once: on their side of the network others may continue.
+
+        Before they can, so that a pause of all other machines ends nothing.
+        """
+        latest_s = _MOST_LOST_S + 2 * self.policy.silence_s
+        lost = {worker for worker in self.suspected if _MOST_LOST_S <= self.silent_s(worker, now) < latest_s}
         heard = self.living | self.catching_up
         if len(lost) > len(heard):
             self.end(
