@@ -86,17 +86,21 @@ class JointDecisions:
     def _end_batch(self, fetcher: Any) -> None:
         """Decide with the others what follows a batch, if it may end the epoch or validate."""
         trainer, end = self._trainer, end_batch.original(self._trainer)
-        ends = self._stops or private_names.is_trained(trainer) or self._peers.halted
-        validates = not private_names.skips_validation(trainer) and validates_now(trainer)(fetcher)
-        if self._peers.in_search or not (ends or validates):
+        if self._peers.in_search:
             end(fetcher)
             return
-        validates = self._all_validate(ends=ends, validates=validates)
-        undo = validates_now.replace(trainer, lambda *_: validates)
+        ends = self._stops or private_names.is_trained(trainer) or self._peers.halted
+        validates = not private_names.skips_validation(trainer) and validates_now(trainer)(fetcher)
+        joint = ends or validates
+        if joint:
+            validates = self._all_validate(ends=ends, validates=validates)
+        undo = validates_now.replace(trainer, lambda *_: validates)  # asked again, the clock may answer something else
         try:
             end(fetcher)
         finally:
             undo()
+        if not joint:
+            return
         if validates:
             self._agree_to_stop()
         if self._ended and not trainer.fit_loop.epoch_loop.done:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import nn
 
 from lightning_asgd import ASGDStrategy, Timeouts
@@ -219,3 +221,17 @@ def test_stop_decided_by_one_worker_stops_all(tmp_path: Path) -> None:
     assert zero["what"] == one["what"] == "train end"
     assert zero["step"] <= 32
     assert zero["digest"] == one["digest"]
+
+
+def test_whether_a_worker_validates_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `val_check_interval` in time a second answer may differ, and this worker would validate by itself."""
+    asked: list[int] = []
+
+    def by_the_clock(loop: Any, data_fetcher: Any) -> bool:
+        asked.append(loop.batch_idx)
+        return asked.count(loop.batch_idx) > 1
+
+    monkeypatch.setattr(_TrainingEpochLoop, "_should_check_val_fx", by_the_clock)
+    fit = trainer(tmp_path, ASGDStrategy(nsync=2), devices=1, max_epochs=1)
+    fit.fit(Regression(), loader(64), loader(16))
+    assert asked == list(range(fit.num_training_batches))
