@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _LAST = "last checkpoint"  # which worker writes it
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
+_UNREACHABLE_S = 20.0  # without an answer of the servers, after which a worker looks for another host
 _NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
 
 
@@ -62,7 +63,9 @@ class FixedFleet(Fleet):
         # Where the main process starts the workers, no process can be started again for a single one of them.
         self._may_enter = job.hosts is not None or not policy.another_chief
         if job.hosts is not None:
-            policy = replace(policy, another_chief=True, majority=job.interface != "lo")
+            one_machine, timeouts = job.interface == "lo", config.timeouts
+            may_vote_s = 0.0 if one_machine else _UNREACHABLE_S + timeouts.start_s + timeouts.silence_s
+            policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s)
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
         # What does not change during the fit, and the progress when the latest epoch began.
@@ -79,6 +82,7 @@ class FixedFleet(Fleet):
         if job.hosts is not None:
             self.chief = self.collectives.chief = job.hosts.chief
             job.hosts.min_workers = policy.min_workers
+            become_global_zero(0 if self.is_chief else rank)
 
     @property
     def _watching(self) -> Policy:
@@ -99,19 +103,29 @@ class FixedFleet(Fleet):
             overseer.on_worker_exit(self._report_exit)
         if self._watched:
             silence_s, every_s = self._policy.silence_s, _NEWS_S if self.is_chief else math.inf
-            self._heartbeat = HeartbeatThread(self.client, silence_s, self._tell, self.board, at_least_every_s=every_s)
+            about = self.client, silence_s, self._tell, self.board, self._hear
+            self._heartbeat = HeartbeatThread(*about, at_least_every_s=every_s)
             self._heartbeat.on_silence = self._look_for_host
         if joined.late:
             self._enter_at(self._await_entry(joined.collectives))
         elif self._job.hosts is not None:
-            self._job.hosts.places = self.collectives.gather("all_gather", "join", self._job.hosts.mine)
+            self._job.hosts.joined(self.collectives.gather("all_gather", "join", self._job.hosts.mine))
         else:
             self.collectives.barrier("join")
 
-    def _look_for_host(self) -> None:
-        """The servers have not answered for long: look for others if their machine does not answer either."""
-        if self._job.hosts is not None and self._recovery is not None and self._job.hosts.is_lost:
+    def _look_for_host(self, silent_s: float) -> None:
+        """The servers have not answered for so long. Their machine may be lost, or only the network between."""
+        hosts, timeouts = self._job.hosts, self._config.timeouts
+        if hosts is None or self._recovery is None or silent_s < max(_UNREACHABLE_S, 2 * timeouts.silence_s):
+            return
+        if silent_s > _UNREACHABLE_S + timeouts.start_s and hosts.is_lost:
+            hosts.gave_up = True
+        if hosts.gave_up or self._job.look_for_host():
             self._recovery.lose_all()
+
+    def _hear(self, _: int) -> None:
+        if self._job.hosts is not None:
+            self._job.hosts.hear(self.client.heard.living)
 
     def _tell(self, event: str) -> None:
         """Note what has happened; print it on the chief, unless this process has seen and printed it."""
@@ -179,6 +193,11 @@ class FixedFleet(Fleet):
             except Exception:
                 log.error("The servers are gone, and no last checkpoint could be written.", exc_info=True)
         super().fail(error)
+        hosts, overseer = self._job.hosts, supervisor.current()
+        if hosts is not None:  # the others continue, however long this process lives on
+            hosts.resign()
+            if overseer is not None and hosts.present == self.rank:
+                overseer.close()
 
     def _write_last_checkpoint(self) -> None:
         self._stop_restoring()  # no process starts other servers
@@ -207,9 +226,12 @@ class FixedFleet(Fleet):
 
     def publish_chief_state(self, trainer: Any) -> None:
         """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
-        offline = self.collectives.phase is Phase.OFFLINE
-        if self.is_chief and self._policy.another_chief and not self.alone and not offline:
+        if self.alone or not self._policy.another_chief or self.collectives.phase is Phase.OFFLINE:
+            return
+        if self.is_chief:
             self.client.note(_CHIEF_STATE, chief_state(trainer))
+        elif self._job.hosts is not None:
+            self.client.note(_CHIEF_STATE)  # the servers may be lost together with the chief
 
     def begin_generation(self) -> None:
         """Move to the session's next generation, with another layout, together with all others."""

@@ -105,10 +105,7 @@ class Fleet:
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in the recovery of servers that are lost from now on, if the session is restorable."""
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
-            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._successor)
-
-    def _successor(self, server: int) -> str:
-        return self._job.successor(server, self.client.heard.living)
+            self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]

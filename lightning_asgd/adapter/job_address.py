@@ -21,10 +21,10 @@ __all__ = [
     "can_move",
     "choose_transport",
     "find_address",
+    "hosted_at",
     "hosts_of_job",
     "keep_place",
     "release_port",
-    "rendezvous_at",
 ]
 
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
@@ -95,18 +95,26 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
             "MASTER_PORT is 0. Expected a port that is the same on every machine. Start torchrun with "
             "--standalone or --rdzv-backend=c10d on one machine, or give --master-port a free port."
         )
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_main and not agent_store and address not in _hosted:
+    if is_main and not _agent_hosts() and address not in _hosted:
         allow_many_connections()
         _hosted[address] = kind.host_rendezvous(*address)
     return address
 
 
-def rendezvous_at(address: tuple[str, int], timeout_s: float) -> Rendezvous:
-    """The rendezvous that the main process hosts at an address, or found there: torchrun's agent may host the store."""
+def hosted_at(kind: TransportKind, address: tuple[str, int], timeout_s: float, *, again: bool) -> Rendezvous:
+    """The rendezvous that this process hosts at an address, or found there: torchrun's agent may host the store.
+
+    Hosts it ``again`` if it has given it up meanwhile.
+    """
     if address not in _hosted:
-        _hosted[address] = Rendezvous.connect(*address, timeout_s)
+        again = again and not _agent_hosts()
+        _hosted[address] = kind.host_rendezvous(*address) if again else Rendezvous.connect(*address, timeout_s)
     return _hosted[address]
+
+
+def _agent_hosts() -> bool:
+    """Whether torchrun's agent hosts the store at ``MASTER_PORT``."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def can_move(environment: Any, num_nodes: int) -> bool:
@@ -121,9 +129,9 @@ def hosts_of_job() -> ServerHosts | None:
 
 
 def keep_place(kind: TransportKind, host: str, rank: int, first: tuple[str, int]) -> ServerHosts:
-    """Keep a rendezvous ready in this process, in case that it is to host the servers one day."""
+    """Keep a rendezvous ready in this process, in case it is to host the servers one day."""
     global _hosts
-    own = _hosted.get(first) if rank == 0 else None
+    own = _hosted.get(first) if rank == 0 and not _agent_hosts() else None
     if own is None:
         allow_many_connections()
         own = kind.host_rendezvous(host, 0)

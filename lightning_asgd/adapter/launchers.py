@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,26 +150,31 @@ class TrainingJob:
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):
             self.interface = interface_of(local_address_towards(self.address[0]))
+        rank = environment.global_rank()
         if can_move and hosts is None and self.may_move:
             host = LOOPBACK if self.interface == "lo" else address_of(self.interface)
-            hosts = job_address.keep_place(kind, host, environment.global_rank(), self.address)
-        self.hosts = hosts if self.may_move else None
+            hosts = job_address.keep_place(kind, host, rank, self.address)
+        if hosts is not None:
+            hosts.rank = rank
+        # Once another worker hosts them, the session must know that worker 0 is gone.
+        self.hosts = hosts if self.may_move or (hosts is not None and hosts.lost) else None
         if is_main:
-            rendezvous = job_address.rendezvous_at(self.address, self.start_timeout_s)
-            self._start_servers(rendezvous, several=several)
+            rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
+            self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
 
-    def _start_servers(self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str] | None = None) -> None:
-        """Start the servers; those of workers that are ``gone`` they succeed."""
+    def _start_servers(
+        self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False
+    ) -> None:
+        """Start the servers, which know that workers are ``gone``; they may ``succeed`` lost ones."""
         moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
-        if gone is None or self.name is None:
+        if not succeed or self.name is None:
             self.name = rendezvous.announce_job()
         settings = ServerSettings(self.interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
-        overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=gone is not None)
+        overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
         overseer.hot_standby = self.hot_standby and several
-        for rank, why in (gone or {}).items():
+        for rank, why in gone.items():
             overseer.report_exit("", rank, why)
-        if gone is not None:
-            rendezvous.put("job", self.name)
+        rendezvous.put("job", self.name)
         rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
 
     def find_run(self) -> None:
@@ -214,35 +219,37 @@ class TrainingJob:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         return Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
 
-    def successor(self, server: int, living: Collection[int] = ()) -> str:
-        """Wait for the replacement of a lost server that this process was connected to. Returns its address.
-
-        ``living`` are the workers that were heard of last.
-        """
-        lost = f"Server {server} is gone, and no replacement has started"
+    def successor(self, server: int) -> str:
+        """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
+        lost, hosts = f"Server {server} is gone, and no replacement has started", self.hosts
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
+        check = (lambda: None) if hosts is None else hosts.check_host
         while True:
             try:
-                self._locate(living)
+                self._locate()
                 with self._rendezvous() as rendezvous:
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
-                    return rendezvous.server(server, keys[server], self.start_timeout_s, other_than=before)
+                    return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:
-                if self.hosts is None or self.hosts.gave_up or not self.hosts.is_lost:
+                if hosts is None or hosts.gave_up or not hosts.is_lost:
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
-    def _locate(self, living: Collection[int] = ()) -> None:
+    def _locate(self) -> None:
         """Wait for another worker to host the servers, if the one that did is lost."""
         if self.hosts is not None:
-            self.address = self.hosts.locate(living, self._take_over, self.start_timeout_s)
+            self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
+
+    def look_for_host(self) -> bool:
+        """Look once for another worker that hosts the servers; whether there is one."""
+        return self.hosts is not None and self.hosts.is_lost and self.hosts.move(self._take_over)
 
     def _take_over(self, rendezvous: Rendezvous, gone: Mapping[int, str]) -> None:
         rank, why = list(gone.items())[-1]
         log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
-        self._start_servers(rendezvous, several=True, gone=gone)
+        self._start_servers(rendezvous, several=True, gone=gone, succeed=True)
 
     def excuse(self, rank: int) -> None:
         """Report to the main process that a worker fails within a fit that continues without it."""

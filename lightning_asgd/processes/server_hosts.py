@@ -2,8 +2,9 @@
 
 Where workers' processes do not depend on each other, under torchrun, SLURM or Kubernetes for instance, each keeps a
 rendezvous of its own ready, whose address all learn when they join. Worker 0 hosts the servers first. When it is lost,
-every worker goes to the rendezvous of the lowest rank that answers. That worker starts servers once more than half of
-the workers have come that may live: so in a network that has split two workers never host servers at once.
+every worker votes at the rendezvous of the lowest rank that answers. That worker starts servers once the votes are more
+than half of those of all workers that may live. On the side of a split network where the servers are, the coordinator
+ends the session if it hears too few (``Membership``), so that two workers do not host servers at once.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.rendezvous import Rendezvous, listens
+from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, listens
 
 __all__ = ["HostAddress", "ServerHosts"]
 
 _PAUSE_S = 0.2
 _CONNECT_S = 5.0
+_VOTE_S = 5.0  # that a vote counts if it is not renewed
+_CHECK_S = 1.0
+_DEAF_S = 30.0  # for which a candidate is passed over that did not answer, or hosts nothing
+_AWAY_S = 300.0  # after which a worker that the coordinator does not hear is taken for lost
+
+TakeOver = Callable[[Rendezvous, Mapping[int, str]], None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class ServerHosts:
         first: the address of the job's first rendezvous, where worker 0 announces the servers.
         may_host: whether this worker's process may host servers.
         look: whether a worker's process lives; None if that is unknown.
+        clock: seconds.
     """
 
     def __init__(
@@ -55,112 +63,183 @@ class ServerHosts:
         *,
         may_host: bool = True,
         look: Callable[[HostAddress], bool | None] = lambda place: place.listens,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
+        self.may_host = may_host
         self.mine = HostAddress(*own.address, may_host)
         self.present = 0
         """The worker that hosts the servers."""
         self.address = first
         """Where that worker announces them."""
+        self.places: dict[int, HostAddress] = {}
         self.chief = 0
         """The worker that logs and writes checkpoints, from one session to the next."""
         self.min_workers = 1
         """With fewer workers than that the job ends."""
         self.gave_up = False
         """Whether no worker could host them any more."""
-        self.places: dict[int, HostAddress] = {}
+        self.lost: dict[int, str] = {}
+        """Workers that hosted the servers before, and why they are gone."""
         self._own = own
         self._look = look
-        self._lost: dict[int, str] = {}  # workers that hosted the servers before, and why they are gone
+        self._clock = clock
+        self._resigned = False  # whether the present host has said that it hosts them no longer
+        self._failed: set[int] = set()  # workers that have said that they host nothing
+        self._heard: dict[int, float] = {}  # when the coordinator counted a worker as living
+        self._votes: dict[int, tuple[int, float]] = {}  # the latest of each worker, and since when this one knows it
+        self._voted = 0
+        self._checked = -_CHECK_S  # when this worker last asked whether the host has resigned
+        self._passed: dict[int, float] = {}  # candidates that are passed over, and until when
         self._lock = threading.Lock()
+
+    def joined(self, places: Mapping[int, HostAddress]) -> None:
+        """All workers have joined a session."""
+        self.places, self._heard = dict(places), dict.fromkeys(places, self._clock())
+        self.mine = HostAddress(self.mine.host, self.mine.port, self.may_host)
+
+    def hear(self, living: Collection[int]) -> None:
+        """Note whom the coordinator counts as living."""
+        self._heard.update(dict.fromkeys(living, self._clock()))
+
+    def resign(self) -> None:
+        """Let the other workers know that this one fails: it hosts nothing, even if its process lives on."""
+        self._own.put("resigned", True)
+
+    def check_host(self) -> None:
+        """Raise a :class:`LaunchError` if the present host has resigned; called now and then by who waits for it."""
+        place = self.places.get(self.present)
+        if place is None or self.present == self.rank or self._clock() < self._checked + _CHECK_S:
+            return
+        self._checked = self._clock()
+        try:
+            with Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
+                self._resigned = bool(there.peek("resigned", bool))
+        except RuntimeError:  # it is lost
+            self._resigned = self._resigned or self._look(place) is False
+        if self._resigned:
+            raise LaunchError(f"Worker {self.present} hosts the servers no longer.")
 
     @property
     def is_lost(self) -> bool:
         """Whether the worker that hosts the servers is lost, as far as this one can see."""
-        return self.present in self.places and not self._look(self.places[self.present])
+        return self.present in self.places and (self._resigned or not self._look(self.places[self.present]))
 
-    def locate(
-        self, living: Collection[int], take_over: Callable[[Rendezvous, Mapping[int, str]], None], timeout_s: float
-    ) -> tuple[str, int]:
+    def locate(self, take_over: TakeOver, timeout_s: float) -> tuple[str, int]:
         """Where the servers are announced; waits for another worker to host them if the one that did is lost.
 
-        ``living`` are the workers that were heard of last. If this worker is to host the servers, ``take_over`` gets
-        its rendezvous, and why workers are gone. Raises a :class:`LaunchError` if no worker can host them.
+        If this worker is to host the servers, ``take_over`` gets its rendezvous, and why workers are gone. Raises a
+        :class:`LaunchError` if no worker can host them.
         """
         with self._lock:
-            deadline = time.monotonic() + timeout_s
+            deadline = self._clock() + timeout_s
             while self.is_lost:
-                left = set(living or self.places) - {self.present}
-                if len(left) < self.min_workers or time.monotonic() > deadline:
+                left = self._may_live() - {self.present}
+                if self.gave_up or len(left) < self.min_workers or self._clock() > deadline:
                     self.gave_up = True
-                    raise LaunchError(self._why(left, timeout_s))
-                if self.move(living, take_over):
+                    raise LaunchError(self._why(left))
+                if self._move(take_over):
                     break
                 time.sleep(_PAUSE_S)
             return self.address
 
-    def move(self, living: Collection[int], take_over: Callable[[Rendezvous, Mapping[int, str]], None]) -> bool:
+    def move(self, take_over: TakeOver) -> bool:
         """Look once for another worker that hosts the servers, or begin to; see :meth:`locate`."""
+        with self._lock:
+            return not self.gave_up and self._move(take_over)
+
+    def _move(self, take_over: TakeOver) -> bool:
         candidate = self.candidate()
         if candidate is None:
             return False
-        if not (self._host(living, take_over) if candidate == self.rank else self._follow(candidate)):
+        if not (self._host(take_over) if candidate == self.rank else self._follow(candidate)):
             return False
-        self._lost[self.present] = self._fate
-        self.present, place = candidate, self.places[candidate]
+        self.lost[self.present] = self._fate
+        self.present, self._resigned, place = candidate, False, self.places[candidate]
         self.address = place.host, place.port
         return True
 
     def candidate(self) -> int | None:
         """The lowest rank that may host the servers and answers."""
+        now = self._clock()
         for rank, place in sorted(self.places.items()):
-            if rank in self._lost or rank == self.present or not (self.mine if rank == self.rank else place).may_host:
+            if (
+                rank in {*self.lost, *self._failed, self.present}
+                or not (self.mine if rank == self.rank else place).may_host
+            ):
                 continue
-            if rank == self.rank or self._look(place):
+            if rank == self.rank or (now > self._passed.get(rank, -1.0) and self._look(place)):
                 return rank
         return None
 
     def _follow(self, candidate: int) -> bool:
-        """Tell a candidate that this worker has lost the host, too; whether the candidate hosts the servers now."""
-        place = self.places[candidate]
+        """Vote for a candidate; whether it hosts the servers now."""
+        place, self._voted = self.places[candidate], self._voted + 1
         try:
             with Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
-                there.put(f"{self._loss}/{self.rank}", True)
-                return bool(there.peek(self._loss, bool))
-        except RuntimeError:  # it ended just now
+                if there.peek("resigned", bool):
+                    self._failed.add(candidate)
+                    return False
+                there.put(f"vote/{self.rank}", self._voted)
+                return bool(there.peek(f"lost host {self.present}", bool))
+        except RuntimeError:  # it ended just now, or hangs
+            self._passed[candidate] = self._clock() + _DEAF_S
             return False
 
-    def _host(self, living: Collection[int], take_over: Callable[[Rendezvous, Mapping[int, str]], None]) -> bool:
-        """Host the servers, if more than half of the workers that may live have come here."""
-        came = {rank for rank in self.places if self._own.peek(f"{self._loss}/{rank}", bool)} | {self.rank}
-        others = (set(living) or set(self.places)) - came
-        may_live = {rank for rank in others if rank not in self.places or self._look(self.places[rank]) is not False}
-        if len(came) <= len(may_live):
+    def _host(self, take_over: TakeOver) -> bool:
+        """Host the servers, if more than half of the workers that may live vote for this one."""
+        votes = self._present_votes()
+        if len(votes) <= len(self._may_live() - votes):
             return False
-        take_over(self._own, {**self._lost, self.present: self._fate})
-        self._own.put(self._loss, True)
+        take_over(self._own, {**self.lost, **self._on_lost_machine(), self.present: self._fate})
+        for lost in (*self.lost, self.present):
+            self._own.put(f"lost host {lost}", True)
         return True
+
+    def _present_votes(self) -> set[int]:
+        """This worker's, and those that were renewed a moment ago: who sees the host again, or ends, renews none."""
+        now = self._clock()
+        for rank in set(self.places) - {self.rank}:
+            vote = self._own.peek(f"vote/{rank}", int)
+            before = self._votes.get(rank)
+            if vote is not None and (before is None or vote != before[0]):
+                self._votes[rank] = vote, now if before is not None else -_VOTE_S  # the first may be an old one
+        return {self.rank} | {rank for rank, (_, at) in self._votes.items() if now <= at + _VOTE_S}
+
+    def _may_live(self) -> set[int]:
+        """All workers but those that have ended, and those that the coordinator has not heard for long."""
+        now = self._clock()
+        heard = {rank for rank in self.places if now <= self._heard.get(rank, now) + _AWAY_S} - set(self.lost)
+        heard -= {self.present} if self._resigned else set()
+        heard -= self._failed
+        others = {rank for rank in heard - {self.rank} if self._look(self.places[rank]) is not False}
+        return others | {self.rank}
+
+    def _on_lost_machine(self) -> dict[int, str]:
+        """Workers that were lost with the host's machine, or with the process that had started them."""
+        where = self.places[self.present].host
+        if where == LOOPBACK or self._resigned:
+            return {}
+        there = {rank for rank, place in self.places.items() if place.host == where} - {self.rank, *self.lost}
+        return {rank: f"worker {self.present} was lost" for rank in there if not self._look(self.places[rank])}
 
     @property
     def _fate(self) -> str:
+        if self._resigned:
+            return "it has failed"
         ended = self._look(self.places[self.present]) is False
         return "its process has ended" if ended else "its machine cannot be reached"
 
-    @property
-    def _loss(self) -> str:
-        return f"lost host {self.present}"
-
-    def _why(self, left: Collection[int], timeout_s: float) -> str:
+    def _why(self, left: Collection[int]) -> str:
+        lost = f"Worker {self.present}, which hosts the servers, is lost: {self._fate}"
         if len(left) < self.min_workers:
-            gone = f"Worker {self.present}, which hosts the servers, is gone: {self._fate}"
-            return f"{gone}. {len(left)} are left, and min_workers={self.min_workers}."
+            return f"{lost}. {len(left)} are left, and min_workers={self.min_workers}."
         candidate = self.candidate()
-        lost = f"Worker {self.present}, which hosts the servers, cannot be reached for {timeout_s:g} s"
         if candidate is None:
-            return f"{lost}, and no other worker that may host them answers. Start the job again."
+            return f"{lost}. No other worker that may host them answers. Start the job again."
         if candidate == self.rank:
             return (
-                f"{lost}, and at most half of the workers that may live have come to worker {self.rank} to continue "
+                f"{lost}. At most half of the workers that may live have come to worker {self.rank} to continue "
                 "without it. Expected more than half: the others may train on. Check the network between the "
                 "machines, and whether they are up."
             )

@@ -41,7 +41,7 @@ class Policy:
     min_workers: int = 1  # with fewer of them the session is ended
     abort: bool = False  # whether the session ends as soon as a worker is away or gone
     another_chief: bool = False  # whether another worker may become chief; if not, the chief's end ends the session
-    majority: bool = False  # whether others may continue elsewhere: the few must end when most are lost
+    elsewhere_s: float = 0.0  # for how long silent workers may still continue elsewhere; 0: they cannot
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ class Membership:
         timeout_s = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
         there = self.joined - set(self.left) - set(self.suspected)
         silent = {worker for worker in there if now - self._heard.get(worker, now) > timeout_s}
-        if self.policy.majority and self.index == 0:
+        if self.policy.elsewhere_s and self.index == 0:
             self._end_if_few(now)
         if not timeout_s or not silent:
             return False
@@ -374,12 +374,12 @@ class Membership:
 
         Before they can, so that a pause of all other machines ends nothing.
         """
-        latest_s = _MOST_LOST_S + 2 * self.policy.silence_s
-        lost = {worker for worker in self.suspected if _MOST_LOST_S <= self.silent_s(worker, now) < latest_s}
+        least_s = max(_MOST_LOST_S, 1.5 * self.policy.silence_s)
+        lost = {w for w in self.suspected if least_s <= self.silent_s(w, now) < self.policy.elsewhere_s}
         heard = self.living | self.catching_up
         if len(lost) > len(heard):
             self.end(
-                f"Workers {sorted(lost)} fell silent at once, and {len(heard)} of {len(lost) + len(heard)} are left. "
+                f"Workers {sorted(lost)} are silent, and {len(heard)} of {len(lost) + len(heard)} are left. "
                 "Expected at least half: if the network has split, the others train on without these servers. Look "
                 "for a job that still runs; else start the job again with trainer.fit(..., ckpt_path='last')."
             )

@@ -123,8 +123,9 @@ def run_server(argv: list[str] | None = None) -> int:
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
-        if not stopped and not shut and settings.moves:
-            os._exit(1)  # at once, as if it was killed: another worker hosts servers next
+        if settings.moves and not shut:  # as if it was killed: another worker hosts servers next
+            time.sleep(_TICK_S if stopped else 0.0)  # the last answers of a job that ends
+            os._exit(0 if stopped else 1)
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             service.abort(
                 f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
@@ -157,7 +158,11 @@ def _report_gone(service: Service) -> None:
     if session is None:
         return
     members = session.members
-    workers = {process: worker for worker, process in list(members.processes.items()) if worker in members.joined}
+    workers = {
+        process: worker
+        for worker, process in list(members.processes.items())
+        if worker in members.joined - members.left.keys()
+    }
     for process in gone_among(workers):
         machine, pid, _ = process.split("/", 2)
         reason = f"its process has ended ({pid} on {machine})"

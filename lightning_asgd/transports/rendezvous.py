@@ -178,15 +178,28 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
 
         return self._wait(look, what, key, timeout_s, foreign_s=_FOREIGN_S if key in ("job", "run") else math.inf)
 
-    def server(self, index: int, key: str, timeout_s: float, other_than: str = "") -> str:
-        """Wait for the address of a server or its replacement, other than that of a server that is lost."""
+    def server(
+        self,
+        index: int,
+        key: str,
+        timeout_s: float,
+        other_than: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Wait for the address of a server or its replacement, other than that of a server that is lost.
+
+        ``check`` is called meanwhile, and may raise.
+        """
 
         def look() -> str | None:
             found = str(self.peek_server(key).get("address", other_than))
             port = found.rpartition(":")[2]
-            if found != other_than and not (port.isdecimal() and int(port) <= _LAST_PORT):
+            if found == other_than:
+                check()
+                return None
+            if not (port.isdecimal() and int(port) <= _LAST_PORT):
                 raise self._strange(key, found)
-            return None if found == other_than else found
+            return found
 
         return self._wait(look, f"Server {index}", key, timeout_s)
 

@@ -34,7 +34,6 @@ from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, d
 __all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
 
 _PER_PATIENCE = 5  # heartbeats per failure timeout
-_SILENCE_S = 20.0  # without an answer, after which the coordinator's machine may be lost
 
 
 @dataclass
@@ -165,8 +164,8 @@ class HeartbeatThread:
     ``told`` on; ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
     """
 
-    on_silence: Callable[[], None] = staticmethod(lambda: None)
-    """Called now and then while the coordinator has not answered for long."""
+    on_silence: Callable[[float], None] = staticmethod(lambda seconds: None)
+    """Called after each heartbeat that the coordinator has not answered, with the seconds since it last did."""
 
     def __init__(
         self,
@@ -207,8 +206,7 @@ class HeartbeatThread:
                 self.error = self.error or error
                 return
             if beaten is None:
-                if time.monotonic() > answered + _SILENCE_S:
-                    self.on_silence()
+                self.on_silence(time.monotonic() - answered)
                 continue
             answered = time.monotonic()
             self._on_chief(beaten.chief)

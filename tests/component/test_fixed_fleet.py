@@ -25,7 +25,7 @@ class Two:
     def __init__(self) -> None:
         self.service = Service()
         transport = InProcessTransport([self.service.handle])
-        job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport)
+        job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport, hosts=None)
         files = SimpleNamespace(best_model_path="worker 0's.ckpt")
         trainer = SimpleNamespace(checkpoint_callbacks=[files], loggers=[])
         about = ExchangeConfig.create(nsync=1), Policy(60.0, another_chief=True), MetricsBoard()

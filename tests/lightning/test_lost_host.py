@@ -1,98 +1,93 @@
-"""Worker 0, which hosts the servers, is killed where nothing ties the workers' processes together, as under SLURM."""
+"""Worker 0, which hosts the servers, is lost where nothing ties workers together, as under torchrun."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
-import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-
-from lightning_asgd.monitoring.metric_log import read
-from tests.helpers.programs import ROOT, environment
-from tests.lightning.test_processes import wait_until
-
-SCRIPT = """
-import os, pickle, sys
-from collections import Counter
-from pathlib import Path
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.counts import Counts
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
-sys.path.insert(0, sys.argv[2])
-from counts import Counts
+from lightning_asgd.monitoring.metric_log import read
+from tests.lightning.test_processes import wait_until
 
-folder, rank, size, transport = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[3]
-
-
-class Tell(pl.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        (folder / f"steps{rank}").write_text(str(trainer.global_step))
-
-    def on_train_epoch_end(self, trainer, module):
-        trainer.should_stop |= trainer.strategy.broadcast((folder / "stop").exists())
+SIZE = 3
 
 
-class Tested(Counts):
-    def test_step(self, batch, batch_idx):
+class WithTest(Counts):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("tested", 1.0, sync_dist=True)
 
 
-module = Tested(200, 0.005)
-strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"), transport=transport, num_servers=2)
-trainer = pl.Trainer(
-    accelerator="cpu", devices=size, strategy=strategy, max_epochs=1_000_000, default_root_dir=folder,
-    callbacks=[Tell(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20, save_last=True)],
-    logger=CSVLogger(folder, "logs", flush_logs_every_n_steps=1), log_every_n_steps=1,
-    enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(module, DataLoader(TensorDataset(torch.arange(200)), 2, shuffle=True))
-seen = sorted(Counter(module.seen.tolist()).items())
-print("seen:", seen, trainer.current_epoch, sorted(strategy.stats.lost_workers), trainer.is_global_zero, flush=True)
-trainer.test(module, DataLoader(TensorDataset(torch.arange(200)), 2), verbose=False)
-copy = pickle.loads(pickle.dumps(trainer.strategy._job))
-assert copy.hosts is None and copy.session == trainer.strategy._job.session
-print("tested", flush=True)
-"""
+class Tell(pl.Callback):
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        (self.folder / f"steps{self.rank}").write_text(str(trainer.global_step))
+        if (self.folder / f"raise{self.rank}").exists():
+            raise KeyError("no such sample")
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())
 
 
-def start(folder: Path, transport: str, size: int) -> list[Any]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    about |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "LIGHTNING_ASGD_SECRET": "of this test alone"}
-    workers = []
-    for rank in range(size):
-        with (folder / f"output{rank}").open("w") as output:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), str(folder), str(ROOT / "benchmarks"), transport],
-                    env={**environment(RANK=str(rank), LOCAL_RANK=str(rank)), **about},
-                    cwd=folder,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return workers
+def work(folder: Path, rank: int, port: int, transport: str) -> None:
+    """A worker's process, with the environment that torchrun sets."""
+    with (folder / f"output{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(folder)
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE, "GROUP_RANK": 0}
+    about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ.update({name: str(value) for name, value in about.items()})
+    os.environ["LIGHTNING_ASGD_SECRET"] = "of this test alone"
+    module, data = WithTest(200, 0.005), TensorDataset(torch.arange(200))
+    strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"), transport=transport, num_servers=2)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=SIZE,
+        strategy=strategy,
+        max_epochs=1_000_000,
+        default_root_dir=folder,
+        callbacks=[Tell(folder, rank), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20, save_last=True)],
+        logger=CSVLogger(folder, "logs", flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, 2, shuffle=True))
+    seen = sorted(Counter(module.seen.tolist()).items())
+    lost = sorted(strategy.stats.lost_workers)
+    sys.stdout.write(f"seen: {seen} {trainer.current_epoch} {lost} {trainer.is_global_zero}\n")
+    trainer.test(module, DataLoader(data, 2), verbose=False)
+    copy = pickle.loads(pickle.dumps(strategy._job))
+    assert (copy.hosts, copy.session) == (None, strategy._job.session)
+    sys.stdout.write("tested\n")
+    sys.stdout.flush()
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
-def test_others_go_on_without_worker_0_and_its_servers(tmp_path: Path, transport: str) -> None:
-    workers = start(tmp_path, transport, 3)
-    family = [psutil.Process(worker.pid) for worker in workers]
+def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains: Any, transport: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = [mains(target=work, args=(tmp_path, rank, port, transport)) for rank in range(SIZE)]
 
     def steps(rank: int) -> str:
         file = tmp_path / f"steps{rank}"
@@ -102,27 +97,42 @@ def test_others_go_on_without_worker_0_and_its_servers(tmp_path: Path, transport
         """Wait until each of these has trained another batch."""
         for rank in ranks:
             before, worker = steps(rank), workers[rank]
-            wait_until(lambda rank=rank, b=before, w=worker: steps(rank) != b or w.poll() is not None, 60, "training")  # type: ignore[misc]
-            assert worker.poll() is None, (tmp_path / f"output{rank}").read_text()
+            wait_until(lambda r=rank, b=before, w=worker: steps(r) != b or w.exitcode is not None, 60, "training")  # type: ignore[misc]
+            assert worker.exitcode is None, (tmp_path / f"output{rank}").read_text()
 
-    last = tmp_path / "checkpoints" / "last.ckpt"
+    def newest() -> Path | None:
+        files = (tmp_path / "checkpoints").glob("*.ckpt")
+        return max(files, key=lambda file: file.stat().st_mtime, default=None)
+
+    def written(since: float) -> bool:
+        file = newest()
+        return file is not None and file.stat().st_mtime > since
+
+    family: list[psutil.Process] = []
     try:
+        for worker in workers:
+            worker.start()
         train(0, 1, 2)
-        wait_until(last.exists, 30, "a checkpoint")
+        wait_until(lambda: written(0.0), 30, "a checkpoint")
         for lost in (0, 1):
             family += psutil.Process(workers[lost].pid).children(recursive=True)
+            if lost == 0:
+                (tmp_path / "raise0").touch()
+                workers[0].join(20)
+                assert workers[0].exitcode == 1, (tmp_path / "output0").read_text()
             workers[lost].kill()
-            workers[lost].wait()
+            workers[lost].join()
             begun = time.time()
-            train(*range(lost + 1, 3))
-            wait_until(lambda begun=begun: last.stat().st_mtime > begun, 60, "a checkpoint")  # type: ignore[misc]
+            train(*range(lost + 1, SIZE))
+            wait_until(lambda begun=begun: written(begun), 60, "a checkpoint of the next chief")  # type: ignore[misc]
         family += psutil.Process(workers[2].pid).children(recursive=True)
         (tmp_path / "stop").touch()
-        assert workers[2].wait(60) == 0, (tmp_path / "output2").read_text()
+        workers[2].join(60)
+        assert workers[2].exitcode == 0, (tmp_path / "output2").read_text()
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
+            worker.join()
     said = (tmp_path / "output2").read_text()
     seen = said.partition("seen: ")[2].split()
     assert seen, said
@@ -131,10 +141,10 @@ def test_others_go_on_without_worker_0_and_its_servers(tmp_path: Path, transport
     assert said.rstrip().endswith("tested")
     assert said.count("Worker 2 logs and writes") == 1, "it stays chief in the next session"
     assert "Worker 1 is gone: its process has ended. This process hosts the servers from now on." in said
+    assert "This process hosts the servers from now on." in (tmp_path / "output1").read_text()
     assert "2 of 3 workers were lost during this fit:" in said
     events = [text for _, text in read(tmp_path / "logs" / "version_2" / "asgd.jsonl")[0].events]
     assert "Worker 1 is gone. Worker 2 logs and writes the checkpoints from now on." in events, "for the report"
-    assert "A server was lost, and restored from the workers' copies." in events
-    assert torch.load(last, weights_only=False)["global_step"] > 0
+    assert torch.load(str(newest()), weights_only=False)["global_step"] > 0
     _, alive = psutil.wait_procs(family, 10)
     assert not alive

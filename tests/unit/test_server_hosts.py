@@ -16,12 +16,13 @@ class Workers:
     """Workers of a job, and what each sees of the others: True lives, False has ended, None does not answer."""
 
     def __init__(self, number: int, late: int | None = None) -> None:
+        self.now = 0.0
         self.rendezvous = [Rendezvous.host() for _ in range(number)]
         self.sight: dict[tuple[int, int], bool | None] = {}
         self.hosted: list[tuple[int, Mapping[int, str]]] = []
         self.hosts = [self._worker(rank) for rank in range(number)]
         for worker in self.hosts:
-            worker.places = {rank: each.mine for rank, each in enumerate(self.hosts)}
+            worker.joined({rank: each.mine for rank, each in enumerate(self.hosts)})
         if late is not None:  # it has replaced a process whose address the others know
             self.hosts[late].mine = HostAddress(*self.rendezvous[late].address, may_host=False)
 
@@ -30,7 +31,7 @@ class Workers:
             other = next(r for r, each in enumerate(self.rendezvous) if each.address == (place.host, place.port))
             return self.sight.get((rank, other), True)
 
-        return ServerHosts(rank, self.rendezvous[rank], self.rendezvous[0].address, look=look)
+        return ServerHosts(rank, self.rendezvous[rank], self.rendezvous[0].address, look=look, clock=lambda: self.now)
 
     def ends(self, *ranks: int) -> None:
         for rank in ranks:
@@ -43,13 +44,18 @@ class Workers:
                 if (one in side) != (other in side):
                     self.sight[one, other] = None
 
-    def moves(self, *ranks: int, living: Any = None) -> list[bool]:
-        """Each of these looks once, in this order."""
-        who = tuple(range(len(self.hosts))) if living is None else living
-        return [
-            self.hosts[rank].move(who, lambda _, gone, rank=rank: self.hosted.append((rank, gone)))  # type: ignore[misc]
-            for rank in ranks
-        ]
+    def moves(self, *ranks: int, rounds: int = 3) -> list[int]:
+        """Each of these looks some times, in this order; returns those that have found another host, in order."""
+        found: list[int] = []
+        for _ in range(rounds):
+            for rank in ranks:
+                if rank not in found and self.hosts[rank].is_lost and self.hosts[rank].move(self._take_over(rank)):
+                    found.append(rank)
+            self.now += 0.5
+        return found
+
+    def _take_over(self, rank: int) -> Any:
+        return lambda _, gone: self.hosted.append((rank, gone))
 
     def close(self) -> None:
         for rendezvous in self.rendezvous:
@@ -72,34 +78,35 @@ def make() -> Iterator[Any]:
 def test_the_lowest_living_rank_hosts_the_servers_and_the_others_follow(make: Any) -> None:
     workers = make(4)
     workers.ends(0)
-    assert workers.moves(3, 2) == [False, False], "worker 1 has not noticed yet"
-    assert workers.moves(1, 2, 3) == [True, True, True]
+    assert workers.moves(3, 2) == [], "worker 1 has not noticed yet"
+    assert workers.moves(1, 2, 3) == [1, 2, 3]
     assert workers.hosted == [(1, {0: "its process has ended"})]
     assert {each.present for each in workers.hosts[1:]} == {1}
     assert {each.address for each in workers.hosts[1:]} == {workers.rendezvous[1].address}
 
 
-def test_one_of_two_goes_on_if_the_other_process_has_ended(make: Any) -> None:
+def test_one_of_two_continues_if_the_other_process_has_ended(make: Any) -> None:
     workers = make(2)
     workers.ends(0)
-    assert workers.moves(1) == [True]
+    assert workers.moves(1) == [1]
 
 
 def test_one_of_two_does_not_if_the_other_machine_cannot_be_reached(make: Any) -> None:
     workers = make(2)
     workers.cut(1)
-    assert workers.moves(1, 1) == [False, False]
-    with pytest.raises(LaunchError, match="at most half of the workers that may live have come to worker 1"):
-        workers.hosts[1].locate((0, 1), lambda *_: None, 0.1)
+    assert workers.moves(1) == []
+    with pytest.raises(LaunchError, match="At most half of the workers that may live have come to worker 1"):
+        workers.hosts[1].locate(workers._take_over(1), -1.0)
     assert workers.hosts[1].gave_up
+    assert workers.moves(1) == []
     assert workers.hosted == []
 
 
-def test_most_workers_go_on_without_a_machine_that_cannot_be_reached(make: Any) -> None:
+def test_most_workers_continue_without_a_machine_that_cannot_be_reached(make: Any) -> None:
     workers = make(5)
     workers.cut(0, 1)
-    assert workers.moves(2, 3, 2) == [False, False, False], "2 of 5"
-    assert workers.moves(4, 2, 4, 3) == [False, True, True, True]
+    assert workers.moves(2, 3) == [], "2 of 5"
+    assert workers.moves(2, 3, 4) == [2, 3, 4]
     assert workers.hosted == [(2, {0: "its machine cannot be reached"})]
 
 
@@ -108,37 +115,75 @@ def test_after_a_split_only_one_side_hosts_servers(make: Any, side: tuple[int, .
     workers = make(5)
     workers.ends(0)
     workers.cut(*side)
-    for _ in range(4):
-        workers.moves(*(rank for rank in (4, 3, 2, 1) if workers.hosts[rank].present == 0))
-    assert len(workers.hosted) <= 1
-    if len(side) != 2:  # else no side has more than half of the four
-        assert len(workers.hosted) == 1
+    workers.moves(4, 3, 2, 1, rounds=6)
+    assert len(workers.hosted) == (0 if len(side) == 2 else 1), "two of four are not more than half"
+
+
+def test_votes_of_workers_that_see_the_host_again_do_not_count(make: Any) -> None:
+    workers = make(5)
+    workers.cut(0)
+    assert workers.moves(2, 3) == []
+    workers.sight.clear()  # the network is there again
+    workers.now += 10.0
+    workers.cut(1)
+    assert workers.moves(1, 2, 3, 4, rounds=6) == []
+    assert workers.hosted == []
+
+
+def test_workers_that_the_coordinator_does_not_hear_count_until_they_are_away_for_long(make: Any) -> None:
+    workers = make(5)
+    workers.cut(0, 1, 2)
+    for seconds, expected in ((10.0, []), (400.0, [3, 4])):
+        workers.now += seconds
+        for rank in (3, 4):
+            workers.hosts[rank].hear((0, 3, 4))  # 1 and 2 were silent when these heard the coordinator last
+        assert workers.moves(3, 4) == expected
 
 
 def test_a_second_host_may_be_lost_too(make: Any) -> None:
     workers = make(3)
     workers.ends(0)
-    assert workers.moves(2, 1, 2) == [False, True, True]
+    assert workers.moves(1, 2) == [1, 2]
     workers.ends(1)
-    assert workers.hosts[2].is_lost
-    assert workers.moves(2, living=(1, 2)) == [True]
+    assert workers.moves(2) == [2]
     assert workers.hosted[1] == (2, dict.fromkeys((0, 1), "its process has ended"))
+
+
+def test_a_worker_that_slept_through_two_moves_follows(make: Any) -> None:
+    workers = make(4)
+    workers.ends(0)
+    assert workers.moves(1, 2) == [1, 2]
+    workers.ends(1)
+    assert workers.moves(2, 3) == [2, 3]
+    assert workers.hosts[3].address == workers.rendezvous[2].address
 
 
 def test_a_host_that_ends_before_it_serves_is_passed_over(make: Any) -> None:
     workers = make(3)
     workers.ends(0)
-    assert workers.moves(2) == [False]
+    assert workers.moves(2) == []
     workers.ends(1)
-    assert workers.moves(2) == [True]
+    assert workers.moves(2) == [2]
+
+
+def test_a_worker_that_has_failed_hosts_nothing_even_if_its_process_lives(make: Any) -> None:
+    workers = make(4)
+    workers.hosts[0].resign()
+    assert workers.moves(1, 2, 3) == []
+    for worker in workers.hosts[1:]:
+        with pytest.raises(LaunchError, match="Worker 0 hosts the servers no longer"):
+            worker.check_host()
+    workers.hosts[1].resign()
+    assert workers.moves(2, 3, rounds=6) == [2, 3]
+    assert workers.hosted == [(2, {0: "it has failed"})]
 
 
 def test_a_process_whose_address_the_others_do_not_know_hosts_nothing(make: Any) -> None:
     workers = make(3, late=1)
     workers.ends(0)
     workers.sight[2, 1] = False  # where the process before it was
-    assert workers.moves(1) == [False]
-    assert workers.moves(2, 1) == [True, True]
+    assert workers.moves(1) == []
+    assert workers.moves(2, 1) == [2, 1]
     assert workers.hosted == [(2, {0: "its process has ended"})]
 
 
@@ -146,12 +191,12 @@ def test_too_few_workers_end(make: Any) -> None:
     workers = make(3)
     workers.ends(0)
     workers.hosts[1].min_workers = 3
-    with pytest.raises(LaunchError, match=r"is gone: its process has ended. 2 are left, and min_workers=3"):
-        workers.hosts[1].locate((0, 1, 2), lambda *_: None, 10.0)
+    with pytest.raises(LaunchError, match=r"is lost: its process has ended. 2 are left, and min_workers=3"):
+        workers.hosts[1].locate(workers._take_over(1), 10.0)
     assert workers.hosts[1].gave_up
 
 
 def test_nothing_moves_while_the_host_answers(make: Any) -> None:
     workers = make(2)
     assert not workers.hosts[1].is_lost
-    assert workers.hosts[1].locate((0, 1), lambda *_: None, 0.1) == workers.rendezvous[0].address
+    assert workers.hosts[1].locate(workers._take_over(1), 0.1) == workers.rendezvous[0].address
