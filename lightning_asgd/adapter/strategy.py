@@ -71,7 +71,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         min_workers: training is ended when fewer than these are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
             worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
-            why. With ``"popen"`` none continues without worker 0.
+            why. On one machine, with ``"popen"``, none continues without worker 0.
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
