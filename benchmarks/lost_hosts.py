@@ -5,7 +5,8 @@
 
 A job of eight workers on eight machines (network namespaces), of which the first hosts two servers. At random moments,
 by seed: the host's process is killed; the host's machine vanishes (its cable is pulled for good, then everything on it
-is killed); a worker is killed; a worker is suspended for up to twice `silence_s`; until three workers are left.
+is killed); a worker is killed; a worker is suspended for up to twice `silence_s`; a worker's cable is unplugged for
+30 s; until three workers are left.
 
 Training a sample adds 1 to that sample's parameter, and pushes are added in full. At the end every sample must have
 been applied exactly once per epoch, except for a killed worker's last push, which may have reached only one of the
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import psutil
 import pytorch_lightning as pl
 import torch
 from counts import Counts
-from network import Network, available, cut, machines
+from network import Network, available, cut, machines, pull
 from pytorch_lightning.callbacks import ModelCheckpoint
 from ranks import clean_environment, told_of_errors
 from rich.console import Console
@@ -52,7 +53,8 @@ from lightning_asgd.config import SECRET_ENV
 WORKERS, LEFT, SERVERS = 8, 3, 2
 SILENCE_S, NSYNC, BATCH, STEP_S = 2.0, 5, 2, 0.03
 SAMPLES, EPOCHS = 2000, 15
-FAULTS = ("kill host", "lose host's machine", "kill worker", "suspend worker")
+FAULTS = ("kill host", "lose host's machine", "kill worker", "suspend worker", "cut off worker")
+OUTAGE_S = 30.0  # longer than it takes until a worker looks for another host
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
@@ -171,6 +173,8 @@ class Job:
             process.suspend()
             time.sleep(chance.uniform(0.1, 2 * SILENCE_S))
             process.resume()
+        elif kind == "cut off worker":
+            pull(self.network, rank, OUTAGE_S)
         else:
             self.killed += 1
             self.living.discard(rank)
@@ -194,13 +198,15 @@ class Job:
             process.join()
 
 
-def run(transport: str, program: str, chance: random.Random, *, faults: bool, epochs: int | None) -> dict[str, Any]:
+def run(
+    transport: str, program: str, chance: random.Random, *, faults: Sequence[str], epochs: int | None
+) -> dict[str, Any]:
     """Train, with faults until few workers are left, and return what came out."""
     with machines(WORKERS) as network, tempfile.TemporaryDirectory() as folder:
         job = Job(network, Path(folder), transport, program, epochs)
         try:
             while faults and len(job.living) > LEFT:
-                for kind in chance.sample(FAULTS, len(FAULTS)):
+                for kind in chance.sample(faults, len(faults)):
                     if len(job.living) > LEFT:
                         time.sleep(chance.uniform(0.5, 3.0))
                         CONSOLE.print(f"  {job.disturb(kind, chance)}", style="dim")
@@ -215,9 +221,9 @@ def run(transport: str, program: str, chance: random.Random, *, faults: bool, ep
             job.close()
 
 
-def counts(transport: str, chance: random.Random) -> bool:
+def counts(transport: str, chance: random.Random, faults: Sequence[str]) -> bool:
     """Whether nothing is lost."""
-    done = run(transport, "counts", chance, faults=True, epochs=None)
+    done = run(transport, "counts", chance, faults=faults, epochs=None)
     epochs, allowed = done["epochs"], done["killed"] * NSYNC * BATCH
     wrong = sum(abs(epochs - times) * samples for times, samples in done["seen"])
     text = f"{done['killed']} workers lost, the hosts of the servers among them; {done['left']} were left"
@@ -226,10 +232,10 @@ def counts(transport: str, chance: random.Random) -> bool:
     return verdict(fine, f"{transport}: {text}; named as lost: {done['lost']}")
 
 
-def digits(transport: str, chance: random.Random) -> bool:
+def digits(transport: str, chance: random.Random, faults: Sequence[str]) -> bool:
     """Whether as many epochs teach digits as well."""
     quiet, loud = (
-        run(transport, "digits", chance, faults=faults, epochs=EPOCHS)["metrics"]["val_acc"] for faults in (False, True)
+        run(transport, "digits", chance, faults=each, epochs=EPOCHS)["metrics"]["val_acc"] for each in ((), faults)
     )
     return verdict(loud >= quiet - NEAR, f"{transport}: digits: accuracy {loud:.3f} with faults, {quiet:.3f} without")
 
@@ -265,6 +271,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("counts", "digits", "split"), action="append")
     parser.add_argument("--transport", choices=("rpc", "zmq"), help="the default is both")
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="the default is all of them, in random order")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     clean_environment()
@@ -275,13 +282,13 @@ def main() -> int:
         CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
         return 2
     chance, good = random.Random(args.seed), True
-    chosen = args.only or ["counts", "digits", "split"]
+    chosen, faults = args.only or ["counts", "digits", "split"], args.fault or list(FAULTS)
     with told_of_errors(CONSOLE):
         for transport in [args.transport] if args.transport else ["rpc", "zmq"]:
             if "counts" in chosen:
-                good &= counts(transport, chance)
+                good &= counts(transport, chance, faults)
             if "digits" in chosen:
-                good &= digits(transport, chance)
+                good &= digits(transport, chance, faults)
             if "split" in chosen:
                 good &= split(transport)
     return 0 if good else 1

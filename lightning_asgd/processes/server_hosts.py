@@ -94,7 +94,10 @@ class ServerHosts:
         self._lock = threading.Lock()
 
     def joined(self, places: Mapping[int, HostAddress]) -> None:
-        """All workers have joined a session."""
+        """All workers have joined a session; one that failed in the session before is there again."""
+        self._own.put("resigned", False)
+        self._resigned = False
+        self._failed.clear()
         self.places, self._heard = dict(places), dict.fromkeys(places, self._clock())
         self.mine = HostAddress(self.mine.host, self.mine.port, self.may_host)
 

@@ -178,6 +178,15 @@ def test_a_worker_that_has_failed_hosts_nothing_even_if_its_process_lives(make: 
     assert workers.hosted == [(2, {0: "it has failed"})]
 
 
+def test_a_worker_that_failed_in_the_session_before_may_host_again(make: Any) -> None:
+    workers = make(3)
+    workers.hosts[1].resign()
+    for worker in workers.hosts:
+        worker.joined(worker.places)
+    workers.ends(0)
+    assert workers.moves(1, 2) == [1, 2]
+
+
 def test_a_process_whose_address_the_others_do_not_know_hosts_nothing(make: Any) -> None:
     workers = make(3, late=1)
     workers.ends(0)
