@@ -135,7 +135,7 @@ def test_the_processes_of_a_job_on_one_machine_choose_alike(monkeypatch: pytest.
 
     monkeypatch.setattr(job_address, "find_address", found)
     for started_by_us in (False, True):
-        environment = SimpleNamespace(creates_processes_externally=started_by_us)
+        environment = SimpleNamespace(creates_processes_externally=started_by_us, world_size=lambda: 2)
         monkeypatch.setattr(rank_variables, "address", lambda known=started_by_us: "127.0.0.1:1" if known else None)
         with pytest.raises(Found):
             TrainingJob(1, 10.0, asked="auto").begin(environment, 1, SimpleNamespace(info=print), is_main=False)
