@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,13 @@ from lightning_asgd.adapter.fleet import Fleet, here, idle_membership
 from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ASGDError, LaunchError, LayoutMismatchError, ServerLostError, WorkerLostError
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
-from lightning_asgd.protocol import Joined, Policy
+from lightning_asgd.processes.server_hosts import ServerHosts
+from lightning_asgd.protocol import Joined, Policy, next_chief
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.exchanger import Exchanger
@@ -40,6 +42,11 @@ _LAST = "last checkpoint"  # which worker writes it
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
 _UNREACHABLE_S = 20.0  # without an answer of the servers, after which a worker looks for another host
 _NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
+
+
+def _looks(timeouts: Timeouts) -> tuple[float, float]:
+    """Seconds without an answer until a worker looks for another host, and from then on until it gives up."""
+    return max(_UNREACHABLE_S, 2 * timeouts.silence_s), timeouts.start_s
 
 
 class FixedFleet(Fleet):
@@ -63,8 +70,8 @@ class FixedFleet(Fleet):
         # Where the main process starts the workers, no process can be started again for a single one of them.
         self._may_enter = job.hosts is not None or not policy.another_chief
         if job.hosts is not None:
-            one_machine, timeouts = job.interface == "lo", config.timeouts
-            may_vote_s = 0.0 if one_machine else _UNREACHABLE_S + timeouts.start_s + timeouts.silence_s
+            timeouts = config.timeouts
+            may_vote_s = 0.0 if job.interface == "lo" else sum(_looks(timeouts)) + timeouts.silence_s
             policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s)
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
@@ -109,23 +116,36 @@ class FixedFleet(Fleet):
         if joined.late:
             self._enter_at(self._await_entry(joined.collectives))
         elif self._job.hosts is not None:
-            self._job.hosts.joined(self.collectives.gather("all_gather", "join", self._job.hosts.mine))
+            self._agree_on_places(self._job.hosts)
         else:
             self.collectives.barrier("join")
 
+    def _agree_on_places(self, hosts: ServerHosts) -> None:
+        """Learn where all are. A worker that failed in the session before may have another chief."""
+        joined = self.collectives.gather("all_gather", "join", (hosts.mine, self.collectives.chief))
+        hosts.joined({rank: mine for rank, (mine, _) in joined.items()})
+        self.collectives.chief = next_chief(joined[min(joined)][1], joined)
+        self._follow_agreed()
+
     def _look_for_host(self, silent_s: float) -> None:
         """The servers have not answered for so long. Their machine may be lost, or only the network between."""
-        hosts, timeouts = self._job.hosts, self._config.timeouts
-        if hosts is None or self._recovery is None or silent_s < max(_UNREACHABLE_S, 2 * timeouts.silence_s):
+        hosts, recovery, (looks_s, gives_up_s) = self._job.hosts, self._recovery, _looks(self._config.timeouts)
+        if hosts is None or recovery is None:
             return
-        if silent_s > _UNREACHABLE_S + timeouts.start_s and hosts.is_lost:
-            hosts.gave_up = True
-        if hosts.gave_up or self._job.look_for_host():
-            self._recovery.lose_all()
+        silent_s = min(silent_s, time.monotonic() - hosts.moved_at)
+        if silent_s < looks_s:
+            return
+        try:
+            hosts.gave_up |= silent_s > looks_s + gives_up_s and hosts.is_lost
+            if hosts.gave_up or self._job.look_for_host():
+                recovery.lose_all()
+        except Exception:  # else it would send no heartbeats any more, without a word of why
+            log.exception("Worker %d could not look for another host of the servers.", self.rank)
+            recovery.lose_all()
 
     def _hear(self, _: int) -> None:
         if self._job.hosts is not None:
-            self._job.hosts.hear(self.client.heard.living)
+            self._job.hosts.hear(self.client.heard.living, self.client.members[COORDINATOR].left)
 
     def _tell(self, event: str) -> None:
         """Note what has happened; print it on the chief, unless this process has seen and printed it."""
@@ -187,17 +207,17 @@ class FixedFleet(Fleet):
 
     def fail(self, error: BaseException) -> None:
         """Report a failure; if it is that the servers are gone, one of the workers writes a last checkpoint."""
+        hosts, overseer, restorable = self._job.hosts, supervisor.current(), self._recovery is not None
         if self._servers_ended and self._trainer.strategy.fit_session is not None:
             try:
                 self._write_last_checkpoint()
             except Exception:
                 log.error("The servers are gone, and no last checkpoint could be written.", exc_info=True)
-        super().fail(error)
-        hosts, overseer = self._job.hosts, supervisor.current()
-        if hosts is not None:  # the others continue, however long this process lives on
+        if hosts is not None:
             hosts.resign()
-            if overseer is not None and hosts.present == self.rank:
-                overseer.close()
+        super().fail(error)
+        if hosts is not None and hosts.present == self.rank and restorable and overseer is not None:
+            overseer.close()  # the others continue with other servers, however long this process lives on
 
     def _write_last_checkpoint(self) -> None:
         self._stop_restoring()  # no process starts other servers

@@ -146,6 +146,7 @@ class TrainingJob:
         if hosts is None:
             self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
         else:
+            hosts.begin_session()
             self.address, is_main = hosts.address, hosts.present == hosts.rank
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         if num_nodes > 1 or is_foreign(environment):

@@ -9,10 +9,13 @@ ends the session if it hears too few (``Membership``), so that two workers do no
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, listens
@@ -67,7 +70,7 @@ class ServerHosts:
     ) -> None:
         self.rank = rank
         self.may_host = may_host
-        self.mine = HostAddress(*own.address, may_host)
+        self.mine = HostAddress(socket.gethostbyname(own.address[0]), own.address[1], may_host)
         self.present = 0
         """The worker that hosts the servers."""
         self.address = first
@@ -87,27 +90,48 @@ class ServerHosts:
         self._resigned = False  # whether the present host has said that it hosts them no longer
         self._failed: set[int] = set()  # workers that have said that they host nothing
         self._heard: dict[int, float] = {}  # when the coordinator counted a worker as living
+        self._last = clock()  # when this worker last heard the coordinator
+        self._gone: set[int] = set()  # workers that have left for good
+        self.moved_at = -math.inf
+        """When another worker began to host them."""
         self._votes: dict[int, tuple[int, float]] = {}  # the latest of each worker, and since when this one knows it
         self._voted = 0
         self._checked = -_CHECK_S  # when this worker last asked whether the host has resigned
         self._passed: dict[int, float] = {}  # candidates that are passed over, and until when
         self._lock = threading.Lock()
 
-    def joined(self, places: Mapping[int, HostAddress]) -> None:
-        """All workers have joined a session; one that failed in the session before is there again."""
+    def begin_session(self) -> None:
+        """Another session begins, in which workers that failed in the one before take part again."""
+        if self.rank in self._failed and self.present == self.rank:
+            self._find_present()
         self._own.put("resigned", False)
         self._resigned = False
         self._failed.clear()
-        self.places, self._heard = dict(places), dict.fromkeys(places, self._clock())
-        self.mine = HostAddress(self.mine.host, self.mine.port, self.may_host)
 
-    def hear(self, living: Collection[int]) -> None:
-        """Note whom the coordinator counts as living."""
-        self._heard.update(dict.fromkeys(living, self._clock()))
+    def joined(self, places: Mapping[int, HostAddress]) -> None:
+        """All workers have joined a session."""
+        self.places, self._last = dict(places), self._clock()
+        self._heard, self._gone = dict.fromkeys(places, self._last), set()
+        self.mine = replace(self.mine, may_host=self.may_host)
+
+    def hear(self, living: Collection[int], left: Collection[int]) -> None:
+        """Note whom the coordinator counts as living, and who has left for good."""
+        self._last, self._gone = self._clock(), set(left) - set(living)
+        self._heard.update(dict.fromkeys(living, self._last))
 
     def resign(self) -> None:
         """Let the other workers know that this one fails: it hosts nothing, even if its process lives on."""
+        self._failed.add(self.rank)
         self._own.put("resigned", True)
+
+    def _find_present(self) -> None:
+        """Ask the others which of them hosts the servers since this worker has failed."""
+        for rank, place in sorted(self.places.items()):
+            if rank != self.rank and self._look(place):
+                with contextlib.suppress(RuntimeError), Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
+                    if there.peek(f"lost host {self.present}", bool):
+                        self.lost[self.present] = "it has failed"
+                        self.present, self.address = rank, (place.host, place.port)
 
     def check_host(self) -> None:
         """Raise a :class:`LaunchError` if the present host has resigned; called now and then by who waits for it."""
@@ -134,22 +158,25 @@ class ServerHosts:
         If this worker is to host the servers, ``take_over`` gets its rendezvous, and why workers are gone. Raises a
         :class:`LaunchError` if no worker can host them.
         """
-        with self._lock:
-            deadline = self._clock() + timeout_s
-            while self.is_lost:
-                left = self._may_live() - {self.present}
-                if self.gave_up or len(left) < self.min_workers or self._clock() > deadline:
-                    self.gave_up = True
-                    raise LaunchError(self._why(left))
-                if self._move(take_over):
-                    break
-                time.sleep(_PAUSE_S)
-            return self.address
+        deadline = self._clock() + timeout_s
+        while self.is_lost:
+            left = self._may_live() - {self.present}
+            if self.gave_up or len(left) < self.min_workers or self._clock() > deadline or self.rank in self._failed:
+                self.gave_up = True
+                raise LaunchError(self._why(left))
+            if self.move(take_over):
+                break
+            time.sleep(_PAUSE_S)
+        return self.address
 
     def move(self, take_over: TakeOver) -> bool:
         """Look once for another worker that hosts the servers, or begin to; see :meth:`locate`."""
-        with self._lock:
-            return not self.gave_up and self._move(take_over)
+        if self.gave_up or self.rank in self._failed or not self._lock.acquire(blocking=False):
+            return False  # or another thread looks
+        try:
+            return self.is_lost and self._move(take_over)
+        finally:
+            self._lock.release()
 
     def _move(self, take_over: TakeOver) -> bool:
         candidate = self.candidate()
@@ -159,7 +186,7 @@ class ServerHosts:
             return False
         self.lost[self.present] = self._fate
         self.present, self._resigned, place = candidate, False, self.places[candidate]
-        self.address = place.host, place.port
+        self.address, self.moved_at = (place.host, place.port), self._clock()
         return True
 
     def candidate(self) -> int | None:
@@ -211,10 +238,9 @@ class ServerHosts:
 
     def _may_live(self) -> set[int]:
         """All workers but those that have ended, and those that the coordinator has not heard for long."""
-        now = self._clock()
-        heard = {rank for rank in self.places if now <= self._heard.get(rank, now) + _AWAY_S} - set(self.lost)
-        heard -= {self.present} if self._resigned else set()
-        heard -= self._failed
+        since = self._last - _AWAY_S
+        heard = {rank for rank in self.places if self._heard.get(rank, self._last) >= since}
+        heard -= {*self.lost, *self._failed, *self._gone, *((self.present,) if self._resigned else ())}
         others = {rank for rank in heard - {self.rank} if self._look(self.places[rank]) is not False}
         return others | {self.rank}
 

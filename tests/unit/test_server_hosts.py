@@ -136,7 +136,7 @@ def test_workers_that_the_coordinator_does_not_hear_count_until_they_are_away_fo
     for seconds, expected in ((10.0, []), (400.0, [3, 4])):
         workers.now += seconds
         for rank in (3, 4):
-            workers.hosts[rank].hear((0, 3, 4))  # 1 and 2 were silent when these heard the coordinator last
+            workers.hosts[rank].hear((0, 3, 4), ())  # 1 and 2 were silent when these heard the coordinator last
         assert workers.moves(3, 4) == expected
 
 
@@ -182,9 +182,47 @@ def test_a_worker_that_failed_in_the_session_before_may_host_again(make: Any) ->
     workers = make(3)
     workers.hosts[1].resign()
     for worker in workers.hosts:
+        worker.begin_session()
         worker.joined(worker.places)
     workers.ends(0)
     assert workers.moves(1, 2) == [1, 2]
+
+
+def test_a_worker_that_failed_as_host_finds_the_one_after_it_in_the_next_session(make: Any) -> None:
+    workers = make(3)
+    workers.hosts[0].resign()
+    for worker in workers.hosts[1:]:
+        with pytest.raises(LaunchError):
+            worker.check_host()
+    assert workers.moves(1, 2) == [1, 2]
+    for worker in workers.hosts:
+        worker.begin_session()
+    assert {worker.present for worker in workers.hosts} == {1}
+    assert workers.hosts[0].address == workers.rendezvous[1].address
+
+
+def test_a_worker_that_has_failed_neither_votes_nor_hosts(make: Any) -> None:
+    workers = make(3)
+    workers.hosts[1].resign()
+    workers.ends(0, 2)
+    assert workers.moves(1, rounds=6) == []
+    with pytest.raises(LaunchError):
+        workers.hosts[1].locate(workers._take_over(1), 10.0)
+
+
+def test_workers_that_have_left_do_not_count(make: Any) -> None:
+    workers = make(3)
+    workers.hosts[1].hear((0, 1), {2: "it raised KeyError"})
+    workers.ends(0)
+    assert workers.moves(1) == [1], "the process of worker 2 still lives"
+
+
+def test_a_worker_that_is_cut_off_for_long_hosts_nothing(make: Any) -> None:
+    workers = make(5)
+    workers.hosts[4].hear((0, 1, 2, 3, 4), ())
+    workers.cut(4)
+    workers.now += 1000.0
+    assert workers.moves(4, rounds=6) == []
 
 
 def test_a_process_whose_address_the_others_do_not_know_hosts_nothing(make: Any) -> None:
