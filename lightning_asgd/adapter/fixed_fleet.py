@@ -139,7 +139,7 @@ class FixedFleet(Fleet):
             hosts.gave_up |= silent_s > looks_s + gives_up_s and hosts.is_lost
             if hosts.gave_up or self._job.look_for_host():
                 recovery.lose_all()
-        except Exception:  # else it would send no heartbeats any more, without a word of why
+        except Exception:  # else the heartbeats would end, and no message would say why
             log.exception("Worker %d could not look for another host of the servers.", self.rank)
             recovery.lose_all()
 
