@@ -227,15 +227,17 @@ class TrainingJob:
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
-        check = (lambda: None) if hosts is None else hosts.check_host
+        check, address = (lambda: None) if hosts is None else hosts.check_host, self.address
         while True:
             try:
                 self._locate()
+                address = self.address
                 with self._rendezvous() as rendezvous:
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:
-                if hosts is None or hosts.gave_up or not hosts.is_lost:
+                # Else the host was lost meanwhile, and another thread may have found the next one already.
+                if hosts is None or hosts.gave_up or (hosts.address == address and not hosts.is_lost):
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def _locate(self) -> None:

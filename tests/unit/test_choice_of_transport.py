@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
 
-from lightning_asgd.adapter import job_address
+from lightning_asgd.adapter import job_address, launchers
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
@@ -175,3 +175,25 @@ def test_a_job_on_several_machines_does_not_use_the_address_of_an_earlier_one_on
     environment = LightningEnvironment()
     assert address(2) == ("192.0.2.1", 29400)
     assert address(1) == ("127.0.0.1", 1)
+
+
+def test_a_host_that_is_lost_while_another_thread_finds_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers are lost with their host: the second thread's connection breaks when the first has moved on."""
+    job = TrainingJob(2, 10.0)
+    old, new = ("127.0.0.1", 1), ("127.0.0.1", 2)
+    hosts: Any = SimpleNamespace(address=old, is_lost=False, gave_up=False, check_host=lambda: None)
+    hosts.locate = lambda *about: hosts.address
+    job.hosts, job.address = hosts, old
+
+    def connect() -> Any:
+        if hosts.address == old:
+            hosts.address = new  # by the other thread
+            raise LaunchError("The connection to the main process broke")
+        return contextlib.nullcontext(
+            SimpleNamespace(session=lambda *about: ["key 0", "key 1"], server=lambda *about: "its address")
+        )
+
+    monkeypatch.setattr(job, "_rendezvous", connect)
+    monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost 0", "lost 1")))
+    assert job.successor(1) == "its address"
+    assert job.address == new
