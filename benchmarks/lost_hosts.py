@@ -3,10 +3,10 @@
     python benchmarks/lost_hosts.py                       # both transports: ten minutes, as root under Linux
     python benchmarks/lost_hosts.py --only counts --transport zmq
 
-A job of eight workers on eight machines (network namespaces), of which the first hosts two servers. At random moments,
-by seed: the host's process is killed; the host's machine vanishes (its cable is pulled for good, then everything on it
-is killed); a worker is killed; a worker is suspended for up to twice `silence_s`; a worker's cable is unplugged for
-30 s; until three workers are left.
+A job of eight workers on eight machines (network namespaces), of which the first hosts two servers. Faults happen at
+random moments, by seed: the host's process is killed; the host's machine vanishes (its cable is unplugged, then all its
+processes are killed); a worker is killed; a worker is suspended for up to twice `silence_s`; a worker's cable is
+unplugged for 30 s. They end when three workers are left.
 
 Training a sample adds 1 to that sample's parameter, and pushes are added in full. At the end every sample must have
 been applied exactly once per epoch, except for a killed worker's last push, which may have reached only one of the
@@ -37,10 +37,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import psutil
 import pytorch_lightning as pl
 import torch
-from counts import Counts
+from counts import Counts, Diary
 from network import Network, available, cut, machines, pull
 from pytorch_lightning.callbacks import ModelCheckpoint
-from ranks import clean_environment, told_of_errors
+from ranks import clean_environment, end_all, told_of_errors
 from rich.console import Console
 from rich.markup import escape
 from storm import NEAR, SlowDigits, loaders, verdict
@@ -58,18 +58,12 @@ OUTAGE_S = 30.0  # longer than it takes until a worker looks for another host
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-class Report(pl.Callback):
+class Report(Diary):
     """Tells how far a worker is, and what came out; ends training at the end of an epoch when asked to."""
 
     def __init__(self, folder: Path, rank: int, epochs: int | None) -> None:
-        self.folder, self.rank, self.epochs = folder, rank, epochs
-        self.told: dict[str, Any] = {"pushes": -1}
-
-    def tell(self, **about: Any) -> None:
-        self.told.update(about)
-        new = self.folder / f"{self.rank}.new"
-        new.write_text(json.dumps(self.told))
-        new.rename(self.folder / f"{self.rank}.json")
+        super().__init__(folder / f"{rank}.json", pushes=-1)
+        self.epochs = epochs
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.stats.pushes != self.told["pushes"]:
@@ -77,7 +71,7 @@ class Report(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self.epochs is None:
-            trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())
+            trainer.should_stop |= trainer.strategy.broadcast((self.file.parent / "stop").exists())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -188,14 +182,7 @@ class Job:
 
     def close(self) -> None:
         """End all processes."""
-        for process in self.workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-            process.terminate()
-        for process in self.workers.values():
-            process.join(10)
-            process.kill()
-            process.join()
+        end_all(self.workers.values())
 
 
 def run(

@@ -142,7 +142,7 @@ def _set_up(network: Network) -> None:
 
 
 def cut(network: Network, index: int) -> None:
-    """Pull the cable out of a machine for good."""
+    """Unplug the cable of a machine permanently."""
     _ip("-n", network.names[index], "link", "set", network.interfaces[index], "down")
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -26,7 +26,7 @@ from network import Network
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["Slowness", "clean_environment", "run_ranks", "servers_of", "told_of_errors"]
+__all__ = ["Slowness", "clean_environment", "end_all", "run_ranks", "servers_of", "told_of_errors"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers
 
@@ -209,3 +209,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def end_all(processes: Iterable[Any]) -> None:
+    """End processes of this one, suspended ones too."""
+    started = list(processes)
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
+        process.terminate()
+    for process in started:
+        process.join(5)
+        process.kill()
+        process.join()

@@ -44,7 +44,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import psutil
 import pytorch_lightning as pl
 import torch
-from counts import Counts
+from counts import Counts, Diary
 from network import Network, available, machines, pull
 from ranks import clean_environment, told_of_errors
 from rich.console import Console
@@ -75,20 +75,13 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 # ---------------------------------------------------------------------- in processes of their own
 
 
-class Report(pl.Callback):
+class Report(Diary):
     """Tells what a worker was told of its pushes, and what came out; ends training when asked to, at an epoch's end."""
 
     def __init__(self, file: Path, epochs: int | None) -> None:
-        self.file = file
+        super().__init__(file, trains=False, pushes=0, samples=0)
         self.epochs = epochs
         self.samples = 0
-        self.told: dict[str, Any] = {"trains": False, "pushes": 0, "samples": 0}
-
-    def tell(self, **about: Any) -> None:
-        self.told.update(about)
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(self.told))
-        new.rename(self.file)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples += len(batch[0])

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
@@ -26,9 +25,9 @@ from typing import Any
 import psutil
 import pytorch_lightning as pl
 import torch
-from counts import Counts
+from counts import Counts, Diary
 from network import Network
-from ranks import servers_of
+from ranks import end_all, servers_of
 from strangers_server import memory_mb
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,18 +67,12 @@ class Place:
             self.network.enter(node)
 
 
-class Report(pl.Callback):
+class Report(Diary):
     """Writes down when a worker is in, what it has trained, and what came out; ends training when told to."""
 
     def __init__(self, file: Path, began: float) -> None:
-        self.file, self.began = file, began
-        self.told: dict[str, Any] = {"batches": 0}
-
-    def tell(self, **about: Any) -> None:
-        self.told.update(about)
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(self.told))
-        new.rename(self.file)
+        super().__init__(file, batches=0)
+        self.began = began
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.told["batches"] += 1
@@ -268,11 +261,4 @@ class Job:
 
     def close(self) -> None:
         """End all processes."""
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-            process.terminate()
-        for process in self.processes.values():
-            process.join(5)
-            process.kill()
-            process.join()
+        end_all(self.processes.values())

@@ -201,7 +201,7 @@ class FixedFleet(Fleet):
 
     @property
     def _servers_ended(self) -> bool:
-        """Whether the servers are lost for good, with the process that hosted them."""
+        """Whether the servers are lost, and no other worker can host new ones."""
         hosts = self._job.hosts
         return self._main not in (None, os.getppid()) if hosts is None else hosts.gave_up
 
@@ -352,9 +352,8 @@ class FixedFleet(Fleet):
         self.entry, self.collectives.phase = entry, Phase.ENTERING
         self.chief = self.collectives.chief = entry.chief
         hosts = self._job.hosts
-        if hosts is not None:  # the others know the address of the process before this one
-            hosts.chief = entry.chief
-            hosts.places, hosts.mine = dict(entry.places), replace(hosts.mine, may_host=False)
+        if hosts is not None:
+            hosts.enter(entry.places, entry.chief)
 
     def _await_entry(self, collectives: int) -> EntryPoint:
         if not self._fits:

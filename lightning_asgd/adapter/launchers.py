@@ -241,7 +241,7 @@ class TrainingJob:
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def _locate(self) -> None:
-        """Wait for another worker to host the servers, if the one that did is lost."""
+        """If the worker that hosts the servers is lost, wait until another worker hosts them."""
         if self.hosts is not None:
             self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, listens
+from lightning_asgd.transports.rendezvous import Rendezvous, listens
 
 __all__ = ["HostAddress", "ServerHosts"]
 
@@ -87,11 +87,10 @@ class ServerHosts:
         self._own = own
         self._look = look
         self._clock = clock
-        self._resigned = False  # whether the present host has said that it hosts them no longer
         self._failed: set[int] = set()  # workers that have said that they host nothing
         self._heard: dict[int, float] = {}  # when the coordinator counted a worker as living
         self._last = clock()  # when this worker last heard the coordinator
-        self._gone: set[int] = set()  # workers that have left for good
+        self._gone: set[int] = set()  # workers that have left the session
         self.moved_at = -math.inf
         """When another worker began to host them."""
         self._votes: dict[int, tuple[int, float]] = {}  # the latest of each worker, and since when this one knows it
@@ -105,7 +104,6 @@ class ServerHosts:
         if self.rank in self._failed and self.present == self.rank:
             self._find_present()
         self._own.put("resigned", False)
-        self._resigned = False
         self._failed.clear()
 
     def joined(self, places: Mapping[int, HostAddress]) -> None:
@@ -113,9 +111,28 @@ class ServerHosts:
         self.places, self._last = dict(places), self._clock()
         self._heard, self._gone = dict.fromkeys(places, self._last), set()
         self.mine = replace(self.mine, may_host=self.may_host)
+        for rank in places:
+            self._own.put(f"place/{rank}", [])
+
+    def enter(self, places: Mapping[int, HostAddress], chief: int) -> None:
+        """This process replaces a worker while the others train: tell them where it is.
+
+        It hosts nothing: who cannot be reached now would not follow it.
+        """
+        self.places, self.chief = dict(places), chief
+        self.mine = replace(self.mine, may_host=False)
+        for rank, place in self.places.items():
+            if rank != self.rank and self._look(place):
+                with contextlib.suppress(RuntimeError), Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
+                    there.put(f"place/{self.rank}", [self.mine.host, self.mine.port])
+
+    def _place(self, rank: int) -> HostAddress:
+        """Where a worker is, or the process that has replaced it."""
+        entered = self._own.peek(f"place/{rank}", list)
+        return HostAddress(entered[0], entered[-1], may_host=False) if entered else self.places[rank]
 
     def hear(self, living: Collection[int], left: Collection[int]) -> None:
-        """Note whom the coordinator counts as living, and who has left for good."""
+        """Note which workers the coordinator counts as living, and which have left the session."""
         self._last, self._gone = self._clock(), set(left) - set(living)
         self._heard.update(dict.fromkeys(living, self._last))
 
@@ -134,26 +151,32 @@ class ServerHosts:
                         self.present, self.address = rank, (place.host, place.port)
 
     def check_host(self) -> None:
-        """Raise a :class:`LaunchError` if the present host has resigned; called now and then by who waits for it."""
-        place = self.places.get(self.present)
-        if place is None or self.present == self.rank or self._clock() < self._checked + _CHECK_S:
+        """Raise a :class:`LaunchError` if the present host has resigned or is lost; called while it is waited for."""
+        rank = self.present
+        if rank not in self.places or rank == self.rank or self._clock() < self._checked + _CHECK_S:
             return
-        self._checked = self._clock()
+        self._checked, place = self._clock(), self._place(rank)
         try:
             with Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
-                self._resigned = bool(there.peek("resigned", bool))
-        except RuntimeError:  # it is lost
-            self._resigned = self._resigned or self._look(place) is False
-        if self._resigned:
-            raise LaunchError(f"Worker {self.present} hosts the servers no longer.")
+                resigned = there.peek("resigned", bool)
+        except RuntimeError:
+            resigned = False
+        if resigned:
+            self._failed.add(rank)  # and not the worker that another thread may have found meanwhile
+        if resigned or self._look(place) is False:
+            raise LaunchError(f"Worker {rank} hosts the servers no longer.")
 
     @property
     def is_lost(self) -> bool:
         """Whether the worker that hosts the servers is lost, as far as this one can see."""
-        return self.present in self.places and (self._resigned or not self._look(self.places[self.present]))
+        return self.present in self.places and (self.present in self._failed or not self._sees(self.present))
+
+    def _sees(self, rank: int) -> bool | None:
+        """Whether a worker's process lives; None if that is unknown."""
+        return self._look(self._place(rank))
 
     def locate(self, take_over: TakeOver, timeout_s: float) -> tuple[str, int]:
-        """Where the servers are announced; waits for another worker to host them if the one that did is lost.
+        """The address where the servers are announced. If their host is lost, waits until another worker hosts them.
 
         If this worker is to host the servers, ``take_over`` gets its rendezvous, and why workers are gone. Raises a
         :class:`LaunchError` if no worker can host them.
@@ -185,20 +208,17 @@ class ServerHosts:
         if not (self._host(take_over) if candidate == self.rank else self._follow(candidate)):
             return False
         self.lost[self.present] = self._fate
-        self.present, self._resigned, place = candidate, False, self.places[candidate]
+        self.present, place = candidate, self.places[candidate]
         self.address, self.moved_at = (place.host, place.port), self._clock()
         return True
 
     def candidate(self) -> int | None:
         """The lowest rank that may host the servers and answers."""
-        now = self._clock()
-        for rank, place in sorted(self.places.items()):
-            if (
-                rank in {*self.lost, *self._failed, self.present}
-                or not (self.mine if rank == self.rank else place).may_host
-            ):
+        now, excluded = self._clock(), {*self.lost, *self._failed, self.present}
+        for rank in sorted(self.places.keys() - excluded):
+            if not (self.mine if rank == self.rank else self._place(rank)).may_host:
                 continue
-            if rank == self.rank or (now > self._passed.get(rank, -1.0) and self._look(place)):
+            if rank == self.rank or (now > self._passed.get(rank, -1.0) and self._sees(rank)):
                 return rank
         return None
 
@@ -221,7 +241,9 @@ class ServerHosts:
         votes = self._present_votes()
         if len(votes) <= len(self._may_live() - votes):
             return False
-        take_over(self._own, {**self.lost, **self._on_lost_machine(), self.present: self._fate})
+        if not self.is_lost:  # to look at the others has taken its time
+            return False
+        take_over(self._own, {**self._ended(), **self.lost, self.present: self._fate})
         for lost in (*self.lost, self.present):
             self._own.put(f"lost host {lost}", True)
         return True
@@ -240,24 +262,26 @@ class ServerHosts:
         """All workers but those that have ended, and those that the coordinator has not heard for long."""
         since = self._last - _AWAY_S
         heard = {rank for rank in self.places if self._heard.get(rank, self._last) >= since}
-        heard -= {*self.lost, *self._failed, *self._gone, *((self.present,) if self._resigned else ())}
-        others = {rank for rank in heard - {self.rank} if self._look(self.places[rank]) is not False}
+        heard -= {*self.lost, *self._failed, *self._gone}
+        others = {rank for rank in heard - {self.rank} if self._sees(rank) is not False}
         return others | {self.rank}
 
-    def _on_lost_machine(self) -> dict[int, str]:
-        """Workers that were lost with the host's machine, or with the process that had started them."""
-        where = self.places[self.present].host
-        if where == LOOPBACK or self._resigned:
-            return {}
-        there = {rank for rank, place in self.places.items() if place.host == where} - {self.rank, *self.lost}
-        return {rank: f"worker {self.present} was lost" for rank in there if not self._look(self.places[rank])}
+    def _ended(self) -> dict[int, str]:
+        """Other workers that have ended, or that were lost with the host's machine: the new servers await no report."""
+        where, ended = self._place(self.present).host, {}
+        for rank in set(self.places) - {self.rank, self.present, *self.lost}:
+            sight = self._sees(rank)
+            if rank in self._failed or sight is False:
+                ended[rank] = "it has failed" if rank in self._failed else "its process has ended"
+            elif sight is None and self._place(rank).host == where:
+                ended[rank] = "its machine cannot be reached"
+        return ended
 
     @property
     def _fate(self) -> str:
-        if self._resigned:
+        if self.present in self._failed:
             return "it has failed"
-        ended = self._look(self.places[self.present]) is False
-        return "its process has ended" if ended else "its machine cannot be reached"
+        return "its process has ended" if self._sees(self.present) is False else "its machine cannot be reached"
 
     def _why(self, left: Collection[int]) -> str:
         lost = f"Worker {self.present}, which hosts the servers, is lost: {self._fate}"

@@ -276,8 +276,8 @@ class Membership:
 
         ``holding`` names, in an elastic run, the workers that hold weights. ``admitted`` is the highest number that a
         worker knows to be given. Until :meth:`end_recovery` the workers are given more time than usual, also once they
-        have joined: one that is busy or suspended for long may be the only one with the newest state, or with a push
-        that it lacks.
+        have joined: a worker that is busy or suspended for long may hold the newest state, or a push that this state
+        lacks.
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)

@@ -15,7 +15,7 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 class Workers:
     """Workers of a job, and what each sees of the others: True lives, False has ended, None does not answer."""
 
-    def __init__(self, number: int, late: int | None = None) -> None:
+    def __init__(self, number: int) -> None:
         self.now = 0.0
         self.rendezvous = [Rendezvous.host() for _ in range(number)]
         self.sight: dict[tuple[int, int], bool | None] = {}
@@ -23,8 +23,6 @@ class Workers:
         self.hosts = [self._worker(rank) for rank in range(number)]
         for worker in self.hosts:
             worker.joined({rank: each.mine for rank, each in enumerate(self.hosts)})
-        if late is not None:  # it has replaced a process whose address the others know
-            self.hosts[late].mine = HostAddress(*self.rendezvous[late].address, may_host=False)
 
     def _worker(self, rank: int) -> ServerHosts:
         def look(place: HostAddress) -> bool | None:
@@ -32,6 +30,16 @@ class Workers:
             return self.sight.get((rank, other), True)
 
         return ServerHosts(rank, self.rendezvous[rank], self.rendezvous[0].address, look=look, clock=lambda: self.now)
+
+    def replace(self, rank: int) -> None:
+        """Another process takes a worker's place, at another address."""
+        before = self.hosts[rank]
+        self.rendezvous.append(Rendezvous.host())
+        entered = ServerHosts(
+            rank, self.rendezvous[-1], self.rendezvous[0].address, look=before._look, clock=lambda: self.now
+        )
+        entered.enter(before.places, 0)
+        self.hosts[rank] = entered
 
     def ends(self, *ranks: int) -> None:
         for rank in ranks:
@@ -107,7 +115,7 @@ def test_most_workers_continue_without_a_machine_that_cannot_be_reached(make: An
     workers.cut(0, 1)
     assert workers.moves(2, 3) == [], "2 of 5"
     assert workers.moves(2, 3, 4) == [2, 3, 4]
-    assert workers.hosted == [(2, {0: "its machine cannot be reached"})]
+    assert workers.hosted == [(2, dict.fromkeys((1, 0), "its machine cannot be reached"))]
 
 
 @pytest.mark.parametrize("side", [(1,), (1, 2), (1, 2, 3), (2, 3)])
@@ -175,7 +183,7 @@ def test_a_worker_that_has_failed_hosts_nothing_even_if_its_process_lives(make: 
             worker.check_host()
     workers.hosts[1].resign()
     assert workers.moves(2, 3, rounds=6) == [2, 3]
-    assert workers.hosted == [(2, {0: "it has failed"})]
+    assert workers.hosted == [(2, dict.fromkeys((1, 0), "it has failed"))]
 
 
 def test_a_worker_that_failed_in_the_session_before_may_host_again(make: Any) -> None:
@@ -225,13 +233,33 @@ def test_a_worker_that_is_cut_off_for_long_hosts_nothing(make: Any) -> None:
     assert workers.moves(4, rounds=6) == []
 
 
-def test_a_process_whose_address_the_others_do_not_know_hosts_nothing(make: Any) -> None:
-    workers = make(3, late=1)
+def test_a_process_that_has_replaced_a_worker_votes_and_does_not_host(make: Any) -> None:
+    workers = make(3)
+    workers.ends(1)
+    workers.replace(1)
     workers.ends(0)
-    workers.sight[2, 1] = False  # where the process before it was
     assert workers.moves(1) == []
     assert workers.moves(2, 1) == [2, 1]
-    assert workers.hosted == [(2, {0: "its process has ended"})]
+    assert workers.hosted == [(2, {0: "its process has ended"})], "the process in its place lives"
+
+
+def test_workers_that_have_ended_too_are_named_and_not_awaited(make: Any) -> None:
+    workers = make(4)
+    workers.ends(0, 1)
+    assert workers.moves(2, 3) == [2, 3]
+    assert workers.hosted == [(2, {1: "its process has ended", 0: "its process has ended"})]
+
+
+def test_a_resignation_heard_late_is_not_taken_for_the_next_host_s(make: Any) -> None:
+    workers = make(3)
+    workers.hosts[0].resign()
+    before = workers.hosts[2].places[0]
+    for worker in workers.hosts[1:]:
+        with pytest.raises(LaunchError):
+            worker.check_host()
+    assert workers.moves(1, 2) == [1, 2]
+    assert workers.hosts[2].places[0] == before
+    assert not workers.hosts[2].is_lost
 
 
 def test_too_few_workers_end(make: Any) -> None:
