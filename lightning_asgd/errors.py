@@ -59,6 +59,8 @@ class ServerLostError(ASGDError):
 
     server: int | None = None
     """Which one, if its connection broke."""
+    replaced: int = 0
+    """How often it had been replaced when the message was sent that was not answered."""
 
 
 class WorkerLostError(ASGDError):

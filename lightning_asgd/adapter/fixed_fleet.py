@@ -135,13 +135,14 @@ class FixedFleet(Fleet):
         silent_s = min(silent_s, time.monotonic() - hosts.moved_at)
         if silent_s < looks_s:
             return
+        replaced = tuple(self.client.connection.replaced)
         try:
             hosts.gave_up |= silent_s > looks_s + gives_up_s and hosts.is_lost
             if hosts.gave_up or self._job.look_for_host():
-                recovery.lose_all()
+                recovery.lose_all(replaced)
         except Exception:  # else the heartbeats would end, and no message would say why
             log.exception("Worker %d could not look for another host of the servers.", self.rank)
-            recovery.lose_all()
+            recovery.lose_all(replaced)
 
     def _hear(self, _: int) -> None:
         if self._job.hosts is not None:
@@ -277,7 +278,7 @@ class FixedFleet(Fleet):
             if error.server is None:
                 raise
             client.connection.transport.prepare(error.server, self._job.successor(error.server))
-            client.connection.transport.replace(error.server)
+            client.connection.replace(error.server)
             return self._take_rank()
 
     def _take_rank(self) -> Joined:

@@ -170,7 +170,6 @@ class Collectives:
     def _answer(self, connection: Connection, message: Contribution) -> dict[int, Any]:
         limit = message.timeout_s + GRACE_S
         while True:
-            restored = connection.restored[COORDINATOR]
             try:
                 future = connection.post(COORDINATOR, message, limit)
                 if not connection.wait(future, limit):
@@ -182,7 +181,7 @@ class Collectives:
                 answer: dict[int, Any] = connection.result(COORDINATOR, future)
                 return answer
             except ServerLostError as error:
-                connection.recover(COORDINATOR, restored, error)
+                connection.recover(error)
 
     # ------------------------------------------------------------------ what a replacement of the coordinator needs
 

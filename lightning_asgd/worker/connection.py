@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch.futures import Future
 
@@ -64,6 +65,8 @@ class Connection:
         self._with_last_output = with_last_output
         self.restorer: Restorer | None = None  # None where lost servers cannot be restored
         self.restored = [0] * transport.num_servers  # how often each was
+        self.replaced = [0] * transport.num_servers  # how often another process took its place
+        self._sent: WeakKeyDictionary[Future[Any], int] = WeakKeyDictionary()  # how often, when each message was sent
         self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
         self._lost_servers: set[int] = set()  # servers to restore
         self._being_restored: set[int] = set()
@@ -83,12 +86,15 @@ class Connection:
 
     def post(self, server: int, message: Any, timeout_s: float | None = None) -> Future[Any]:
         """Send a message; the future is for :meth:`result`."""
+        replaced = self.replaced[server]
         try:
-            return self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
+            future = self.transport.call(server, message, self.timeout_s if timeout_s is None else timeout_s)
         except ASGDError:  # the message cannot be sent
             raise
         except RuntimeError as error:
-            raise self._broken(server, error) from error
+            raise self._broken(server, replaced, error) from error
+        self._sent[future] = replaced
+        return future
 
     def result(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
         """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`."""
@@ -101,7 +107,7 @@ class Connection:
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._broken(server, error) from error
+            raise self._broken(server, self._sent.get(future, self.replaced[server]), error) from error
         if isinstance(value, Failure):
             raise error_from(value.error, value.message)
         return value
@@ -109,11 +115,10 @@ class Connection:
     def ask(self, server: int, message: Any) -> Any:
         """Send a message and wait for the answer; sent again to a server that was restored meanwhile."""
         while True:
-            restored = self.restored[server]
             try:
                 return self.result(server, self.post(server, message))
             except ServerLostError as error:
-                self.recover(server, restored, error)
+                self.recover(error)
 
     def ask_together(self, messages: Mapping[int, Any]) -> None:
         """Send a message to each server, and wait for answers that depend on the other workers."""
@@ -160,16 +165,23 @@ class Connection:
         """Servers that are being restored, and may not have what the coordinator has answered."""
         return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
 
-    def recover(self, server: int, restored: int, error: ServerLostError) -> None:
-        """Restore a server after an error, unless it was restored already. Raises the error if that is impossible.
-
-        ``restored`` is how often it had been when the message was sent that was not answered.
-        """
+    def recover(self, error: ServerLostError) -> None:
+        """Restore a server after an error, unless that is past. Raises the error if it is impossible."""
         if self.restorer is None or self._being_restored or error.server is None:
             raise error
-        if self.restored[server] == restored:
-            self._lost_servers.add(server)
+        if self.concerns_present(error):
+            self._lost_servers.add(error.server)
             self._restore()
+
+    def concerns_present(self, error: ServerLostError) -> bool:
+        """Whether the process is lost that is called now, and not one that was replaced since the message was sent."""
+        return error.server is not None and error.replaced == self.replaced[error.server]
+
+    def replace(self, server: int) -> None:
+        """Call a lost server's replacement from now on."""
+        self.replaced[server] += 1
+        self.transport.replace(server)
+        self.gone.discard(server)
 
     def _restore(self) -> None:
         while self._lost_servers and self.restorer is not None:
@@ -189,14 +201,14 @@ class Connection:
         """The error for a server that is lost."""
         return ServerLostError(self._with_last_output(text))
 
-    def _broken(self, server: int, error: Exception) -> ServerLostError:
+    def _broken(self, server: int, replaced: int, error: Exception) -> ServerLostError:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         lost = self.lost(
             f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output is in the main process's error or log."
         )
         if not isinstance(error, CallTimeoutError):  # else it may live, and is not replaced
-            lost.server = server
+            lost.server, lost.replaced = server, replaced
         return lost
 
 

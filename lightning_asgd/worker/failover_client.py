@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.futures import Future
@@ -29,7 +29,7 @@ from lightning_asgd.protocol import (
     StateReport,
 )
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
+from lightning_asgd.worker.connection import COORDINATOR, AnotherLost, done_within
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import run
@@ -43,7 +43,7 @@ _FOREVER_S = 0.0  # for a transport: no time-out
 class _Successor:
     """A lost server whose replacement is awaited."""
 
-    ready: threading.Event = field(default_factory=threading.Event)
+    ready: Future[None] = field(default_factory=Future)
     replaced: bool = False  # whether the transport is connected to it
     error: ASGDError | None = None
 
@@ -75,8 +75,7 @@ class FailoverClient:
         self._find = find
         self._background = background
         self._awaited: dict[int, _Successor] = {}
-        self._replaced = [0] * len(client.connection.servers)  # how often each server was
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self._connection.restorer = self
         for server in self._connection.servers:
@@ -89,24 +88,35 @@ class FailoverClient:
 
     def watch(self, server: int) -> None:
         """Watch a server: when it is lost, look for its replacement and interrupt the training thread."""
-        me, replaced = weakref.ref(self), self._replaced[server]  # the future outlives the session
+        me, replaced = weakref.ref(self), self._connection.replaced[server]  # the future outlives the session
 
         def ended(future: Future[None]) -> None:
             recovery = me()
             try:
                 future.value()
             except RuntimeError:
-                # This may run late, after the watched server was replaced; the living replacement has no successor.
-                if recovery is not None and not recovery._closed and recovery._replaced[server] == replaced:
-                    recovery._await(server)
+                if recovery is not None and not recovery._closed:
+                    recovery._lose(server, replaced)
 
         watched = self._connection.post(server, DisconnectWatch(*self._connection.sender), _FOREVER_S)
         watched.add_done_callback(ended)
 
-    def lose_all(self) -> None:
-        """All servers are lost, though no connection has broken: their machine has vanished. Any thread may call it."""
+    def lose_all(self, replaced: Sequence[int]) -> None:
+        """All servers are lost, though no connection has broken: their machine has vanished. Any thread may call it.
+
+        ``replaced`` is how often each had been replaced when that was noticed.
+        """
         if not self._closed:
             for server in self._connection.servers:
+                self._lose(server, replaced[server])
+
+    def _lose(self, server: int, replaced: int) -> None:
+        """Look for a lost server's replacement, unless the server was replaced since its loss was noticed.
+
+        The living replacement has no successor: the search would never end.
+        """
+        with self._lock:
+            if self._connection.replaced[server] == replaced:
                 self._await(server)
 
     def _await(self, server: int) -> _Successor:
@@ -127,7 +137,7 @@ class FailoverClient:
                 )
             finally:
                 self._connection.interrupt(server)
-                awaited.ready.set()
+                awaited.ready.set_result(None)
 
         self._background(find)
         return awaited
@@ -138,16 +148,17 @@ class FailoverClient:
         Raises a :class:`ServerLostError` if a server was not replaced, :class:`AnotherLost` if another server is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
-            awaited.ready.wait()
+            done_within(awaited.ready, threading.TIMEOUT_MAX)
             if awaited.error is not None:
                 raise awaited.error
         try:
             self._take_part(servers)
         except ServerLostError as error:
-            if error.server is None:
+            if error.server is None or not self._connection.concerns_present(error):
                 raise
-            with self._lock:
-                self._awaited.pop(error.server, None)
+            with self._lock:  # a search that has not ended is for the same process
+                if error.server in self._awaited and self._awaited[error.server].replaced:
+                    del self._awaited[error.server]
             self._connection.interrupt(error.server)
             raise AnotherLost from error
         with self._lock:
@@ -159,10 +170,8 @@ class FailoverClient:
         try:
             for server in servers:
                 if not self._awaited[server].replaced:
-                    connection.transport.replace(server)
-                    connection.gone.discard(server)
+                    connection.replace(server)
                     self._awaited[server].replaced = True
-                    self._replaced[server] += 1
                 self._join(server)
                 for log in logs:
                     log.allocate(server)

@@ -406,7 +406,7 @@ class DataLeases(WorkFeed):
         except WorkerAwayError:
             self._rejoin()
         except ServerLostError as error:
-            client.connection.recover(COORDINATOR, asked.restored, error)
+            client.connection.recover(error)
         if asked.timeout_s is None:
             self.granted_wait_s += self._clock() - waiting_since
         else:

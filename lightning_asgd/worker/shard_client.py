@@ -122,7 +122,7 @@ class ShardClient:
         all_restored = list(connection.restored)
         while len(replies) < len(futures):
             server = len(replies)
-            restored, future = connection.restored[server], futures[server]
+            future = futures[server]
             try:
                 reply: Reply = connection.result(server, future)
                 members = client.members[server]
@@ -139,7 +139,7 @@ class ShardClient:
                 client.must_rejoin = True
                 futures[server] = connection.post(server, self.latest[server])
             except ServerLostError as error:
-                connection.recover(server, restored, error)
+                connection.recover(error)
                 if futures[server] is future:
                     futures[server] = connection.post(server, self.latest[server])
             if all_restored != connection.restored:  # the answer of a server that was lost is worth nothing

@@ -9,6 +9,7 @@ every answer is an event of its own. tests/helpers/orders.py enumerates the orde
 * ``answer``: an answer reaches its worker, answers of one server in any order,
 * ``repeat``: a message that was thought to be lost, and was sent again, arrives all the same,
 * ``notice``: a worker's watch tells it that a server was lost, which its other calls did at once,
+* ``find``: a worker's search for the replacement of a lost server ends,
 
 or a fault: ``kill`` a server, and another takes its place; ``cut`` a worker's connections to a server, and all calls
 that were not answered are sent again; ``silence``: a server hears nothing of a worker for too long, and goes on without
@@ -51,6 +52,7 @@ from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCach
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchange_recovery as recovery_module
+from lightning_asgd.worker import failover_client as failover_module
 from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
@@ -85,6 +87,7 @@ class Plan:
         meets: whether workers meet at the end and fetch, as at a sync point.
         workers: number of them.
         late: whether workers notice at any time after that a server was lost, where they only watch it.
+        searches: whether it takes time to find the replacement of a lost server.
     """
 
     servers: int = 1
@@ -95,6 +98,7 @@ class Plan:
     meets: bool = False
     workers: int = 2
     late: bool = False
+    searches: bool = False
 
 
 @dataclass
@@ -184,6 +188,8 @@ class World:
         self.answers: list[tuple[Call, Any]] = []  # on their way
         self.late: list[Call] = []
         self.lost: list[Call] = []  # watches of lost servers, which their workers have not noticed
+        self.searches: list[tuple[int, int, Callable[[], None]]] = []  # worker, number; those that have not ended
+        self.searched = [0] * plan.workers  # how often each worker has
         self.faults = 0
         self.killed = False
         self.silent: set[int] = set()
@@ -207,7 +213,7 @@ class World:
 
     def run(self, choose: Choose) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (connection_module, session_module, recovery_module):
+            for module in (connection_module, session_module, recovery_module, failover_module):
                 patch.setattr(module, "done_within", self.actors.done_within)
             for rank in range(self.plan.workers):
                 self.actors.add(str(rank), partial(self.live, rank))
@@ -231,7 +237,7 @@ class World:
             assert plan.comes
             self.end(rank)
             return
-        FailoverClient(client, collectives, exchanger, lambda: None, end.successor, lambda run: run())
+        FailoverClient(client, collectives, exchanger, lambda: None, end.successor, partial(self.search, rank))
         self.ready.add(rank)
         self.held = plan.comes or len(self.ready) == plan.workers
         self.actors.wait_until(lambda: self.held)
@@ -294,6 +300,7 @@ class World:
         events: list[Event] = [("answer", call.worker, call.number) for call, _ in self.answers]
         events += [("arrive", *line) for line, calls in self.lines.items() if calls]
         events += [("notice", call.worker, call.number) for call in self.lost]
+        events += [("find", worker, number) for worker, number, _ in self.searches]
         living = [members and members.living for members in self.memberships()]
         dead = [(rank, server) for rank in sorted(self.dead) for server in range(self.plan.servers)]
         return sorted(events) + [
@@ -373,6 +380,21 @@ class World:
         self.lost.remove(call)
         self.fail(call)
 
+    def search(self, worker: int, search: Callable[[], None]) -> None:
+        """A worker begins to search for the replacement of a server."""
+        self.searched[worker] += 1
+        if self.plan.searches:
+            self.searches.append((worker, self.searched[worker], search))
+        else:
+            search()
+
+    def find(self, worker: int, number: int) -> None:
+        """A worker's search ends."""
+        (found,) = [search for search in self.searches if search[:2] == (worker, number)]
+        self.searches.remove(found)
+        self.heard[worker] = hash((self.heard[worker], "found", number))
+        found[-1]()
+
     def fail(self, call: Call) -> None:
         self.heard[call.worker] = hash((self.heard[call.worker], call.number))
         call.future.set_exception(RuntimeError("eof"))
@@ -415,6 +437,7 @@ class World:
         self.open = [call for call in self.open if call.worker != worker]
         self.answers = [(call, value) for call, value in self.answers if call.worker != worker]
         self.lost = [call for call in self.lost if call.worker != worker]
+        self.searches = [search for search in self.searches if search[0] != worker]
         for line in [line for line in self.lines if line[0] == worker]:
             self.late += self.lines.pop(line)
 
@@ -463,6 +486,7 @@ class World:
                 frozenset((call.worker, call.number, fingerprint(value)) for call, value in self.answers),
                 frozenset((call.worker, call.number) for call in self.late),
                 frozenset((call.worker, call.number) for call in self.lost),
+                frozenset(search[:2] for search in self.searches),
                 tuple(self.back),
                 frozenset(self.acknowledged),
                 self.killed,
@@ -573,6 +597,26 @@ def test_a_worker_that_is_cut_off_while_a_server_is_lost_leaves_no_part_of_a_pus
     else:
         world.run(lambda events, _: events[0] if events else None)
     assert world.plan.most == world.faults or every
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("before", range(24))
+def test_a_search_that_ends_late_loses_no_living_server(first: int, before: int) -> None:
+    """Both servers are lost while workers wait for server 1, and the search that began first ends last."""
+    world = World(Plan(servers=2, pushes=2, faults=("kill",), most=2, searches=True))
+    calm = iter(range(before))
+
+    def choose(events: list[Event], _: Any) -> Event | None:
+        if next(calm, None) is not None:
+            possible = [event for event in events if event[0] != "kill"]
+            return min(possible, key=lambda event: event[0] == "arrive" and event[2] == 1, default=None)
+        if world.may_fail:
+            return ("kill", first if world.faults == 0 else 1 - first)
+        other = [event for event in events if event[0] != "find"]
+        return other[0] if other else max(events, key=lambda event: event[2], default=None)
+
+    world.run(choose)
+    assert world.faults in (0, world.plan.most)
 
 
 MEETING = Plan(pushes=1, faults=("cut",), most=1, meets=True)
