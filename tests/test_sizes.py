@@ -43,9 +43,9 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 435 are a rendezvous of our own for zmq beside torch's, and the choice of a transport with its line at the start.
 # 115 are a snapshot that is copied piece by piece: copying all at once kept every message waiting.
 # 480 are the replacement of a killed worker by a process that is started again, and the types of messages' fields.
-# 610 are the takeover of the servers by another worker, and what a network that has split needs for that.
+# 650 are the takeover of the servers by another worker, and what a network that has split needs for that.
 # 120 are bounds on what foreign processes and malformed messages can do, and errors that say what to do.
-LINES = {"core": 20_960, "tools": 5_080}
+LINES = {"core": 21_000, "tools": 5_080}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

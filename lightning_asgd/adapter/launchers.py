@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
 
 log = logging.getLogger(__name__)
 
+_ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
 _connected = False  # whether this process has been a worker
@@ -198,8 +200,7 @@ class TrainingJob:
     def connect(self) -> Transport:
         """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
-        self._locate()
-        with self._rendezvous() as rendezvous:
+        with self._reach_host() as rendezvous:
             if not self.attaches:
                 self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
             keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
@@ -215,10 +216,21 @@ class TrainingJob:
         """A key-value store that all workers of the present session reach."""
         return self._rendezvous().shared(f"session/{self.session}/")
 
-    def _rendezvous(self) -> Rendezvous:
+    def _rendezvous(self, timeout_s: float | None = None) -> Rendezvous:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        return Rendezvous.connect(*self.address, self.start_timeout_s, elsewhere=self.attaches)
+        return Rendezvous.connect(*self.address, timeout_s or self.start_timeout_s, elsewhere=self.attaches)
+
+    def _reach_host(self) -> Rendezvous:
+        """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            self._locate()
+            try:
+                return self._rendezvous(None if self.hosts is None else min(_ATTEMPT_S, self.start_timeout_s))
+            except LaunchError:
+                if self.hosts is None or time.monotonic() > deadline:
+                    raise
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
@@ -227,12 +239,12 @@ class TrainingJob:
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
-        check, address = (lambda: None) if hosts is None else hosts.check_host, self.address
+        check = (lambda: None) if hosts is None else hosts.check_host
         while True:
+            address = self.address
             try:
-                self._locate()
-                address = self.address
-                with self._rendezvous() as rendezvous:
+                with self._reach_host() as rendezvous:
+                    address = rendezvous.address
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:

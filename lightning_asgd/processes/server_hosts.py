@@ -14,7 +14,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from lightning_asgd.errors import LaunchError
@@ -27,6 +28,7 @@ _CONNECT_S = 5.0
 _VOTE_S = 5.0  # that a vote counts if it is not renewed
 _CHECK_S = 1.0
 _DEAF_S = 30.0  # for which a candidate is passed over that did not answer, or hosts nothing
+_LOOKS = 32  # at once: a machine that does not answer takes a second
 _AWAY_S = 300.0  # after which a worker that the coordinator does not hear is taken for lost
 
 TakeOver = Callable[[Rendezvous, Mapping[int, str]], None]
@@ -95,6 +97,7 @@ class ServerHosts:
         """When another worker began to host them."""
         self._votes: dict[int, tuple[int, float]] = {}  # the latest of each worker, and since when this one knows it
         self._voted = 0
+        self._votes_for: tuple[int, float, float] = -1, 0.0, 0.0  # a candidate, since when, and the time of the latest
         self._checked = -_CHECK_S  # when this worker last asked whether the host has resigned
         self._passed: dict[int, float] = {}  # candidates that are passed over, and until when
         self._lock = threading.Lock()
@@ -175,6 +178,14 @@ class ServerHosts:
         """Whether a worker's process lives; None if that is unknown."""
         return self._look(self._place(rank))
 
+    def _sights(self, ranks: Iterable[int]) -> Iterator[tuple[int, bool | None]]:
+        """The same of several workers, in this order; as many at once as are needed to be quick."""
+        left = list(ranks)
+        with ThreadPoolExecutor(_LOOKS) as looks:
+            while left:
+                some, left = left[:_LOOKS], left[_LOOKS:]
+                yield from zip(some, looks.map(self._sees, some), strict=True)
+
     def locate(self, take_over: TakeOver, timeout_s: float) -> tuple[str, int]:
         """The address where the servers are announced. If their host is lost, waits until another worker hosts them.
 
@@ -203,7 +214,7 @@ class ServerHosts:
 
     def _move(self, take_over: TakeOver) -> bool:
         candidate = self.candidate()
-        if candidate is None:
+        if candidate is None or self._counts_for_another(candidate):
             return False
         if not (self._host(take_over) if candidate == self.rank else self._follow(candidate)):
             return False
@@ -215,26 +226,39 @@ class ServerHosts:
     def candidate(self) -> int | None:
         """The lowest rank that may host the servers and answers."""
         now, excluded = self._clock(), {*self.lost, *self._failed, self.present}
-        for rank in sorted(self.places.keys() - excluded):
-            if not (self.mine if rank == self.rank else self._place(rank)).may_host:
-                continue
-            if rank == self.rank or (now > self._passed.get(rank, -1.0) and self._sees(rank)):
-                return rank
-        return None
+        possible = [
+            rank
+            for rank in sorted(self.places.keys() - excluded)
+            if (self.mine if rank == self.rank else self._place(rank)).may_host and now > self._passed.get(rank, -1.0)
+        ]
+        before = [rank for rank in possible if self.rank not in possible or rank < self.rank]
+        living = (rank for rank, sight in self._sights(before) if sight)
+        return next(living, self.rank if self.rank in possible else None)
+
+    def _counts_for_another(self, candidate: int) -> bool:
+        """Whether this worker's latest vote may still count for another candidate: it must not count for two."""
+        voted_for, _, at = self._votes_for
+        if voted_for in {-1, candidate, *self.lost, *self._failed} or self._clock() > at + _VOTE_S:
+            return False
+        return self._sees(voted_for) is not False
 
     def _follow(self, candidate: int) -> bool:
         """Vote for a candidate; whether it hosts the servers now."""
-        place, self._voted = self.places[candidate], self._voted + 1
+        place, now, (voted_for, since, _) = self.places[candidate], self._clock(), self._votes_for
+        since = since if voted_for == candidate else now
+        self._voted, self._votes_for = self._voted + 1, (candidate, since, now)
         try:
             with Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
                 if there.peek("resigned", bool):
                     self._failed.add(candidate)
                     return False
                 there.put(f"vote/{self.rank}", self._voted)
-                return bool(there.peek(f"lost host {self.present}", bool))
+                hosts = bool(there.peek(f"lost host {self.present}", bool))
         except RuntimeError:  # it ended just now, or hangs
+            hosts, since = False, -math.inf
+        if not hosts and self._clock() > since + _DEAF_S:  # its store may answer while it hangs itself
             self._passed[candidate] = self._clock() + _DEAF_S
-            return False
+        return hosts
 
     def _host(self, take_over: TakeOver) -> bool:
         """Host the servers, if more than half of the workers that may live vote for this one."""
@@ -263,14 +287,12 @@ class ServerHosts:
         since = self._last - _AWAY_S
         heard = {rank for rank in self.places if self._heard.get(rank, self._last) >= since}
         heard -= {*self.lost, *self._failed, *self._gone}
-        others = {rank for rank in heard - {self.rank} if self._sees(rank) is not False}
-        return others | {self.rank}
+        return {self.rank} | {rank for rank, sight in self._sights(heard - {self.rank}) if sight is not False}
 
     def _ended(self) -> dict[int, str]:
         """Other workers that have ended, or that were lost with the host's machine: the new servers await no report."""
         where, ended = self._place(self.present).host, {}
-        for rank in set(self.places) - {self.rank, self.present, *self.lost}:
-            sight = self._sees(rank)
+        for rank, sight in self._sights(set(self.places) - {self.rank, self.present, *self.lost}):
             if rank in self._failed or sight is False:
                 ended[rank] = "it has failed" if rank in self._failed else "its process has ended"
             elif sight is None and self._place(rank).host == where:

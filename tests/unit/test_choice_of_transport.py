@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports import job_secret, registry
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 SECRET = "known to all machines"
 OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"
@@ -185,15 +187,33 @@ def test_a_host_that_is_lost_while_another_thread_finds_the_next_one(monkeypatch
     hosts.locate = lambda *about: hosts.address
     job.hosts, job.address = hosts, old
 
-    def connect() -> Any:
+    def connect(timeout_s: float) -> Any:
         if hosts.address == old:
             hosts.address = new  # by the other thread
             raise LaunchError("The connection to the main process broke")
-        return contextlib.nullcontext(
-            SimpleNamespace(session=lambda *about: ["key 0", "key 1"], server=lambda *about: "its address")
-        )
+        entries = {"session": lambda *about: ["key 0", "key 1"], "server": lambda *about: "its address"}
+        return contextlib.nullcontext(SimpleNamespace(address=new, **entries))
 
     monkeypatch.setattr(job, "_rendezvous", connect)
     monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost 0", "lost 1")))
     assert job.successor(1) == "its address"
     assert job.address == new
+
+
+@pytest.mark.timeout(30)
+def test_a_host_that_ends_just_before_a_worker_connects_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "_ATTEMPT_S", 0.2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        old = taken.getsockname()
+        with Rendezvous.host() as new:
+            job = TrainingJob(1, 300.0)
+            sights = iter([old, old])  # it was seen to live, and has ended since
+            hosts: Any = SimpleNamespace(address=new.address, is_lost=False, gave_up=False, check_host=lambda: None)
+            hosts.locate = lambda *about: next(sights, new.address)
+            job.hosts, job.address = hosts, old
+            new.announce_session(job.session, "rpc", ["key"])
+            new.put("key", {"address": "its:1"})
+            monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost:1",)))
+            assert job.successor(0) == "its:1"
+            assert job.address == new.address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -260,6 +261,42 @@ def test_a_resignation_heard_late_is_not_taken_for_the_next_host_s(make: Any) ->
     assert workers.moves(1, 2) == [1, 2]
     assert workers.hosts[2].places[0] == before
     assert not workers.hosts[2].is_lost
+
+
+def test_a_candidate_that_answers_and_hosts_nothing_is_passed_over(make: Any) -> None:
+    workers = make(4)
+    workers.ends(0)
+    for _ in range(3):
+        assert workers.moves(2, 3, rounds=1) == [], "worker 1 hangs, and its store answers"
+        workers.now += 16.0
+    assert workers.moves(2, 3) == [2, 3]
+    assert workers.hosted == [(2, {0: "its process has ended"})]
+
+
+def test_a_vote_does_not_count_for_two(make: Any) -> None:
+    workers = make(6)
+    workers.ends(0)
+    assert workers.moves(1, 3, 4, rounds=1) == []
+    workers.sight[3, 1] = workers.sight[4, 1] = workers.sight[2, 1] = None  # they cannot reach worker 1 any more
+    workers.moves(3, 4, 5, 2, rounds=4)
+    assert workers.hosted == [], "worker 1 may count their votes still"
+    workers.moves(3, 4, 5, 2, 1, rounds=20)
+    assert [rank for rank, _ in workers.hosted] == [2]
+
+
+def test_others_are_looked_at_together(make: Any) -> None:
+    workers = make(12)
+    together = threading.Barrier(10)  # all but worker 0, which is lost, and worker 11, which looks
+
+    def look(place: HostAddress) -> bool | None:
+        if place == workers.hosts[0].mine:
+            return False
+        together.wait(10.0)
+        return None
+
+    workers.hosts[11]._look = look
+    assert workers.moves(11, rounds=1) == [], "1 of 11"
+    assert not together.broken
 
 
 def test_too_few_workers_end(make: Any) -> None:
