@@ -193,15 +193,22 @@ class ServerHosts:
         :class:`LaunchError` if no worker can host them.
         """
         deadline = self._clock() + timeout_s
-        while self.is_lost:
-            left = self._may_live() - {self.present}
-            if self.gave_up or len(left) < self.min_workers or self._clock() > deadline or self.rank in self._failed:
-                self.gave_up = True
-                raise LaunchError(self._why(left))
-            if self.move(take_over):
-                break
+        while True:
+            with self._lock:  # two threads look, one for each of two servers
+                if not self.is_lost:
+                    return self.address
+                left = self._may_live() - {self.present}
+                if (
+                    self.gave_up
+                    or len(left) < self.min_workers
+                    or self._clock() > deadline
+                    or self.rank in self._failed
+                ):
+                    self.gave_up = True
+                    raise LaunchError(self._why(left))
+                if self._move(take_over):
+                    return self.address
             time.sleep(_PAUSE_S)
-        return self.address
 
     def move(self, take_over: TakeOver) -> bool:
         """Look once for another worker that hosts the servers, or begin to; see :meth:`locate`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -297,6 +298,25 @@ def test_others_are_looked_at_together(make: Any) -> None:
     workers.hosts[11]._look = look
     assert workers.moves(11, rounds=1) == [], "1 of 11"
     assert not together.broken
+
+
+def test_a_thread_that_finds_the_next_host_does_not_make_another_give_up(make: Any) -> None:
+    """One thread looks for the replacement of each server; the last worker is the next host."""
+    workers = make(3)
+    workers.ends(0, 1)
+    last, looks = workers.hosts[2], itertools.count()
+    look, other = last._look, threading.Thread(target=lambda: last.move(workers._take_over(2)))
+
+    def slow(place: HostAddress) -> bool | None:
+        if next(looks) == 1:  # between two looks of the first thread
+            other.start()
+            other.join()
+        return look(place)
+
+    last._look = slow
+    assert last.locate(workers._take_over(2), 10.0) == workers.rendezvous[2].address
+    assert len(workers.hosted) == 1
+    assert not last.gave_up
 
 
 def test_too_few_workers_end(make: Any) -> None:
