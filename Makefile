@@ -25,7 +25,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -110,6 +110,9 @@ strangers: $(VENV)/.installed-examples ## processes, connections and messages th
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py
+
+wheels: $(VENV)/.installed-dev ## build sdist and wheel, and try each extra in an empty environment
+	@$(RUN) benchmarks/wheels.py $(if $(ONLY),--only $(ONLY))
 
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
 	@$(RUN) -m benchmarks.newcomer
