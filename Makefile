@@ -7,12 +7,12 @@ OLDEST := .venv-oldest
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
-# The tests that start processes and mostly wait for them run beside the others, and print when those have ended.
-PROCESSES := tests/lightning tests/transport
+# Four groups of tests run side by side: many tests mostly wait for processes. What the last three print follows at the end.
+GROUPS := conformance lightning transport
 define run-tests
-@$(RUN) -m pytest $(PROCESSES) $(1) > $(VENV)/processes.log 2>&1 & beside=$$!; \
-$(RUN) -m pytest tests $(PROCESSES:%=--ignore=%) $(1); code=$$?; \
-wait $$beside || code=$$?; cat $(VENV)/processes.log; exit $$code
+@groups=; $(foreach group,$(GROUPS),$(RUN) -m pytest tests/$(group) $(1) > $(VENV)/$(group).log 2>&1 & groups="$$groups $$!"; )\
+$(RUN) -m pytest tests $(GROUPS:%=--ignore=tests/%) $(1); code=$$?; \
+for group in $$groups; do wait $$group || code=$$?; done; cat $(GROUPS:%=$(VENV)/%.log); exit $$code
 endef
 
 define install-beside
@@ -30,7 +30,7 @@ endef
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.installed-examples ## train digits with one process, DDP and A-SGD, and compare them
+demo: $(VENV)/.installed-examples ## train digits with DDP and A-SGD, equal workers and a slow one, and compare them
 	@$(RUN) examples/quickstart.py
 
 docs: $(VENV)/.installed-docs ## make the documentation site, build/docs/index.html

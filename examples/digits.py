@@ -55,19 +55,19 @@ class DigitsCNN(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
-def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """The same 1437 images for training and 360 for validation, always."""
+def datasets(fold: int = 0) -> tuple[TensorDataset, TensorDataset]:
+    """The same 1437 images for training and 360 for validation, always; each image validates one of five folds."""
     digits = load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).roll(fold * 360)
     train, val = order[:1437], order[1437:]
     return TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val])
 
 
-def loaders(batch_size: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Loaders for training and for validation; ``batch_size`` is that of one worker."""
-    train, val = datasets()
+def loaders(batch_size: int = 16, fold: int = 0) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Loaders for training and for validation; ``batch_size`` is that of one worker. There are five folds."""
+    train, val = datasets(fold)
     return DataLoader(train, batch_size, shuffle=True), DataLoader(val, 90)
 
 
@@ -79,6 +79,7 @@ class Meter(Callback):
 
     Attributes:
         accuracy: validation accuracy after each epoch.
+        seconds: of training until then, from the first batch that counts.
         samples_per_s: training samples per second: the sum of the workers' rates.
         exchanges: exchanges with the servers; 0 without A-SGD.
         staleness: how many pushes were 0, 1, 2, ... versions stale.
@@ -87,6 +88,7 @@ class Meter(Callback):
     def __init__(self, skip: int = 20) -> None:
         self.skip = skip
         self.accuracy: list[float] = []
+        self.seconds: list[float] = []
         self.samples_per_s = 0.0
         self.exchanges = 0
         self.staleness: list[int] = []
@@ -112,6 +114,7 @@ class Meter(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self.accuracy.append(trainer.callback_metrics["val_acc"].item())
+            self.seconds.append(self._seconds)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         def total(values: list[float]) -> list[float]:
@@ -129,4 +132,6 @@ class Meter(Callback):
 
     def results(self) -> dict[str, Any]:
         """All attributes as plain values."""
-        return {name: getattr(self, name) for name in ("accuracy", "samples_per_s", "exchanges", "staleness")}
+        return {
+            name: getattr(self, name) for name in ("accuracy", "seconds", "samples_per_s", "exchanges", "staleness")
+        }

@@ -236,9 +236,10 @@ def run_example(folder: Path, seconds: float, name: str, *arguments: str) -> str
 @pytest.mark.timeout(120)
 def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     output = run_example(tmp_path, 100, "quickstart.py", "--only", "asgd", "--fast")
-    (row,) = [line for line in output.splitlines() if line.startswith("│ A-SGD, 2 workers")]
-    accuracy = float(row.split("│")[2])
-    assert accuracy > 0.8  # two epochs
+    (row,) = [line for line in output.splitlines() if line.startswith("│ A-SGD")]
+    equal, rate, slowed, slow_rate = (float(cell.replace(",", "")) for cell in row.split("│")[2:6])
+    assert min(equal, slowed) > 0.8  # two epochs
+    assert rate > slow_rate
     assert (tmp_path / "results" / "quickstart.png").stat().st_size > 10_000
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
-
 from lightning_asgd.processes import supervisor
 from lightning_asgd.transports import registry
+from tests.helpers.programs import environment
+
+os.environ.update(environment())  # for the processes that the tests start; OpenMP's threads do not survive a fork
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -81,9 +81,8 @@ def work(folder: Path, rank: int, port: int, transport: str) -> None:
     sys.stdout.flush()
 
 
-@pytest.mark.slow  # under load one run of twenty waits for the replacement of a server that lives: not found yet
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
 def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains: Any, transport: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
