@@ -4,15 +4,16 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
+
 from lightning_asgd.processes import supervisor
 from lightning_asgd.transports import registry
 from tests.helpers.programs import environment
-
-os.environ.update(environment())  # for the processes that the tests start; OpenMP's threads do not survive a fork
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,6 +23,12 @@ def _one_set_of_servers() -> Iterator[None]:
     yield
     registry.release()
     supervisor.close_current()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _lean_processes() -> Iterator[None]:
+    with mock.patch.dict(os.environ, environment()):
+        yield
 
 
 @pytest.fixture(scope="session")
