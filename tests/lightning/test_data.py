@@ -361,7 +361,8 @@ def test_split_gives_everybody_the_same_number_of_batches(tmp_path: Path) -> Non
         ASGDStrategy(data="both")
 
 
-def test_progress_bars_end_at_what_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 9}, {"accumulate_grad_batches": 3}])
+def test_progress_bars_end_at_what_was_trained(tmp_path: Path, limits: dict[str, int]) -> None:
     class Bars(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             if not trainer.is_global_zero:
@@ -373,7 +374,7 @@ def test_progress_bars_end_at_what_was_trained(tmp_path: Path) -> None:
             (tmp_path / "bar0.json").write_text(json.dumps([now, total]))
 
     for bar in (pl.callbacks.TQDMProgressBar(), pl.callbacks.RichProgressBar()):
-        run = trainer(tmp_path, strategy(), max_epochs=1, callbacks=[bar, Bars()], enable_progress_bar=True)
+        run = trainer(tmp_path, strategy(), max_epochs=1, callbacks=[bar, Bars()], enable_progress_bar=True, **limits)
         run.fit(Watching(tmp_path, slow_s=0.01), numbered())
         now, total = json.loads((tmp_path / "bar0.json").read_text())
         assert now == total == Seen(tmp_path).batches(0)

@@ -32,6 +32,7 @@ from tests.lightning import models
 from tests.lightning.test_processes import alive, wait_until
 
 SAMPLES, BATCH, EPOCHS, COLUMNS, DEADLINE_S = 400, 4, 2, 80, 60
+ESCAPE = r"\x1b\[[?\d;]*[A-Za-z]"
 BARS = {"tqdm": "TQDMProgressBar", "rich": "RichProgressBar"}
 
 
@@ -45,7 +46,7 @@ class Frame(NamedTuple):
 
 
 def frames(recorded: str) -> list[Frame]:
-    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", recorded)
+    text = re.sub(ESCAPE, "", recorded)
     drawn = re.findall(r"Epoch (\d+)[^\r\n]*? (\d+)/(\d+) [^\r\n]*?([\d.]+)it/s", text)
     return [Frame(int(epoch), int(batch), int(total), float(per_s)) for epoch, batch, total, per_s in drawn]
 
@@ -64,6 +65,9 @@ def fit(folder: Path, package: str, bar: str) -> None:
             time.sleep(0.02 if self.global_rank else 0.004)
             return self.layer(batch[0]).square().mean()
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.layer(batch[0])
+
         def on_train_epoch_end(self) -> None:
             (folder / f"{bar}{self.global_rank}.{self.current_epoch}").write_text(str(self.batches))
             self.batches = 0
@@ -81,7 +85,8 @@ def fit(folder: Path, package: str, bar: str) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(Sleeps(), DataLoader(TensorDataset(torch.randn(SAMPLES, 8)), BATCH, shuffle=True))
+    data = TensorDataset(torch.randn(SAMPLES, 8))
+    trainer.fit(Sleeps(), DataLoader(data, BATCH, shuffle=True), DataLoader(data, SAMPLES))
 
 
 def in_terminal(folder: Path, package: str, bars: list[str], terminal: str) -> None:
@@ -131,6 +136,8 @@ def record(folder: Path, package: str, bars: list[str], process: Any) -> str:
 def test_what_a_terminal_shows(tmp_path: Path, mains: Any, package: str) -> None:
     said = record(tmp_path, package, [*BARS], mains)
     assert said.count("Transport rpc has no authentication") == 1
+    assert len(re.findall(rf"[\r\n]({ESCAPE})*A-SGD: 2 workers", said)) == 2 * len(BARS), "they begin lines"
+    assert not re.search(r"\x1b\[(1A|2K)", said.rpartition("A-SGD: ")[2]), "rich draws over none"
     for bar, text in zip(BARS, said.split("A-SGD: 2 workers, 1 server, ")[1:], strict=True):
         assert text.startswith(f"transport rpc (one machine), nsync=4, data by speed, logs in {bar}/version_0.")
         for epoch in range(EPOCHS):
