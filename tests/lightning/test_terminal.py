@@ -7,6 +7,7 @@ A fit runs in a pseudo terminal of 80 columns, and what it draws there is record
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import logging
@@ -116,7 +117,8 @@ def record(folder: Path, package: str, bars: list[str], process: Any) -> str:
                 written.extend(part)
         except BlockingIOError:
             pass
-        family[:] = psutil.Process(main.pid).children(recursive=True) if main.is_alive() else family
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family[:] = psutil.Process(main.pid).children(recursive=True) or family
         return not main.is_alive()
 
     try:
