@@ -148,18 +148,22 @@ def test_what_a_terminal_shows(tmp_path: Path, mains: Any, package: str) -> None
         assert text.count(f"Report: lightning-asgd report {bar}/version_0") == 1
 
 
-@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("ERROR", 0)])
-def test_lightnings_loggers_silence_it(level: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("level", "devices", "lines"), [("INFO", 2, 2), ("INFO", 1, 3), ("ERROR", 2, 0)])
+def test_lightnings_loggers_silence_it(
+    level: str, devices: int, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = logging.getLogger("pytorch_lightning")
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
     before = log.level
     log.setLevel(level)
     try:
-        fit = models.trainer(tmp_path, ASGDStrategy(start_method="fork"), max_epochs=1)
+        fit = models.trainer(tmp_path, ASGDStrategy(start_method="fork"), max_epochs=1, devices=devices)
         fit.fit(models.Regression(), models.loader(64))
     finally:
         log.setLevel(before)
-    assert (tmp_path / "log").read_text().count("A-SGD: ") == lines, "the chief alone says it"
+    said = (tmp_path / "log").read_text()
+    assert said.count("A-SGD: ") == lines, "the chief alone says it"
+    assert ("A-SGD: one worker trains alone. For more: Trainer(devices=2)" in said) == (devices == 1)
 
 
 def check(folder: Path, bar: str, drawn: list[Frame]) -> None:
