@@ -45,7 +45,8 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 480 are the replacement of a killed worker by a process that is started again, and the types of messages' fields.
 # 650 are the takeover of the servers by another worker, and what a network that has split needs for that.
 # 120 are bounds on what foreign processes and malformed messages can do, and errors that say what to do.
-LINES = {"core": 21_000, "tools": 5_080}
+# 110 of the core and 110 of the tools are what a fit says when it starts and ends, on a terminal with a progress bar.
+LINES = {"core": 21_125, "tools": 5_195}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -15,7 +15,7 @@ from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metric_definitions import Window, Windows, bars, measures, staleness
 from lightning_asgd.monitoring.metric_log import Entry, MetricLog
 
-__all__ = ["ASGDMonitor"]
+__all__ = ["ASGDMonitor", "log_folder"]
 
 _READ_S = 1.0  # at least, between two readings of a worker's metrics
 
@@ -76,7 +76,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         """Start logging: when training begins and, in an elastic run, when this worker becomes the chief."""
         self._logs = True
         settings = trainer.strategy.settings
-        if (folder := _folder(trainer)) is not None:
+        if (folder := log_folder(trainer)) is not None:
             self._journal = MetricLog(folder, trainer.world_size, settings)
         for logger in _loggers(trainer, wandb_logger):
             config = {"asgd": {**settings, "workers": trainer.world_size}}
@@ -203,7 +203,7 @@ def _show(pl_module: Any, metrics: dict[str, float]) -> None:
             pl_module.log(f"asgd/{name.partition('/')[0]}", metrics[name], **about)
 
 
-def _folder(trainer: Any) -> str | None:
+def log_folder(trainer: Any) -> str | None:
     """Where the run's logs are; where its logger has no folder, the one that Lightning puts checkpoints into.
 
     Path or URL.

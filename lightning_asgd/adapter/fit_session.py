@@ -23,6 +23,7 @@ from lightning_asgd.adapter.checkpointing import (
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.adapter.fit_messages import FitMessages
 from lightning_asgd.adapter.fixed_fleet import FixedFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
@@ -79,6 +80,7 @@ class FitSession:
         self.last: LastState | None = None  # set when the main process is gone
         waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
         self._splits = split or waits or membership.alone
+        self._messages = FitMessages(trainer, membership, config, self._waited)
         self._split = FixedSplit(trainer, membership)
         self.data: FixedSplit | LeasedLoop = self._split
         collective_s = config.timeouts.collective_s
@@ -176,6 +178,7 @@ class FitSession:
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._trainer.strategy.announce()
+        self._messages.start("data by speed" if self.data.installed else "data in fixed parts")
 
     def _choose_loop(self) -> None:
         trainer, run, leased, entry = self._trainer, self._run, self.data, self._membership.entry
@@ -364,21 +367,16 @@ class FitSession:
         self.data.restore()
         self.data = self._split
         self._membership.end_entries()
-        self._report_losses()
+        self._note_losses()
+        if not self.in_search:
+            self._messages.end(self.synchronizer.stats)
 
-    def _report_losses(self) -> None:
-        """Log which workers and servers were lost during the fit."""
+    def _note_losses(self) -> None:
+        """Note which workers and servers were lost during the fit."""
         stats, membership = self.synchronizer.stats, self._membership
         stats.servers_replaced = sum(membership.client.connection.restored)
-        if not isinstance(membership, FixedFleet) or not self._trainer.is_global_zero:
-            return
-        stats.lost_workers = membership.lost_workers()
-        if stats.lost_workers:
-            each = [f"\n  worker {worker}: {why}" for worker, why in sorted(stats.lost_workers.items())]
-            of = self._trainer.world_size
-            log.warning("%d of %d workers were lost during this fit:%s", len(each), of, "".join(each))
-        if stats.servers_replaced:
-            log.warning("Lost servers were replaced during this fit: %d.", stats.servers_replaced)
+        if isinstance(membership, FixedFleet) and self._trainer.is_global_zero:
+            stats.lost_workers = membership.lost_workers()
 
     def _collect_samples(self) -> None:
         """Fetch the samples that the servers have kept. No worker pushes any more."""

@@ -65,14 +65,14 @@ class FixedSplit:
         if self._told or not self._trainer.is_global_zero:
             return
         self._told = True
-        what = f"Every worker trains a fixed part of the data, since {reason}."
+        what = f"Workers do not share the data, since {reason}."
         if not is_dealt(self._trainer):
             what = (
                 f"Every worker trains what its own dataloader yields, since {reason}. Expected "
                 f"{datasets_of(self._trainer)} to give each worker its share, by the rank and world size of "
                 "torch.distributed or by RANK and WORLD_SIZE."
             )
-        tree_of(self._trainer).info(
+        tree_of(self._trainer).say(
             f"{what} A slow worker delays the others at the end of an epoch. Pass ASGDStrategy(data='split') if this "
             f"is intended."
         )

@@ -102,6 +102,11 @@ class Fleet:
         """The session's name, whatever the layout."""
         return self._job.session
 
+    @property
+    def transport(self) -> str:
+        """How messages are sent, and why."""
+        return f"{self._job.transport} ({self._job.why})"
+
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in the recovery of servers that are lost from now on, if the session is restorable."""
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:

@@ -60,15 +60,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def choose_transport(
     asked: str, *, one_machine: bool, say: Callable[[str], None] | None = None
-) -> tuple[str, TransportKind]:
-    """The transport of a job. ``say`` gets one line, once in a process: which it is, why, and who could get in."""
-    name, line = registry.choose(asked, one_machine=one_machine)
+) -> tuple[str, str, TransportKind]:
+    """The transport of a job, and why. ``say`` gets one line, once in a process: who could get in."""
+    name, why, who = registry.choose(asked, one_machine=one_machine)
+    line = f"Transport {name} {who}"
     kind = registry.kind_of(name)
     kind.check_available()
     if say is not None and line not in _said:
         say(line)
         _said.add(line)
-    return name, kind
+    return name, why, kind
 
 
 def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_main: bool) -> tuple[str, int]:

@@ -78,6 +78,7 @@ class TrainingJob:
         snapshot_every_s: seconds between two snapshots for that one; 0 for none.
         asked: for the transport, by its name or ``"auto"``.
         transport: how messages are sent, once a job has begun or a run was found.
+        why: that one.
         number: how many strategies were made before this one in this process; equal on all workers, which run the
             same program.
         launches: how often the Trainer was called with this strategy.
@@ -97,6 +98,7 @@ class TrainingJob:
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0
     transport: str = "rpc"
+    why: str = ""
     address: tuple[str, int] | None = None
     name: str | None = None
     interface: str = "lo"
@@ -134,12 +136,12 @@ class TrainingJob:
         return self.run_id or f"{self.name}.{self.number}.{self.launches}"
 
     def begin(self, environment: Any, num_nodes: int, tree: Any, *, is_main: bool) -> None:
-        """Find or host the rendezvous. In the main process, start the servers, and say which transport it is."""
+        """Find or host the rendezvous. In the main process, start the servers, and say who could get in."""
         # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
         started_here = rank_variables.address() is not None or not environment.creates_processes_externally
         one_machine = num_nodes == 1 and started_here
-        say = tree.info if is_main else None
-        self.transport, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
+        say = tree.say if is_main else None
+        self.transport, self.why, kind = job_address.choose_transport(self.asked, one_machine=one_machine, say=say)
         kind.provide_secret(one_machine=one_machine)
         self.launches += 1
         several = environment.world_size() > 1
@@ -184,7 +186,7 @@ class TrainingJob:
         """Find the servers of the run, which are running already."""
         if self.address is None:
             raise LaunchError("No address of the servers was given.")
-        self.transport, _ = job_address.choose_transport(self.asked, one_machine=False)
+        self.transport, self.why, _ = job_address.choose_transport(self.asked, one_machine=False)
         rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
         rendezvous.close()
         self.interface = interface_of(local_address_towards(self.address[0]))

@@ -65,10 +65,10 @@ class LeasedLoop:
     """
 
     def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
-        self.trainer = trainer
+        self.trainer, self.leases = trainer, leases
         self._membership = membership
-        self.leases = leases
         self.workers: int = trainer.world_size
+        self._share = 1 / self.workers  # this worker's part of the batches that are left, as known last
         self._batch = 1  # units
         self._resumed = dict(resumed)
         self._loader: Any = None
@@ -232,8 +232,12 @@ class LeasedLoop:
         private_names.keep_fetching(trainer)
         self._end_step()
         validates_after.set(trainer, NEVER)
-        left = (leases.plan.epoch.units - leases.progress) * leases.share / (leases.plan.batch or 1)
-        self._expect(batch_in_epoch(trainer) + max(1, math.ceil(left) - 1))
+        if leases.share < 0.999:  # else no other worker's speed is known yet
+            self._share = leases.share
+        units, begun = leases.plan.epoch.units - leases.progress, batch_in_epoch(trainer)
+        left = units * self._share / (leases.plan.batch or 1) - (begun - 1) % self._given  # a step counts at its end
+        expected_batches.set(trainer, begun + max(1, math.ceil(left) - 1))
+        show_expected(trainer.progress_bar_callback, expected_batches(trainer))
         self._schedules.suspend()
         if self._joins and (self._membership.comes_and_goes or self._membership.entry is not None):
             self._catch_up()
@@ -282,7 +286,7 @@ class LeasedLoop:
 
     def before_next(self) -> None:
         """Set the counters after a batch, before Lightning decides what follows."""
-        trainer, leases = self.trainer, self.leases
+        trainer, leases, shown = self.trainer, self.leases, batch_in_epoch(self.trainer)
         if self._missing_batches:  # the next step begins where Lightning's count has it begin
             batch_in_epoch.shift(trainer, self._missing_batches)
             expected_batches.set(trainer, expected_batches(trainer) + self._missing_batches)
@@ -298,7 +302,9 @@ class LeasedLoop:
             latest = private_names.latest_batch_ever if across else private_names.latest_batch
             validates_after.set(trainer, 1 + latest(trainer))
         if self._epoch_done:
-            self._expect(batch_in_epoch(trainer))
+            expected_batches.set(trainer, batch_in_epoch(trainer))
+        if leases.last:  # also where max_steps ends the epoch
+            show_expected(trainer.progress_bar_callback, shown)
         leases.next_interval()
         if not self._epoch_done:
             keep_loading(trainer)  # while others wait, or validation runs
@@ -409,11 +415,6 @@ class LeasedLoop:
             return self._batches
         trained = self.leases.progress if self._trained is None else self._trained
         return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
-
-    def _expect(self, batches: int) -> None:
-        """Set how many batches this worker will probably train in this epoch."""
-        expected_batches.set(self.trainer, batches)
-        show_expected(self.trainer.progress_bar_callback, batches)
 
     def _step_schedules(self) -> None:
         """Advance the schedules that step with batches to where all workers would be if equally fast."""

@@ -46,11 +46,15 @@ def count_batches(trainer: Any, batches: int) -> None:
 
 
 def show_expected(bar: Any, batches: int) -> None:
-    """Set the number of batches that a progress bar expects."""
+    """Set the number of batches that a progress bar expects.
+
+    Not by ``Progress.update(total=...)`` of rich, which forgets the batches that the speed is computed from: 0.00it/s
+    would be shown until two more are trained, and after the last one for good.
+    """
     if tqdm_bar.of(bar) is not None:
         tqdm_bar.of(bar).total = batches
     elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
-        rich_bar.of(bar).update(rich_task.of(bar), total=batches)
+        rich_bar.of(bar).tasks[rich_task.of(bar)].total = batches
 
 
 class BatchSchedules:

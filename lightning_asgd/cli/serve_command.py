@@ -97,12 +97,12 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
     from lightning_asgd.server.server_process import allow_many_connections
     from lightning_asgd.transports import registry
 
-    name, line = registry.choose(transport, one_machine=False)
+    name, why, who = registry.choose(transport, one_machine=False)
     kind = registry.kind_of(name)
     kind.check_available()
     kind.provide_secret(one_machine=False)
     allow_many_connections()
-    return name, line, kind.host_rendezvous(host, port)
+    return name, f"Transport {name} ({why}) {who}", kind.host_rendezvous(host, port)
 
 
 def _signals() -> list[int]:

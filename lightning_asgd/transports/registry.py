@@ -146,8 +146,8 @@ def kind_of(name: str) -> TransportKind:
     return TRANSPORTS[name]
 
 
-def choose(asked: str, *, one_machine: bool) -> tuple[str, str]:
-    """The name of a job's transport, and one line for its start: which one, why, and who could get in.
+def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
+    """The name of a job's transport; why it is this one; and who could get in, as the rest of a sentence about it.
 
     ``"auto"`` follows from what all machines of a job share, their secret and their libraries; so all choose the same.
     """
@@ -155,17 +155,17 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str]:
     if asked != AUTO:
         name, why = asked, "as given"
     elif one_machine:
-        name, why = "rpc", "the default on one machine"
+        name, why = "rpc", "one machine"
     else:
-        name, why = ("zmq", f"since {SECRET_ENV} is set") if lacks is None else ("rpc", f"since {lacks}")
+        name, why = ("zmq", f"{SECRET_ENV} is set") if lacks is None else ("rpc", lacks)
     if kind_of(name).encrypted:
-        return name, f"Transport: {name}, {why}. Connections are encrypted, and take no process without the secret."
+        return name, why, "encrypts all connections, and accepts no process without the secret."
     if one_machine:
         who, instead = "any user of this machine", "ASGDStrategy(transport='zmq') keeps them out."
     else:
         who = "any user of these machines, and any host that reaches their ports,"
         instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"
-    return name, f"Transport: {name}, {why}. It has no authentication: {who} can run code as this user. {instead}"
+    return name, why, f"has no authentication: {who} can run code as this user. {instead}"
 
 
 def _lacking() -> str | None:

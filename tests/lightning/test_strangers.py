@@ -77,5 +77,6 @@ def test_a_second_start_of_a_node_is_refused_and_a_failure_on_another_node_is_re
             job.kill()
             job.wait()
     why = f"it raised KeyError: 'no such sample' (process {jobs[1].pid} on {socket.gethostname()})"
-    assert f"1 of 2 workers were lost during this fit:\n  worker 1: {why}\n" in said.read_text()
+    first = f"  worker 1: {why}"[:79]  # the name of the machine may be long
+    assert f"1 of 2 workers were lost during this fit:\n{first}" in said.read_text()
     assert f"lost: { ({1: why}) }" in said.read_text()

@@ -1,0 +1,111 @@
+"""What is logged when a fit starts and when it ends: on the chief, and where Lightning logs what it has to say."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from lightning_asgd.adapter.asgd_monitor import log_folder
+from lightning_asgd.adapter.class_trees import tree_of
+from lightning_asgd.adapter.elastic_run import AnyFleet
+from lightning_asgd.adapter.private_names import rich_bar
+from lightning_asgd.adapter.sync_callback import is_monitored
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.monitoring.fit_summary import FitSummary, count
+from lightning_asgd.stats import ExchangeStats
+
+__all__ = ["FitMessages", "exchanges", "start_line"]
+
+
+ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
+FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
+
+
+class FitMessages:
+    """The messages of one fit of one worker; ``waited`` gives the seconds that it has waited so far."""
+
+    def __init__(
+        self, trainer: Any, membership: AnyFleet, config: ExchangeConfig, waited: Callable[[], Iterable[float]]
+    ) -> None:
+        self._trainer = trainer
+        self._membership = membership
+        self._config = config
+        self._waited = waited
+        self._began = self._waited_before = 0.0
+
+    def start(self, data: str) -> None:
+        """Say how training begins, at its first epoch; ``data`` is how the workers divide the data."""
+        trainer, membership, begun = self._trainer, self._membership, self._began
+        if begun:
+            return
+        self._began, self._waited_before = time.monotonic(), sum(self._waited())
+        if not trainer.is_global_zero:
+            return
+        workers = membership.rank_and_size[1]
+        servers = membership.client.connection.transport.num_servers
+        what = [exchanges(self._config), *([data] if workers > 1 else [])]
+        with _aside(trainer.progress_bar_callback):
+            tree = tree_of(trainer)
+            tree.say(start_line(workers, servers, membership.transport, what, self._folder))
+            if workers == 1:
+                tree.say(FIRST if membership.comes_and_goes else ALONE)
+
+    def end(self, stats: ExchangeStats) -> None:
+        """Sum up the fit."""
+        trainer, membership = self._trainer, self._membership
+        if not trainer.is_global_zero:
+            return
+        summary = FitSummary(
+            membership.rank_and_size[1],
+            time.monotonic() - self._began,
+            membership.board.figures,
+            stats,
+            membership.rank,
+            sum(self._waited()) - self._waited_before,
+            self._folder if is_monitored(trainer) else None,
+        )
+        lost = stats.lost_workers or stats.servers_replaced
+        with _aside(trainer.progress_bar_callback, over=True):
+            tree_of(trainer).say(str(summary), logging.WARNING if lost else logging.INFO)
+
+    @property
+    def _folder(self) -> str | None:
+        """Where the logs go, relative to the current folder if they are below it; None if there are none."""
+        logs = self._trainer.loggers or is_monitored(self._trainer)
+        folder = log_folder(self._trainer) if logs else None
+        return None if folder is None else folder.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+@contextlib.contextmanager
+def _aside(bar: Any, *, over: bool = False) -> Iterator[None]:
+    """Take rich's display off the terminal while lines are logged, or for good if training is ``over``.
+
+    It moves the cursor up before it draws, and so would draw over lines that it has not printed itself. Lightning's
+    loggers write to the standard error that they found when they were made, past rich.
+    """
+    progress = rich_bar.of(bar)
+    shown = progress is not None and progress.live.is_started
+    if shown:
+        progress.stop()
+    yield
+    if shown and not over:
+        progress.start()
+
+
+def exchanges(config: ExchangeConfig) -> str:
+    """When workers exchange, and by which algorithm if it is not the default."""
+    period = f"nsync={'auto' if config.auto else config.nfetch}"
+    if config.nfetch != config.npush:
+        period = f"nfetch={config.nfetch}, npush={config.npush}"
+    return period if config.algorithm_name == "ASGD" else f"{period}, {config.algorithm_name}"
+
+
+def start_line(workers: int, servers: int, transport: str, what: list[str], folder: str | None) -> str:
+    """The line at the start of a fit."""
+    logs = [] if folder is None else [f"logs in {folder}"]
+    parts = [count(workers, "worker"), count(servers, "server"), f"transport {transport}", *what, *logs]
+    return f"A-SGD: {', '.join(parts)}."

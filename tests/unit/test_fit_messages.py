@@ -1,0 +1,115 @@
+"""What a fit says when it starts and when it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_asgd.adapter.fit_messages import exchanges, start_line
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.monitoring.fit_summary import FitSummary
+from lightning_asgd.protocol import WorkerMetrics
+from lightning_asgd.stats import ExchangeStats
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nsync": 10}, "nsync=10"),
+        ({"nsync": "auto"}, "nsync=auto"),
+        ({"nsync": 10, "nfetch": 4}, "nfetch=4, npush=10"),
+        ({"nsync": 5, "algorithm": "easgd"}, "nsync=5, EASGD"),
+    ],
+)
+def test_the_period_and_an_algorithm_that_was_chosen(settings: dict[str, object], said: str) -> None:
+    assert exchanges(ExchangeConfig.create(**settings)) == said  # type: ignore[arg-type]
+
+
+def test_the_line_at_the_start() -> None:
+    what = ["nsync=10", "data by speed"]
+    assert start_line(2, 1, "rpc (one machine)", what, "logs/version_3") == (
+        "A-SGD: 2 workers, 1 server, transport rpc (one machine), nsync=10, data by speed, logs in logs/version_3."
+    )
+    assert start_line(1, 2, "zmq (as given)", ["nsync=10"], None) == (
+        "A-SGD: 1 worker, 2 servers, transport zmq (as given), nsync=10."
+    )
+
+
+def figures(*speeds: float, seconds: float = 10.0) -> dict[int, WorkerMetrics]:
+    """Metrics of workers that have trained at these speeds in samples per second."""
+    return {
+        worker: WorkerMetrics(
+            at_s=seconds,
+            samples=round(speed * seconds),
+            pushes=4,
+            staleness_sum=6.0,
+            staleness_max=2 + worker,
+            exchange_wait_s=0.5,
+            data_wait_s=0.25,
+        )
+        for worker, speed in enumerate(speeds)
+    }
+
+
+def test_the_summary_of_two_workers() -> None:
+    summary = FitSummary(2, 10.0, figures(1650.0, 454.0), ExchangeStats(), 0, 3.0, "my logs/version_3")
+    assert str(summary).splitlines() == [
+        "A-SGD: 2 workers trained for 10.0 s.",
+        "  2,104 samples/s together. By worker: 1,650, 454.",
+        "  Staleness: 1.5 on average, 3 at most. Waiting: 7.5% of the time.",
+        "  Report: lightning-asgd report 'my logs/version_3'",
+    ]
+
+
+def test_a_worker_that_was_lost_counts_for_what_it_has_trained() -> None:
+    known = {**figures(100.0), 1: figures(0.0, 100.0, seconds=5.0)[1]}
+    stats = ExchangeStats(lost_workers={1: "it raised KeyError\nTraceback\n..."}, servers_replaced=1)
+    assert str(FitSummary(2, 10.0, known, stats, 0, 0.0, None)).splitlines() == [
+        "A-SGD: 2 workers trained for 10.0 s.",
+        "  150 samples/s together. By worker: 100, 100.",
+        "  Staleness: 1.5 on average, 3 at most. Waiting: 10.0% of the time.",
+        "  1 lost server was replaced.",
+        "  1 of 2 workers were lost during this fit:",
+        "  worker 1: it raised KeyError",
+    ]
+
+
+def test_without_a_monitor_it_is_about_the_chief() -> None:
+    stats = ExchangeStats(pushes=2, staleness_sum=3.0, staleness_max=2)
+    assert str(FitSummary(2, 3725.0, {}, stats, 0, 75.0, None)).splitlines() == [
+        "A-SGD: 2 workers trained for 1 h 2 min 5 s.",
+        "  Worker 0: staleness 1.5 on average, 2 at most; waited for 1 min 15 s.",
+    ]
+    nothing = FitSummary(1, 0.0, {}, ExchangeStats(), 0, 0.0, None)
+    assert str(nothing).splitlines()[1:] == ["  Worker 0: waited for 0.0 s."]
+
+
+def test_a_worker_alone_and_one_that_has_trained_nothing() -> None:
+    assert str(FitSummary(1, 10.0, figures(6.4), ExchangeStats(), 0, 0.0, None)).splitlines()[1] == "  6.4 samples/s."
+    nothing = FitSummary(2, 0.0, {0: WorkerMetrics(), 1: WorkerMetrics()}, ExchangeStats(), 0, 0.0, None)
+    assert str(nothing) == "A-SGD: 2 workers trained for 0.0 s."
+
+
+def test_the_summary_of_a_hundred_workers_fits_a_terminal() -> None:
+    lost = {worker: f"it missed its heartbeats, and has not rejoined ({worker * 100})" for worker in range(1, 60)}
+    stats = ExchangeStats(lost_workers=lost, servers_replaced=2)
+    known = figures(*(1000.0 + worker for worker in range(100)))
+    lines = str(FitSummary(100, 10.0, known, stats, 0, 0.0, "lightning_logs/version_3")).splitlines()
+    assert lines[1] == "  104,950 samples/s together. By worker: 1,000 (worker 0) to 1,099 (worker 99)."
+    assert lines[3:7] == [
+        "  2 lost servers were replaced.",
+        "  59 of 100 workers were lost during this fit:",
+        "  worker 1: it missed its heartbeats, and has not rejoined (100)",
+        "  worker 2: it missed its heartbeats, and has not rejoined (200)",
+    ]
+    assert lines[7].startswith("  57 others, in trainer.strategy.stats.lost_workers: 3, 4, 5, ")
+    assert lines[7].endswith("…")
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= 80
+
+
+def test_eight_workers_are_listed_if_there_is_room() -> None:
+    assert "By worker: 10, 11, 12, 13, 14, 15, 16, 17." in str(
+        FitSummary(8, 10.0, figures(*map(float, range(10, 18))), ExchangeStats(), 0, 0.0, None)
+    )
+    wide = FitSummary(8, 10.0, figures(*(100_000.0 + each for each in range(8))), ExchangeStats(), 0, 0.0, None)
+    assert "By worker: 100,000 (worker 0) to 100,007 (worker 7)." in str(wide)
