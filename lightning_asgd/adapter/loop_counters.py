@@ -54,7 +54,9 @@ def show_expected(bar: Any, batches: int) -> None:
     if tqdm_bar.of(bar) is not None:
         tqdm_bar.of(bar).total = batches
     elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
-        rich_bar.of(bar).tasks[rich_task.of(bar)].total = batches
+        for task in rich_bar.of(bar).tasks:
+            if task.id == rich_task.of(bar):
+                task.total = batches
 
 
 class BatchSchedules:
