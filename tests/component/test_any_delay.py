@@ -226,7 +226,7 @@ def run_of_workers(seed: int, late: Iterator[int]) -> list[bytes]:
         team = [LateWorker(device, cluster, r, seed, shared=shared, algorithm=algorithm, **rules) for r in range(2)]
         for _ in range(40):
             worker = team[random.randrange(2)]
-            action = random.choice(["step"] * 5 + ["deliver"] * 3 + ["flush", "fetch", "peek", "rejoin"])
+            action = random.choice(["step"] * 5 + ["deliver"] * 3 + ["flush", "fetch", "peek", "catch up", "rejoin"])
             if action == "step":
                 worker.w.grad = worker.w * 0.3
                 worker.step(random.uniform(-1, 1))
@@ -241,6 +241,8 @@ def run_of_workers(seed: int, late: Iterator[int]) -> list[bytes]:
                 run(worker.exchanger.begin())
             elif action == "peek":
                 seen += [bits(value) for value in worker.exchanger.peek().values()]
+            elif action == "catch up":
+                seen += [bits(value) for value in worker.exchanger.catch_up().values()]
             elif action == "rejoin":
                 run(worker.exchanger.come_back())
             worker.wire.hold()
