@@ -25,7 +25,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -88,6 +88,9 @@ parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause 
 compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the conformance tests, and run them all
 	@$(RUN) -m tests.conformance.page
 	@$(RUN) -m pytest tests/conformance -m ""
+
+gpu: $(VENV)/.installed-dev ## what needs an accelerator, in ten minutes: tests, speed, memory, a trace; writes results/gpu.md
+	@$(RUN) benchmarks/gpu.py
 
 memory: $(VENV)/.installed-examples ## memory of workers and servers
 	@$(RUN) benchmarks/memory.py

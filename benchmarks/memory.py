@@ -52,6 +52,7 @@ class Case:
     workers: int = 2
     servers: int = 0
     apart: bool = False  # workers in network namespaces of their own: nothing is shared, weights are sent by value
+    accelerator: str = "cpu"  # as for a Trainer; one device for each worker
 
 
 @dataclass
@@ -106,7 +107,7 @@ def train(args: argparse.Namespace) -> None:
 
         strategy = ASGDStrategy(nsync=1, num_servers=args.servers)
     trainer = pl.Trainer(
-        **trainer_options(),
+        **{**trainer_options(), "accelerator": args.accelerator},
         strategy=strategy,
         devices=1 if args.nodes > 1 else args.workers,
         num_nodes=args.nodes,
@@ -141,6 +142,7 @@ def _start(case: Case, rank: int, params: int, steps: int, network: Network | No
         "servers": case.servers,
         "workers": case.workers,
         "nodes": 2 if case.apart else 1,
+        "accelerator": case.accelerator,
         "params": params,
         "steps": steps,
     }
@@ -229,10 +231,15 @@ def imported() -> Peaks:
 
 def brief(args: argparse.Namespace) -> None:
     """Measure one case, without judging it."""
+    import torch
+
     import lightning_asgd
 
-    peaks = run(Case("A-SGD, 1 server", "asgd", servers=1), args.params, args.steps)
-    named = ("worker 0", "worker 1", "server 0")  # the hot standby starts when the machine has time
+    workers = min(2, torch.accelerator.device_count()) if args.accelerator != "cpu" else 2
+    case = Case("A-SGD, 1 server", "asgd", workers, servers=1, accelerator=args.accelerator)
+    peaks = run(case, args.params, args.steps)
+    # The hot standby starts when the machine has time.
+    named = (*(f"worker {rank}" for rank in range(workers)), "server 0")
     rss = {name: peaks[name].training["rss"] for name in named}
     CONSOLE.print(", ".join(f"{name}: {value / 1e6:.0f} MB" for name, value in rss.items()))
     if args.json:
@@ -248,6 +255,7 @@ def main() -> int:
     for name, default in (("--strategy", "auto"), ("--servers", 1), ("--workers", 1), ("--nodes", 1)):
         parser.add_argument(name, type=type(default), default=default, help=argparse.SUPPRESS)
     parser.add_argument("--brief", action="store_true", help="only A-SGD with one server, without base lines")
+    parser.add_argument("--accelerator", default="cpu", help="with --brief: of the Trainer, with at most two devices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --brief: the peaks in bytes")
     args = parser.parse_args()
     args.params = int(args.params)

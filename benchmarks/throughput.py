@@ -68,6 +68,7 @@ class Scenario:
     compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
     kinds: tuple[str, ...] = ()  # of the systems to run; all if empty
+    accelerator: str = "cpu"  # as for a Trainer; one device for each worker
 
     @property
     def pixels(self) -> int:
@@ -97,6 +98,8 @@ class Scenario:
             parts.append(f"{self.bandwidth:g} Mbit/s between the workers")
         if self.compression:
             parts.append(f"A-SGD with {self.compression}")
+        if self.accelerator != "cpu":
+            parts.append(f"on {self.accelerator}")
         return ", ".join(parts)
 
 
@@ -241,6 +244,7 @@ def train(
     options: dict[str, Any] = {"devices": 1}
     if system.kind in TOGETHER:
         options = {"devices": scenario.workers // nodes, "num_nodes": nodes, "strategy": "ddp"}
+    options["accelerator"] = scenario.accelerator
     if system.kind == "local SGD":
         options["strategy"] = local_sgd(int(system.nsync))
     if system.kind == "A-SGD":
@@ -503,7 +507,7 @@ def targets(scenario: Scenario) -> list[Target]:
         ],
     }
     usual = (scenario.workers, scenario.batch, scenario.network, scenario.slow, scenario.compression)
-    if usual != (2, 32, "cnn", 1.0, None):
+    if (*usual, scenario.accelerator) != (2, 32, "cnn", 1.0, None, "cpu"):
         return []
     return [t for t in promised.get(conditions, []) if t.nsync in scenario.nsync]
 
@@ -635,6 +639,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--slow", type=float, default=1.0, metavar="TIMES", help="rank 1 is this many times slower")
     parser.add_argument("--compression", help="of A-SGD")
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
+    parser.add_argument("--accelerator", default="cpu", help="of the Trainer, with a device for each worker")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
     parser.add_argument("--bare", action="store_true", help="the same without Lightning and data loader: the ceiling")
     parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
@@ -672,6 +677,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         bare=args.bare,
         num_servers=args.servers,
         kinds=tuple(args.systems or ()),
+        accelerator=args.accelerator,
     )
     if args.suite:
         return whole_suite(base), args

@@ -22,7 +22,7 @@ class TrainingStep:
 
     Args:
         module: a LightningModule with automatic optimization. It is put on the device, in training mode.
-        device: None for the first GPU, or for the CPU if there is none.
+        device: None for the machine's accelerator, or for the CPU if there is none.
 
     Raises:
         ConfigurationError: this is no LightningModule; or it optimizes by hand, which needs a Trainer.
@@ -40,7 +40,9 @@ class TrainingStep:
                 f"{module.automatic_optimization}. Expected one optimizer, and automatic optimization: without a "
                 "Trainer nothing else can be timed."
             )
-        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # torch 2.6 raises where it is asked for the accelerator of a machine that has none.
+        available = torch.accelerator.is_available()
+        self.device = device or (torch.accelerator.current_accelerator() if available else None) or torch.device("cpu")
         self._module = module.to(self.device).train()
         self._optimizer = optimizers[0]
         self._numbered = "batch_idx" in inspect.signature(module.training_step).parameters
@@ -56,8 +58,8 @@ class TrainingStep:
             ConfigurationError: ``training_step`` returned no loss.
         """
         self._optimizer.step(lambda: self._loss(batch))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss, with its gradients computed."""

@@ -48,6 +48,8 @@ _PUBLIC = {
     "Callback": "callbacks",
     "LightningModule": "core",
     "DDPStrategy": "strategies",
+    "MPSAccelerator": "accelerators",
+    "Strategy": "strategies",
     "StrategyRegistry": "strategies",
     "TrainerFn": "trainer.states",
 }

@@ -24,6 +24,8 @@ class StrategyExtension(private_names.StrategyHooks):
 
     _given: dict[str, Any]
     """Arguments of Lightning's ``DDPStrategy``."""
+    options: Any
+    """The program's arguments."""
 
     @property
     def accelerator(self) -> Any:
@@ -34,6 +36,7 @@ class StrategyExtension(private_names.StrategyHooks):
     def accelerator(self, accelerator: Any) -> None:
         tree = tree_of(accelerator)
         tree.check_release()
+        _check_supports(self, tree, accelerator)
         strategy: Any = self
         _change_hands(strategy)
         strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
@@ -54,6 +57,17 @@ def unattached(extension: Any) -> Any:
     body: dict[str, Any] = {"__module__": extension.__module__, "__doc__": extension.__doc__}
     body |= {"__reduce_ex__": reduce, "extension": extension}
     return types.new_class(extension.__name__, (Unattached, extension), exec_body=lambda space: space.update(body))
+
+
+@functools.cache
+def _as_checked(tree: Tree, extension: Any) -> Any:
+    """What a tree's Trainers see of a strategy while they check their arguments: one that is not of the DDP family.
+
+    On MPS they refuse that family outright; see :func:`_check_supports`.
+    """
+    seen = types.new_class(extension.__name__, (Unattached, StrategyExtension))
+    tree.Strategy.register(seen)
+    return seen
 
 
 # By strategy: the connector of the Trainer that has it, and of the Trainer that is taking it.
@@ -79,7 +93,7 @@ def let_several_trainers_take(tree: Tree) -> None:
         _check_is_free(strategy)
         before: Any = type(strategy)
         _takers[strategy] = weakref.ref(self)
-        strategy.__class__ = unattached(before.extension)
+        strategy.__class__ = _as_checked(tree, before.extension)
         try:
             return check(self, *args, **kwargs)
         finally:
@@ -100,6 +114,18 @@ def _change_hands(strategy: Any) -> None:
         _holders[copy] = weakref.ref(holder)
     if strategy in _takers:
         _holders[strategy] = _takers.pop(strategy)
+
+
+def _check_supports(strategy: StrategyExtension, tree: Tree, accelerator: Any) -> None:
+    """Raise if a Trainer would have to start several workers on an accelerator for which Lightning starts none."""
+    if isinstance(accelerator, tree.MPSAccelerator) and strategy.options.server is None:
+        name = type(strategy).__name__
+        raise ConfigurationError(
+            f"Trainer(strategy={name}(...)) was given the accelerator MPS. Expected a strategy for a single device, "
+            f"since Lightning starts no workers on MPS. Pass {name}(server='host:port', run_id='name') and devices=1 "
+            "to train in an elastic run, whose servers are started with `lightning-asgd serve`, or pass "
+            "accelerator='cpu'."
+        )
 
 
 def _check_is_free(strategy: Any) -> None:

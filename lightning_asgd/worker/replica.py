@@ -6,8 +6,8 @@ memory they share. That makes two times the parameters' bytes; an answer by valu
 lost servers can be restored a worker remembers the weights that it fetched last: where memory is shared, and the answer
 overwrites the update, that is one more.
 
-Of a module on a CUDA device ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an answer by
-value on its way to the device, where it takes one vector more, from the first merge on (see
+Of a module on a device with streams ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an
+answer by value on its way to the device, where it takes one vector more, from the first merge on (see
 :mod:`lightning_asgd.worker.device_staging`).
 
 Written with the module's weights *x* (all sums element-wise):
@@ -25,6 +25,7 @@ Other ways for parameters are in :mod:`lightning_asgd.worker.replica_kinds`; buf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -115,6 +116,7 @@ class Replica:
         lane = self._lane = lane_for(self.device)
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext if lane is None else lane.turn
         self._buffer: Callable[..., Tensor] = torch.empty if lane is None else lane.buffer
+        self._non_blocking = lane is not None  # else no event would tell when a device has copied
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -189,7 +191,7 @@ class Replica:
                 if r.role is Role.PARAMETER:
                     self._pack(r, x, before)
                 elif r.role is Role.LARGEST:
-                    r.wire.copy_(x, non_blocking=True)
+                    r.wire.copy_(x, non_blocking=self._non_blocking)
                 else:
                     Replica._pack(self, r, x, before)  # a difference, whatever is pushed of parameters
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
@@ -271,8 +273,8 @@ class Replica:
             for r, x in self._values(write=False):
                 if r.role is Role.PARAMETER:
                     answer = r.of(answers).to(x.device)
-                    norms.append(torch.linalg.vector_norm(self._difference(x, answer)).double())
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+                    norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
+        return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
 
     def accrue(self) -> None:
         """Note that an optimizer step was taken."""
@@ -297,7 +299,7 @@ class Replica:
             update = torch.sub(x, before, out=r.wire)
         else:
             update = x - before
-            r.wire.copy_(update, non_blocking=True)
+            r.wire.copy_(update, non_blocking=self._non_blocking)
         torch.add(before, update, out=r.base)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:

@@ -55,7 +55,7 @@ class GradientReplica(Replica):
     def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
         index = self._index[id(r)]
         accrued = self._accrued[index]
-        r.wire.copy_(accrued, non_blocking=True)
+        r.wire.copy_(accrued, non_blocking=self._non_blocking)
         if index in self._pushed:
             self._accrued[index], self._pushed[index] = self._pushed[index], accrued
         self._accrued[index].zero_()
@@ -97,7 +97,7 @@ class ElasticReplica(Replica):
     _parked = False
 
     def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
-        r.wire.copy_(x, non_blocking=True)
+        r.wire.copy_(x, non_blocking=self._non_blocking)
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
         if pushed:

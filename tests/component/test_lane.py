@@ -23,8 +23,11 @@ from lightning_asgd.worker.synchronizer import run
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted, Worker, pushes, scripted
 from tests.helpers.cluster import Cluster
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 CPU = torch.device("cpu")
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+HAS_STREAMS = ACCELERATOR is not None and ACCELERATOR.type != "mps"
+NEEDS_STREAMS = pytest.mark.skipif(not HAS_STREAMS, reason="this machine has no accelerator with streams")
+DEVICES = [CPU, pytest.param(ACCELERATOR, marks=[pytest.mark.device, NEEDS_STREAMS], id="accelerator")]
 
 
 class LateLane(DeviceLane):
@@ -242,13 +245,13 @@ def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_r
 
 
 @pytest.mark.parametrize("algorithm", [ASGD(), Downpour(), EASGD()], ids=lambda a: a.payload.value)
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=NEEDS_CUDA)], ids=str)
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_device_packs_and_merges_what_a_cpu_does(
     algorithm: Algorithm, device: torch.device, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA without one call that waits for the device, but for the last."""
+    """On a device without one call that waits for it, but for the last: CUDA itself would raise."""
     wires, results = [], []
     for lane in (None, DeviceLane(device)):
         place = CPU if lane is None else device
@@ -261,14 +264,15 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
         monkeypatch.setattr(replica_module, "lane_for", lambda device, lane=lane: lane)
         replica = replica_for(algorithm, layout, [(module, name) for name in module], blocks)
         replica.adopt([tuple(torch.ones_like(t) for t in shard) for shard in replica.wire])
-        assert place == CPU or all(t.is_pinned() for shard in replica.wire for t in shard)
+        pins = place.type == "cuda" or (place != CPU and not shared)  # others cannot pin what is there already
+        assert not pins or all(t.is_pinned() for shard in replica.wire for t in shard if t.numel())
         with _never_waiting(place):
             _keep_busy(lane)
             for value in module.values():
                 value += 2
             replica.accrue()
             replica.pack()
-            assert place == CPU or not replica.arrived
+            assert place.type != "cuda" or not replica.arrived
             for value in module.values():
                 value += 4  # trained meanwhile
         replica.await_arrival()
@@ -283,7 +287,7 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
         with _never_waiting(place):
             _keep_busy(lane)
             replica.merge(answers)
-            assert place == CPU or not replica.arrived
+            assert place.type != "cuda" or not replica.arrived
             for value in module.values():
                 value *= 2  # trained after that
         results.append([value.cpu() for value in module.values()])
@@ -294,7 +298,7 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
 
 
 def _keep_busy(lane: DeviceLane | None) -> None:
-    """Have both streams of a device begin late with what comes next, so that a wrong order shows."""
+    """Have both streams of a CUDA device begin late with what comes next, so that a wrong order shows."""
     if lane is not None and lane._device.type == "cuda":
         torch.cuda._sleep(20_000_000)
         with torch.cuda.stream(lane._stream):
@@ -397,10 +401,37 @@ def test_where_memory_cannot_be_pinned_there_is_a_warning(caplog: pytest.LogCapt
     lane.pin(block)
     lane.unpin(block)
     assert "could not be pinned: CUDA's error 2" in caplog.text
-    assert registry.calls == []
+    assert registry.calls == ["synchronize"]  # copies that were queued may not have finished
+    block.close()
+
+
+@NEEDS_SHARED_MEMORY
+def test_a_device_that_cannot_pin_what_exists_is_not_asked_to(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    module: Any = SimpleNamespace(Stream=lambda _: SimpleNamespace(synchronize=lambda: calls.append("synchronize")))
+    lane = DeviceLane(torch.device("meta"), module)
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    assert block is not None
+    lane.pin(block)
+    lane.unpin(block)
+    assert (calls, caplog.text) == (["synchronize"], "")
     block.close()
 
 
 def test_only_devices_with_streams_have_a_lane_of_their_own() -> None:
-    assert lane_for(CPU) is None
-    assert lane_for(torch.device("mps")) is None
+    assert all(lane_for(torch.device(kind)) is None for kind in ("cpu", "mps", "meta", "xla"))
+
+
+def test_every_module_with_streams_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerators of other vendors bring them: torch.hpu, torch.npu, torch.musa."""
+    asked: list[torch.device] = []
+    parts = {"Stream": asked.append, "Event": None, "stream": None, "current_stream": None}
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(**parts), raising=False)
+    device = torch.device("hpu", 1)
+    lane = lane_for(device)
+    assert isinstance(lane, DeviceLane)
+    assert asked == [device]
+    for name in parts:
+        lacking = {other: part for other, part in parts.items() if other != name}
+        monkeypatch.setattr(torch, "hpu", SimpleNamespace(**lacking))
+        assert lane_for(device) is None

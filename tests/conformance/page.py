@@ -52,7 +52,9 @@ Tested in `tests/lightning/`, each with real processes.
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
 | `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
-| CUDA devices | not run yet | no test machine has had one |
+| CUDA devices | not run yet | no test machine has had one; `make gpu` runs what needs one |
+| Apple's MPS | not run yet | in elastic runs (`server=...`) only; tested with a CPU in its place |
+| others (XPU, HPU, NPU) | not run yet | as an object of an `Accelerator` class; tested with a CPU in its place |
 """
 
 
