@@ -304,7 +304,13 @@ SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield th
     ],
 )
 def test_what_cannot_be_leased_is_split_and_says_so_once(
-    data: Any, line: str, reason: str, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Any,
+    line: str,
+    reason: str,
+    warned: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Any_(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -314,7 +320,7 @@ def test_what_cannot_be_leased_is_split_and_says_so_once(
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
     ours = logging.getLogger("lightning_asgd.adapter.fixed_split")
     monkeypatch.setattr(ours, "handlers", [logging.FileHandler(tmp_path / "warnings")])
-    log.setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, log.name)
     trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())
     said = (tmp_path / "log").read_text()
     assert said.count(line) == 1
