@@ -7,12 +7,14 @@ OLDEST := .venv-oldest
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
-# Four groups of tests run side by side: many tests mostly wait for processes. What the last three print follows at the end.
-GROUPS := conformance lightning transport
+# Groups of tests run side by side: many tests mostly wait for processes. What all but the last print follows at its end.
+BESIDE := 'conformance' 'lightning/test_[a-l]*.py tests/transport' 'lightning/test_[m-o]*.py tests/examples' \
+	'lightning/test_[p-r]*.py' 'lightning/test_[s-z]*.py'
 define run-tests
-@groups=; $(foreach group,$(GROUPS),$(RUN) -m pytest tests/$(group) $(1) > $(VENV)/$(group).log 2>&1 & groups="$$groups $$!"; )\
-$(RUN) -m pytest tests $(GROUPS:%=--ignore=tests/%) $(1); code=$$?; \
-for group in $$groups; do wait $$group || code=$$?; done; cat $(GROUPS:%=$(VENV)/%.log); exit $$code
+@groups=; for group in $(BESIDE); do \
+$(RUN) -m pytest tests/$$group $(1) > $(VENV)/tests$${#groups}.log 2>&1 & groups="$$groups $$!"; done; \
+$(RUN) -m pytest tests $(foreach folder,conformance examples lightning transport,--ignore=tests/$(folder)) $(1); code=$$?; \
+for group in $$groups; do wait $$group || code=$$?; done; cat $(VENV)/tests*.log; rm $(VENV)/tests*.log; exit $$code
 endef
 
 define install-beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from lightning_asgd.server.server_process import ServerArguments, ServerSettings
 from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
 
 START_S = 50.0
+FORKED = "server_process"  # the name that tests/helpers/lean gives a forked one
 SECRET = "known to the tests alone"
 ROOT = str(Path(lightning_asgd.__file__).resolve().parent.parent)
 
@@ -66,3 +68,13 @@ class ServerProcess:
 
     def _check(self) -> None:
         assert self.popen.poll() is None, f"{self.name} ended with code {self.popen.returncode}:\n{self.output()}"
+
+
+def servers_of(pid: int) -> list[psutil.Process]:
+    """The servers that a process has started; those that are kept ready come last."""
+    found = []
+    for process in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # one that was killed
+            if process.name() == FORKED or "lightning_asgd.server.server_process" in process.cmdline():
+                found.append(process)
+    return found

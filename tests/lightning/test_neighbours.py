@@ -170,8 +170,10 @@ if trainer.global_rank == 1:
     raise KeyError("after the fit")
 if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
     import psutil
+    from lightning_asgd.processes import supervisor
     trainer.strategy.barrier()
-    while any("script.py" in child.cmdline() for child in psutil.Process().children()):
+    servers = supervisor.current().server_pids
+    while any("script.py" in p.cmdline() for p in psutil.Process().children() if p.pid not in servers):
         time.sleep(0.1)
     time.sleep(0.5)
 """

@@ -24,6 +24,7 @@ from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.transports import registry
 from tests.helpers.programs import environment
+from tests.helpers.servers import servers_of
 from tests.lightning.models import Recorder, Regression, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -162,26 +163,17 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
     assert Recorder.read(tmp_path, 0)[-1]["what"] == "train end"
 
 
-def servers_of(main: Any) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(main.pid).children():
-        with contextlib.suppress(psutil.Error):  # one that was killed
-            if "lightning_asgd.server.server_process" in process.cmdline():
-                found.append(process)
-    return found
-
-
 def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path, mains: Any) -> None:
     """As after a port scan, or when a worker is killed as it comes: TensorPipe closes its listening socket."""
     main = mains(target=main_process, args=(tmp_path, Regression()))
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
-        known = servers_of(main)
+        known = servers_of(main.pid)
         (door,) = [c.laddr for c in known[0].net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         with socket.create_connection(door) as stranger:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-        wait_until(lambda: len({*servers_of(main)} - {*known}) == 1, 30, "another server")
+        wait_until(lambda: len({*servers_of(main.pid)} - {*known}) == 1, 30, "another server")
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 30, "training with it")
         news = "A server was lost, and restored from the workers' copies."
@@ -209,10 +201,12 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
+        if "snapshot_every_s" in settings:
+            wait_until(lambda: len([*tmp_path.glob("lightning_asgd.*/server*.pt")]) == 2, 20, "snapshots")
         for _ in range(2):  # the coordinator, then the other one
-            known = servers_of(main)
+            known = servers_of(main.pid)
             known[0].kill()
-            wait_until(lambda known=known: len({*servers_of(main)} - {*known}) == 1, 20, "another server")  # type: ignore[misc]
+            wait_until(lambda known=known: len({*servers_of(main.pid)} - {*known}) == 1, 20, "another server")  # type: ignore[misc]
             before = epochs(tmp_path)
             wait_until(lambda before=before: epochs(tmp_path) > before + 3, 30, "training with it")  # type: ignore[misc]
         news = "A server was lost, and restored from the workers' copies."
@@ -370,7 +364,9 @@ def test_a_killed_worker_of_a_script_does_not_stop_the_others(tmp_path: Path) ->
     job = start(tmp_path, "{'max_epochs': 40}")
     try:
         wait_until(lambda: training(tmp_path), 120, "training")
-        workers = [p for p in psutil.Process(job.pid).children() if "script.py" in " ".join(p.cmdline())]
+        servers = servers_of(job.pid)
+        children = [p for p in psutil.Process(job.pid).children() if p not in servers]
+        workers = [p for p in children if "script.py" in " ".join(p.cmdline())]
         assert len(workers) == 1
         workers[0].kill()
         assert job.wait(60) == 0

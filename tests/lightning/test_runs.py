@@ -23,6 +23,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from tests.helpers.servers import servers_of
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import wait_until
 
@@ -180,7 +181,7 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         wait_until(lambda: epochs("a") >= 1, 30, "training")
         start("b")
         wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
-        servers_of(served)[0].kill()
+        servers_of(served.pid)[0].kill()
         wait_until(
             lambda: "A replacement is being started." in (tmp_path / "serve.log").read_text(), 10, "another server"
         )
@@ -224,12 +225,6 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     assert best.exists()
 
 
-def servers_of(served: Any) -> list[psutil.Process]:
-    """Processes of the servers; those that are kept ready come last."""
-    children = psutil.Process(served.pid).children()
-    return [p for p in children if "server_process" in " ".join(p.cmdline())]
-
-
 def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp_path: Path, mains: Any) -> None:
     served = mains(target=serve, args=(tmp_path, "rpc", "--num-servers=2"))
     workers: list[Any] = []
@@ -244,11 +239,11 @@ def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp
     served.start()
     try:
         address = address_of_run(tmp_path)
-        servers_of(served)[1].kill()
+        servers_of(served.pid)[1].kill()
         start("a")  # nobody knows anything that would have to be restored
         wait_until(lambda: epochs_of(tmp_path, "a") >= 1, 40, "training")
         assert restored() == 1
-        servers_of(served)[0].kill()
+        servers_of(served.pid)[0].kill()
         start("b")
         wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 30, "training with a second worker")
         for worker in workers:

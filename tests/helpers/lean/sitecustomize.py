@@ -2,9 +2,9 @@
 
 On PYTHONPATH, Python runs this file first. It hides packages that are not ours; most users do not have them either. And
 it has torch's compiler imported when it is used: Lightning imports it for an ``isinstance``, torch's optimizers to have
-their methods left alone by it. The garbage collector runs less often: while modules are imported it finds nothing. The
-programs of ``tests/examples`` and the conformance tests run without this file. A server also goes without what torch
-knows of tensors that have no data, a fifth of its start.
+their methods left alone by it. The garbage collector runs less often: while modules are imported it finds nothing.
+Servers are forked where they can be (forked_servers.py); one that is not goes without what torch knows of tensors that
+have no data, a fifth of its start. The programs of ``tests/examples`` run without this file.
 """
 
 import gc
@@ -12,10 +12,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import subprocess
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
+
+import forked_servers
 
 HIDDEN = ("matplotlib", "scipy", "torchvision")
 COMPILER = "torch._dynamo"
@@ -93,9 +96,10 @@ class Finder:
 
 LATER = Compiler(COMPILER)
 sys.modules[COMPILER] = LATER
-if any("lightning_asgd.server.server_process" in word for word in sys.orig_argv):
+if forked_servers.SERVER in sys.orig_argv:
     sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
 gc.set_threshold(50_000)
 importlib.metadata.version = hiding(importlib.metadata.version)
 importlib.metadata.distribution = hiding(importlib.metadata.distribution)
+subprocess.Popen = forked_servers.Popen  # type: ignore[misc]
 sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
