@@ -18,7 +18,9 @@ from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = [
+    "agent_hosts",
     "can_move",
+    "check_port",
     "choose_transport",
     "find_address",
     "hosted_at",
@@ -26,6 +28,8 @@ __all__ = [
     "keep_place",
     "release_port",
 ]
+
+_LAST_PORT = 65535
 
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _said: set[str] = set()
@@ -84,22 +88,38 @@ def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_ma
         _hosted[rendezvous.address] = rendezvous
         rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
         return rendezvous.address
-    by_hand = private_names.is_a(environment, private_names.one_machine)
-    if num_nodes > 1 and by_hand and "MASTER_PORT" not in rank_variables.set_by_others():
+    given = os.environ["MASTER_PORT"] if "MASTER_PORT" in rank_variables.set_by_others() else None
+    check_port(given, num_nodes, by_hand=private_names.is_a(environment, private_names.one_machine))
+    address = (str(environment.main_address), int(environment.main_port))
+    if is_main and not agent_hosts() and address not in _hosted:
+        allow_many_connections()
+        _hosted[address] = kind.host_rendezvous(*address)
+    return address
+
+
+def check_port(given: str | None, num_nodes: int, *, by_hand: bool) -> None:
+    """Raise a ``LaunchError`` for a ``MASTER_PORT`` at which a job's processes cannot meet.
+
+    Args:
+        given: the variable; None if it is not set, or only by this package.
+        num_nodes: number of machines.
+        by_hand: a user starts the processes, and neither torchrun nor SLURM.
+    """
+    if given is None and num_nodes > 1 and by_hand:
         raise LaunchError(
             f"num_nodes={num_nodes} but MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be "
             "the same on every machine: set MASTER_PORT to a free port of the first one."
         )
-    address = (str(environment.main_address), int(environment.main_port))
-    if address[1] == 0:
+    if given is not None and given.isdecimal() and int(given) == 0:
         raise LaunchError(
             "MASTER_PORT is 0. Expected a port that is the same on every machine. Start torchrun with "
             "--standalone or --rdzv-backend=c10d on one machine, or give --master-port a free port."
         )
-    if is_main and not _agent_hosts() and address not in _hosted:
-        allow_many_connections()
-        _hosted[address] = kind.host_rendezvous(*address)
-    return address
+    if given is not None and not (given.isdecimal() and int(given) <= _LAST_PORT):
+        raise LaunchError(
+            f"MASTER_PORT is {given!r}. Expected a number from 1 to {_LAST_PORT}, the same on every machine. Set it to "
+            "a free port of the first one."
+        )
 
 
 def hosted_at(kind: TransportKind, address: tuple[str, int], timeout_s: float, *, again: bool) -> Rendezvous:
@@ -108,12 +128,12 @@ def hosted_at(kind: TransportKind, address: tuple[str, int], timeout_s: float, *
     Hosts it ``again`` if it has given it up meanwhile.
     """
     if address not in _hosted:
-        again = again and not _agent_hosts()
+        again = again and not agent_hosts()
         _hosted[address] = kind.host_rendezvous(*address) if again else Rendezvous.connect(*address, timeout_s)
     return _hosted[address]
 
 
-def _agent_hosts() -> bool:
+def agent_hosts() -> bool:
     """Whether torchrun's agent hosts the store at ``MASTER_PORT``."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -132,7 +152,7 @@ def hosts_of_job() -> ServerHosts | None:
 def keep_place(kind: TransportKind, host: str, rank: int, first: tuple[str, int]) -> ServerHosts:
     """Keep a rendezvous ready in this process, in case it is to host the servers one day."""
     global _hosts
-    own = _hosted.get(first) if rank == 0 and not _agent_hosts() else None
+    own = _hosted.get(first) if rank == 0 and not agent_hosts() else None
     if own is None:
         allow_many_connections()
         own = kind.host_rendezvous(host, 0)

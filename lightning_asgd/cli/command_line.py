@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_asgd.cli.doctor_command import doctor
 from lightning_asgd.cli.plan_command import plan
 from lightning_asgd.cli.report_command import report
 from lightning_asgd.cli.serve_command import serve
@@ -23,6 +24,7 @@ from lightning_asgd.errors import ASGDError
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
+    "doctor": doctor,
     "serve": serve,
     "status": status,
     "report": report,
@@ -32,6 +34,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 """Functions by name. A command returns the process's exit code, or None for success."""
 
 _EXAMPLES = {
+    "doctor": "lightning-asgd doctor",
     "serve": "lightning-asgd serve --host 10.0.0.1 --port 29400 --run-id my-model",
     "status": "lightning-asgd status 10.0.0.1:29400 --watch",
     "report": "lightning-asgd report lightning_logs/version_0",

@@ -210,3 +210,20 @@ def test_a_host_that_ends_just_before_a_worker_connects_to_it(monkeypatch: pytes
             monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost:1",)))
             assert job.successor(0) == "its:1"
             assert job.address == new.address
+
+
+@pytest.mark.parametrize(
+    ("given", "num_nodes", "by_hand", "text"),
+    [
+        (None, 2, True, "num_nodes=2 but MASTER_PORT is not set"),
+        ("0", 1, False, "MASTER_PORT is 0"),
+        ("x", 1, True, "MASTER_PORT is 'x'. Expected a number from 1 to 65535"),
+        ("65536", 2, True, "MASTER_PORT is '65536'. Expected a number"),
+        (None, 2, False, ""),
+        (None, 1, True, ""),
+        ("29500", 2, True, ""),
+    ],
+)
+def test_a_port_at_which_machines_cannot_meet(given: str | None, num_nodes: int, by_hand: bool, text: str) -> None:
+    with pytest.raises(LaunchError, match=text) if text else contextlib.nullcontext():
+        job_address.check_port(given, num_nodes, by_hand=by_hand)

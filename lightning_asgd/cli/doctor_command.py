@@ -1,0 +1,235 @@
+"""``lightning-asgd doctor``: what this machine has, and what would be refused on it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_asgd.cli import machine_checks as checks
+from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check, refused
+from lightning_asgd.errors import ASGDError
+from lightning_asgd.validation import whole
+
+__all__ = ["doctor", "examine"]
+
+_WIDTH = 80
+_START_S = 60.0
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other machines
+_PIECE = 16 << 20  # bytes of shared memory to try
+
+
+def doctor(*, num_nodes: int | None = None, transport: Literal["auto", "rpc", "zmq"] = "auto") -> int:
+    """Show what this machine has, and what would be refused here.
+
+    Run it when something does not start, and put its output into a bug report. It shows versions, devices, memory,
+    network, ports, shared memory and the environment; secrets are never shown. The exit code is 1 if a job would be
+    refused.
+
+    Args:
+        num_nodes: machines of the job. The default is what the environment says, else 1.
+        transport: the job's transport, as for ASGDStrategy.
+    """
+    nodes = checks.number_of_machines(os.environ) if num_nodes is None else whole("num_nodes", num_nodes)
+    found: list[Check] = []
+    for line in examine(nodes, transport, found, values=True):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()  # some checks take seconds
+    return int(any(check.state == PROBLEM for check in found))
+
+
+def examine(nodes: int, transport: str, found: list[Check], *, values: bool) -> Iterator[str]:
+    """Make all checks, into ``found``, and describe them in lines of at most 80 columns.
+
+    ``values``: show those of environment variables, and not only which are set.
+    """
+    groups = {
+        "Versions": _versions(),
+        "Machine": _machine(),
+        "Network": _network(nodes),
+        "Transport": _transport(nodes, transport),
+        "Environment": checks.settings(os.environ, values=values),
+    }
+    for heading, group in groups.items():
+        yield heading
+        for check in group:
+            found.append(check)
+            yield from _wrapped(f"  {'' if check.state == OK else check.state:8}{check.name:19} ", check.text)
+    job = f"a job on {'one machine' if nodes == 1 else f'{nodes} machines'} with transport={transport!r}"
+    refused = any(check.state == PROBLEM for check in found)
+    yield f"{'What' if refused else 'Nothing'} would be refused: {job}"
+    for state in (PROBLEM, WARNING, NOTE):
+        for check in found:
+            if check.state == state:
+                yield from _wrapped(f"  {state:8}", f"{check.name}: {check.text} {check.advice}")
+
+
+def _wrapped(before: str, text: str) -> list[str]:
+    indent = " " * len(before)
+    return textwrap.wrap(text, _WIDTH, initial_indent=before, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _versions() -> Iterator[Check]:
+    from lightning_asgd.adapter.class_trees import MALICIOUS, TREES
+
+    yield checks.check_system(platform.platform(), sys.platform)
+    about = metadata.metadata("lightning-asgd")
+    yield checks.check_python(platform.python_version(), about["Requires-Python"] or "")
+    yield Check("lightning-asgd", OK, about["Version"])
+    installed = {str(each.metadata["Name"]).lower(): each.version for each in metadata.distributions()}
+    trees = {tree.distribution: tree for tree in TREES}
+    required = metadata.requires("lightning-asgd") or []
+    for check in checks.check_packages(installed, required, [*trees], MALICIOUS):
+        # Not what is malicious: it runs when it is imported.
+        usable = check.state == OK and check.name in trees
+        yield _with_names(check, trees[check.name]) if usable else check
+
+
+def _with_names(check: Check, tree: Any) -> Check:
+    """The same for one of Lightning's packages, if it can be imported and has the names that this package uses."""
+    from lightning_asgd.adapter import name_check, private_names
+
+    said: list[str] = []
+    try:
+        importlib.import_module(tree.package)
+        name_check.check_tree(tree, said.append)
+    except ASGDError as error:
+        return refused(check.name, error)
+    except Exception as error:  # of any kind, where an installation is broken
+        return Check(check.name, PROBLEM, f"cannot be imported: {error!r}", f"Install {check.name} again.")
+    if said:
+        return Check(check.name, WARNING, "; ".join(said), f"Install {check.name} {private_names.LATEST}.")
+    return check._replace(text=f"{check.text}, has the names that are used of it")
+
+
+def _machine() -> Iterator[Check]:
+    import psutil
+    import torch
+
+    from lightning_asgd.layout import Role
+    from lightning_asgd.transports import shared_memory
+
+    groups = Path("/proc/self/cgroup")
+    quota, limit = checks.container_limits(Path("/sys/fs/cgroup"), groups.read_text() if groups.is_file() else "")
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    yield checks.check_cores(cores, usable, quota)
+    yield checks.check_memory(memory.total, memory.available, limit)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "" if device is None else device.type
+    name = getattr(torch.get_device_module(kind) if kind else None, "get_device_name", lambda _: kind)
+    yield checks.check_accelerator(kind, [name(i) for i in range(torch.accelerator.device_count() if kind else 0)])
+    block = shared_memory.create(((Role.PARAMETER, "float32", _PIECE // 4),))
+    if block is not None:
+        block.tensors[0].fill_(1.0)  # else no page is mapped
+        block.close()
+    shm = Path("/dev/shm")
+    yield from checks.check_shared_memory(block is not None, shutil.disk_usage(shm).free if shm.is_dir() else None)
+    with contextlib.suppress(ImportError):  # not Unix
+        import resource
+
+        yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield _started_process()
+    yield checks.check_clock(datetime.now().astimezone())
+
+
+def _started_process() -> Check:
+    """Whether a process can be started that imports this package."""
+    from lightning_asgd.processes.server_handle import child_environment
+
+    command = [sys.executable, "-c", "import lightning_asgd.processes.reaper"]
+    try:
+        subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=_START_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip().rpartition("\n")[2]
+        return Check("processes", PROBLEM, f"{command} failed: {said}", "Look at the limit of processes (ulimit -u).")
+    return Check("processes", OK, "can be started")
+
+
+def _network(nodes: int) -> Iterator[Check]:
+    import psutil
+
+    from lightning_asgd.adapter import job_address
+    from lightning_asgd.transports.rendezvous import interface_of, listens, local_address_towards
+
+    found = {
+        name: [str(each.address) for each in addresses if each.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    yield checks.check_interfaces(found, {name for name, each in psutil.net_if_stats().items() if each.isup})
+    own = {address for addresses in found.values() for address in addresses}
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    launched = any(name in os.environ for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))
+    place = checks.check_master_address(host, own, socket.gethostbyname, needed=nodes > 1 and not launched)
+    try:
+        address = local_address_towards(host if host and place.state == OK else _ELSEWHERE)
+        yield Check("address for others", OK, f"{address} ({interface_of(address)}), host {socket.gethostname()}")
+    except ASGDError as error:
+        yield refused("address for others", error, PROBLEM if nodes > 1 else WARNING)
+    yield place
+    try:
+        job_address.check_port(port, nodes, by_hand=not launched)
+    except ASGDError as error:
+        yield refused("MASTER_PORT", error)
+        return
+    if port is None or (host and place.state != OK):
+        yield Check("MASTER_PORT", OK, port or "not set")
+    elif place.text.endswith("another machine"):
+        there = {True: "a process listens there", False: "no process listens there yet", None: "does not answer"}
+        yield Check("MASTER_PORT", OK, f"{port}: {there[listens(str(host), int(port))]}")
+    else:
+        by_agent = job_address.agent_hosts()
+        yield checks.check_free_port(int(port), lambda port: _bind(host or "", port), _holder, by_agent=by_agent)
+
+
+def _bind(host: str, port: int) -> OSError | None:
+    """The error of listening on an address, if any."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _holder(port: int) -> str:
+    """The process that listens on a port; empty if the system does not say."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                return f"{psutil.Process(each.pid).name()}, process {each.pid}"
+    return ""
+
+
+def _transport(nodes: int, asked: str) -> Iterator[Check]:
+    from lightning_asgd.config import SECRET_ENV
+    from lightning_asgd.transports import registry
+
+    for one_machine, where in ((True, "on one machine"), (False, "on several")):
+        name, why, who = registry.choose(asked, one_machine=one_machine)
+        open_to_others = nodes > 1 and not one_machine and not registry.kind_of(name).encrypted
+        yield Check(where, WARNING if open_to_others else OK, f"{name} ({why})", f"{name} {who}")
+    used = registry.choose(asked, one_machine=nodes == 1)[0]
+    for name, kind in registry.TRANSPORTS.items():
+        several = nodes > 1 or name != used  # what is not used is looked at for several machines
+        try:
+            kind.check_available()
+            if kind.encrypted and (several or SECRET_ENV in os.environ):  # one machine makes its own
+                kind.provide_secret(one_machine=not several)
+        except ASGDError as error:
+            found = refused(name, error, PROBLEM if name == used else NOTE)
+            yield found._replace(text=f"on several machines: {found.text}") if several else found
+        else:
+            yield Check(name, OK, "works here")
