@@ -37,7 +37,7 @@ _EXAMPLES = {
     "doctor": "lightning-asgd doctor",
     "serve": "lightning-asgd serve --host 10.0.0.1 --port 29400 --run-id my-model",
     "status": "lightning-asgd status 10.0.0.1:29400 --watch",
-    "report": "lightning-asgd report lightning_logs/version_0",
+    "report": "lightning-asgd report lightning_logs/version_0 --bundle",
     "plan": "lightning-asgd plan --parameters 25.6e6 --step-s 0.25 --batch-size 32 \\\n"
     "      --link-gbit-s 10 --workers 16",
     "stalls": "lightning-asgd stalls --module train.py:Net",
@@ -119,7 +119,11 @@ def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: An
         parser.add_argument(option, action="store_true", help=about)
         return
     if get_origin(hint) in (Union, types.UnionType):  # of a type and None
-        hint = next(each for each in get_args(hint) if each is not type(None))
+        optional = bool in get_args(hint)  # the option's value
+        hint = next(each for each in get_args(hint) if each not in (type(None), bool))
+        if optional:
+            parser.add_argument(option, nargs="?", const=True, default=False, type=hint, metavar="FILE", help=about)
+            return
     if required or parameter.default is not None:
         about += " (required)" if required else " (default: %(default)s)"
     how: dict[str, Any] = {"type": hint, "metavar": {int: "N", float: "X", Path: "PATH"}.get(hint, option[2:].upper())}

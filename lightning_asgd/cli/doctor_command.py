@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -57,13 +57,14 @@ def examine(nodes: int, transport: str, found: list[Check], *, values: bool) -> 
     groups = {
         "Versions": _versions(),
         "Machine": _machine(),
+        "Devices": _devices(),
         "Network": _network(nodes),
         "Transport": _transport(nodes, transport),
         "Environment": checks.settings(os.environ, values=values),
     }
     for heading, group in groups.items():
         yield heading
-        for check in group:
+        for check in _despite_errors(heading, group):
             found.append(check)
             yield from _wrapped(f"  {'' if check.state == OK else check.state:8}{check.name:19} ", check.text)
     job = f"a job on {'one machine' if nodes == 1 else f'{nodes} machines'} with transport={transport!r}"
@@ -73,6 +74,14 @@ def examine(nodes: int, transport: str, found: list[Check], *, values: bool) -> 
         for check in found:
             if check.state == state:
                 yield from _wrapped(f"  {state:8}", f"{check.name}: {check.text} {check.advice}")
+
+
+def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
+    """The checks; where a machine lacks something that they themselves need, the error in place of the rest."""
+    try:
+        yield from group
+    except Exception as error:  # of any kind, in a broken installation
+        yield Check(heading.lower(), PROBLEM, f"cannot be examined further: {error!r}.", "Fix what comes before first.")
 
 
 def _wrapped(before: str, text: str) -> list[str]:
@@ -115,10 +124,6 @@ def _with_names(check: Check, tree: Any) -> Check:
 
 def _machine() -> Iterator[Check]:
     import psutil
-    import torch
-
-    from lightning_asgd.layout import Role
-    from lightning_asgd.transports import shared_memory
 
     groups = Path("/proc/self/cgroup")
     quota, limit = checks.container_limits(Path("/sys/fs/cgroup"), groups.read_text() if groups.is_file() else "")
@@ -126,6 +131,20 @@ def _machine() -> Iterator[Check]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     yield checks.check_cores(cores, usable, quota)
     yield checks.check_memory(memory.total, memory.available, limit)
+    with contextlib.suppress(ImportError):  # not Unix
+        import resource
+
+        yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield _started_process()
+    yield checks.check_clock(datetime.now().astimezone())
+
+
+def _devices() -> Iterator[Check]:
+    import torch
+
+    from lightning_asgd.layout import Role
+    from lightning_asgd.transports import shared_memory
+
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "" if device is None else device.type
     name = getattr(torch.get_device_module(kind) if kind else None, "get_device_name", lambda _: kind)
@@ -136,12 +155,6 @@ def _machine() -> Iterator[Check]:
         block.close()
     shm = Path("/dev/shm")
     yield from checks.check_shared_memory(block is not None, shutil.disk_usage(shm).free if shm.is_dir() else None)
-    with contextlib.suppress(ImportError):  # not Unix
-        import resource
-
-        yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield _started_process()
-    yield checks.check_clock(datetime.now().astimezone())
 
 
 def _started_process() -> Check:

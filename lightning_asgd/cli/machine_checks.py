@@ -12,7 +12,7 @@ from lightning_asgd.cli.console_tables import in_bytes
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 
-__all__ = ["NOTE", "OK", "PROBLEM", "WARNING", "Check", "refused"]
+__all__ = ["NOTE", "OK", "PRIVATE", "PROBLEM", "WARNING", "Check", "refused"]
 
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 """States: a job would be refused where there is a problem, and what a note is about if it is asked for."""
@@ -34,7 +34,8 @@ _VARIABLES = {
     "devices, threads": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
 }
 _OWN = "LIGHTNING_ASGD_"
-_PRIVATE = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
+PRIVATE = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
+"""Words in the names of environment variables whose values are secret."""
 
 
 class Check(NamedTuple):
@@ -57,7 +58,7 @@ def settings(environment: Mapping[str, str], *, values: bool) -> list[Check]:
 
     def shown(names: Collection[str]) -> str:
         given = [name for name in names if name in environment]
-        secret = {name for name in given if any(word in name for word in _PRIVATE)}
+        secret = {name for name in given if any(word in name for word in PRIVATE)}
         whole = {name: f"{name} (set)" if name in secret else f"{name}={environment[name][:80]}" for name in given}
         return " ".join(whole.values() if values else given) or "none"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lightning_asgd.cli.run_bundle import pack
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["report"]
 
 
-def report(run_dir: str, *, out: str | None = None) -> None:
+def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False) -> int | None:
     """Write a page about a run from its logs.
 
     The page shows the training error, what each worker waited for, throughput, staleness and traffic. It is one HTML
@@ -20,10 +21,17 @@ def report(run_dir: str, *, out: str | None = None) -> None:
         run_dir: folder or URL of the run's logs, where an ASGDMonitor has written asgd.jsonl, or a folder above it.
         out: folder to write to. The default is "report" in the run's folder, or in the current folder if the logs are
             at a URL.
+        bundle: write a .zip file for a bug report too, by default into the current folder. It holds the run's logs,
+            metrics, page and order of events, and what `lightning-asgd doctor` says; no checkpoints and no secrets.
 
     Raises:
-        ConfigurationError: the folder holds no such file, or several; or matplotlib is missing.
+        ConfigurationError: the folder holds no such file, or several; or matplotlib is missing; or a file cannot be
+            written.
     """
+    if bundle and out is not None:
+        raise ConfigurationError(f"out={out} was given with bundle. Expected one: a bundle has the page in the folder.")
+    if bundle:
+        return pack(run_dir, bundle if isinstance(bundle, Path) else None, lambda: report(run_dir))
     from lightning_asgd.monitoring.metric_log import find_log, read  # here, since they import torch
 
     file = find_log(run_dir)
@@ -36,5 +44,12 @@ def report(run_dir: str, *, out: str | None = None) -> None:
         ) from error
     about = f"the last of {len(fits)} fits" if len(fits) > 1 else ""
     beside = file.parent if isinstance(file, Path) else Path()
-    page = write(fits[-1], beside / "report" if out is None else Path(out), about=about)
+    folder = beside / "report" if out is None else Path(out)
+    try:
+        page = write(fits[-1], folder, about=about)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The page cannot be written to {str(folder)!r}: {error}. Expected one of this user's. Pass --out FOLDER."
+        ) from error
     sys.stdout.write(f"{page}\n")
+    return None

@@ -210,7 +210,7 @@ def test_the_command(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == [
-        *("Versions", "Machine", "Network", "Transport", "Environment"),
+        *("Versions", "Machine", "Devices", "Network", "Transport", "Environment"),
         "Nothing would be refused: a job on one machine with transport='auto'",
     ]
     for text in ("pytorch-lightning", "has the", "CPU cores", "can be started", "zmq (LIGHTNING_ASGD_SECRET is set)"):
@@ -242,3 +242,12 @@ def test_lightning_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch
     assert doctor_command._with_names(good, TREES[0])[1:3] == (WARNING, "no bars")
     monkeypatch.setitem(sys.modules, TREES[0].package, None)
     assert "cannot be imported" in doctor_command._with_names(good, TREES[0]).text
+
+
+def test_a_broken_installation_is_described_too(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain.setattr(doctor_command, "_versions", lambda: iter(()))
+    plain.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "devices: cannot be examined further: ModuleNotFoundError" in shown
+    assert "Environment" in shown
