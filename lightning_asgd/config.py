@@ -169,6 +169,6 @@ def server_address(server: str) -> tuple[str, int]:
         ConfigurationError: it is something else.
     """
     host, _, port = server.rpartition(":")
-    if not host or not port.isdigit():
+    if not (host and port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
     return host, int(port)

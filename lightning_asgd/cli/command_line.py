@@ -43,8 +43,8 @@ _EXAMPLES = {
     "stalls": "lightning-asgd stalls --module train.py:Net",
 }
 _CLOSING = """
-Exit codes: 0 success, 1 an error that the message explains, 2 a mistake in the
-options, 130 stopped with Ctrl-C.
+Exit codes: 0 success, 1 an error that the message explains (of doctor: a job
+would be refused), 2 a mistake in the options, 130 stopped with Ctrl-C.
 
 Training itself needs no command: Trainer(strategy=ASGDStrategy(nsync=10)).
 """
@@ -157,6 +157,6 @@ def _hyphenated(word: str) -> str:
 def _in_options(text: str, command: Callable[..., Any]) -> str:
     """An error's text with ``nsync=0`` as ``--nsync 0``, where that is an option of the command."""
     for name, parameter in inspect.signature(command).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            text = re.sub(rf"(?<![\w.(]){name}=(?=\S)", f"{_option(name)} ", text)
+        typed = _option(name) if parameter.kind is parameter.KEYWORD_ONLY else name
+        text = re.sub(rf"(?<![\w.(]){name}=(?=\S)", f"{typed} ", text)
     return text

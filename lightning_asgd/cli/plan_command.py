@@ -13,6 +13,7 @@ from lightning_asgd.cli.console_tables import console, in_bytes, in_seconds, tab
 from lightning_asgd.cli.user_code import module_and_loader
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.sizing import Job
+from lightning_asgd.validation import at_least, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,6 +67,7 @@ def plan(
         simulate: largest number of workers to simulate.
         picture: PNG file for a picture of the scaling.
     """
+    _check(locals())
     measured = None if module is None else _measured(module, batch_sizes or [])
     if measured is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes, 1, measured.recommended
@@ -80,8 +82,23 @@ def plan(
         server_gbit_s=link_gbit_s,
         **{"latency_s": latency_s, "sent": sent, "exchange_s": exchange_s, "server_gbyte_s": server_gbyte_s},
     )
-    _print(job, given["batch_size"], measured, simulate, picture)
-    return 0
+    return _print(job, given["batch_size"], measured, simulate, picture)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raise for what is out of range, by the names of the options (a job has others), and for what would be ignored."""
+    for name in ("link_gbit_s", "worker_link_gbit_s", "bytes_per_parameter", "parameters", "batch_size"):
+        if given[name] is not None:
+            at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))
+    whole("simulate", given["simulate"], 0)
+    for size in given["batch_sizes"] or ():
+        whole("batch_sizes", size)
+    if given["module"] is None and given["batch_sizes"]:
+        raise ConfigurationError("--batch-sizes were given without a module to measure. Expected --module, too.")
+    ignored = [name for name in ("parameters", "step_s", "batch_size") if given[name] is not None]
+    if given["module"] is not None and ignored:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise ConfigurationError(f"{names} and --module were given. Expected numbers, or a module to measure.")
 
 
 def _all_given(**numbers: Any) -> dict[str, Any]:
@@ -95,7 +112,7 @@ def _all_given(**numbers: Any) -> dict[str, Any]:
     return numbers
 
 
-def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> None:
+def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> int:
     output = console()
     if measured is not None:
         output.print(_batches(measured, batch_size))
@@ -106,6 +123,7 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
     if picture is not None:
         _draw(job, simulated, picture)
         output.print(f"picture: {picture}")
+    return 0
 
 
 # ---------------------------------------------------------------------- a module that is measured
@@ -294,6 +312,9 @@ def _draw(job: Job, simulated: dict[int, float], file: Path) -> None:
     sent = in_bytes(job.sent * job.parameter_bytes)
     figure.suptitle(f"{sent} each way, {in_seconds(job.step_s)} per step, {_of(job.servers, 'server')}")
     figure.tight_layout()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"picture={str(file)!r}: {error}. Expected a file that ends in .png.") from error
     plt.close(figure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,7 +52,8 @@ def serve(
     from lightning_asgd.server.snapshot_store import Snapshots
     from lightning_asgd.transports.rendezvous import interface_of
 
-    _check(port, run_id, num_servers, snapshot_every_s)
+    _check(port, run_id, host, num_servers, snapshot_every_s)
+    _check_folder(snapshots)
     version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
     stopped, (name, line, rendezvous) = _signals(), _open(transport, host, port)
     settings = ServerSettings(
@@ -79,7 +81,7 @@ def serve(
         rendezvous.close()
 
 
-def _check(port: int, run_id: str, num_servers: int, snapshot_every_s: float) -> None:
+def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float) -> None:
     """Raise a ``ConfigurationError`` for a value that is out of range."""
     from lightning_asgd.config import seconds
     from lightning_asgd.errors import ConfigurationError
@@ -90,10 +92,27 @@ def _check(port: int, run_id: str, num_servers: int, snapshot_every_s: float) ->
     between("port", port, 0, 65535)
     if not run_id:
         raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
+    if host in ("", "0.0.0.0"):
+        raise ConfigurationError(f"host={host!r}. Expected the address at which workers reach this machine.")
+
+
+def _check_folder(snapshots: Path | None) -> None:
+    """Raise a ``ConfigurationError`` for a folder that snapshots cannot be written to: they are written much later."""
+    from lightning_asgd.errors import ConfigurationError
+
+    if snapshots is None:
+        return
+    try:
+        snapshots.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=snapshots).close()
+    except OSError as error:
+        text = f"snapshots={str(snapshots)!r} cannot be written to: {error}. Expected a folder of this user's."
+        raise ConfigurationError(text) from error
 
 
 def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
     """The transport's name, a line about it, and the rendezvous."""
+    from lightning_asgd.errors import LaunchError
     from lightning_asgd.server.server_process import allow_many_connections
     from lightning_asgd.transports import registry
 
@@ -102,7 +121,11 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
     kind.check_available()
     kind.provide_secret(one_machine=False)
     allow_many_connections()
-    return name, f"Transport {name} ({why}) {who}", kind.host_rendezvous(host, port)
+    try:
+        return name, f"Transport {name} ({why}) {who}", kind.host_rendezvous(host, port)
+    except LaunchError as error:  # its advice is for jobs
+        text = str(error).partition(" Set MASTER_ADDR")[0]
+        raise LaunchError(f"{text} Give another --port, or a --host of this machine.") from error
 
 
 def _signals() -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,15 @@ def module_and_loader(reference: str) -> tuple[Any, Any]:
             ``train_dataloader``; or a function that returns such a module, or a module and a loader.
 
     Raises:
-        ConfigurationError: it returns something else.
+        ConfigurationError: it needs arguments, or returns something else.
     """
-    made = named(reference)()
+    make = named(reference)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        text = f"{reference} cannot be called without arguments: {error}. Expected a class or function that can."
+        raise ConfigurationError(text) from error
+    made = make()
     if isinstance(made, tuple) and len(made) == 2:
         return made
     if not hasattr(made, "train_dataloader"):

@@ -23,6 +23,7 @@ from lightning_asgd.data_stalls.stalls import Stalls
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.timing import TrainingStep
+from lightning_asgd.validation import whole
 
 __all__ = ["forget", "stalls"]
 
@@ -59,11 +60,11 @@ def stalls(
 
     Raises:
         ConfigurationError: the loader does not give batches of a map-style dataset, or too few; or the module cannot
-            be timed.
+            be timed; or a number is out of range; or there are no such files.
     """
-    batches, warm_up = _batches(loader, steps, max(warm_up, 2 * loader.num_workers))
+    _check(steps, warm_up, repeats, files)
+    batches, warm_up = _batches(loader, steps, max(warm_up, 2 * getattr(loader, "num_workers", 0)))
     step, cached = TrainingStep(module), _cached_dataset(loader.dataset)
-
     timed = partial(_seconds_per_pass, loader, batches, warm_up, clock)
 
     def train(batch: Any) -> None:
@@ -89,6 +90,14 @@ def stalls(
     )
 
 
+def _check(steps: int, warm_up: int, repeats: int, files: Path | None) -> None:
+    whole("steps", steps)
+    whole("warm_up", warm_up, 0)
+    whole("repeats", repeats)
+    if files is not None and not files.exists():
+        raise ConfigurationError(f"files={str(files)!r} does not exist. Expected what the data are read from.")
+
+
 def _on_device(step: TrainingStep, loader: Any, batch: list[int], cached: CachedDataset | None) -> Any:
     with _without_cache(cached):
         return step.to_device(next(iter(_loader(loader, [batch]))))
@@ -110,7 +119,7 @@ def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], in
     if len(batches) < 2 * warm_up:
         raise ConfigurationError(
             f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to "
-            f"warm up. Lower its batch size, its processes or warm_up."
+            f"warm up. Lower its batch size, its processes or the steps to warm up."
         )
     return batches, warm_up
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_asgd.cli import serve_command
 from lightning_asgd.cli.command_line import COMMANDS, main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -49,6 +53,54 @@ def test_errors_of_the_library_name_options(capsys: pytest.CaptureFixture[str]) 
     numbers = "--link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3"
     assert main(["plan", "--nsync", "0", *shlex.split(numbers)]) == 1
     assert "--nsync 0. Expected a whole number of at least 1, such as --nsync 10." in capsys.readouterr().err
+
+
+NUMBERS = "plan --link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3 --simulate 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (f"{NUMBERS} --link-gbit-s 0", "--link-gbit-s 0.0. Expected a number above 0."),
+        (f"{NUMBERS} --worker-link-gbit-s nan", "--worker-link-gbit-s nan. Expected a number above 0."),
+        (f"{NUMBERS} --parameters inf", "--parameters inf. Expected a finite number above 0."),
+        (f"{NUMBERS} --bytes-per-parameter 0", "--bytes-per-parameter 0. Expected a number above 0."),
+        (f"{NUMBERS} --batch-size -4", "--batch-size -4. Expected a number above 0."),
+        (f"{NUMBERS} --simulate -1", "--simulate -1. Expected a whole number of at least 0"),
+        (f"{NUMBERS} --batch-sizes 8", "--batch-sizes were given without a module to measure."),
+        (f"{NUMBERS} --module m:Net", "--parameters, --step-s, --batch-size and --module were given."),
+        (f"{NUMBERS} --picture FILE/x.png", "--picture 'FILE/x.png': "),
+        (f"{NUMBERS} --picture x.smoke", "--picture 'x.smoke': Format 'smoke' is not supported"),
+        ("plan --link-gbit-s 1 --module m:Net --batch-sizes 8,0", "--batch-sizes 0. Expected a whole number"),
+        ("serve --port 0 --run-id a --host 0.0.0.0", "--host '0.0.0.0'. Expected the address at which workers reach"),
+        ("serve --port 0 --run-id a --snapshots FILE", "--snapshots 'FILE' cannot be written to: "),
+        ("serve --port TAKEN --run-id a", "Give another --port, or a --host of this machine."),
+        ("serve --port 0 --run-id a --host 192.0.2.77", "Give another --port, or a --host of this machine."),
+        ("status 127.0.0.1:70000", "server '127.0.0.1:70000'. Expected \"host:port\""),
+        ("status 127.0.0.1:1 --every-n-seconds nan", "--every-n-seconds nan. Expected a number of seconds"),
+        ("stalls --module script.py:needs", "script.py:needs cannot be called without arguments: missing"),
+        ("stalls --module script.py:number", "script.py:number cannot be called without arguments: 3 is not"),
+        ("stalls --module script.py:loader --steps 0", "--steps 0. Expected a whole number of at least 1"),
+        ("stalls --module script.py:loader --warm-up -1", "--warm-up -1. Expected a whole number of at least 0"),
+        ("stalls --module script.py:loader --repeats 0", "--repeats 0. Expected a whole number of at least 1"),
+        ("stalls --module script.py:loader --files none", "--files 'none' does not exist."),
+        ("stalls --module script.py:loader", "Cannot measure the data stalls of int"),
+    ],
+)
+def test_wrong_values_are_named_as_options(
+    words: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(serve_command, "_signals", list)  # they are pytest's
+    (tmp_path / "FILE").write_text("")
+    (tmp_path / "script.py").write_text("number = 3\ndef needs(x): pass\ndef loader(): return None, 3\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(shlex.split(words.replace("TAKEN", str(taken.getsockname()[1])))) == 1
+    said = capsys.readouterr().err
+    assert text in said
+    assert "MASTER_" not in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
