@@ -81,7 +81,12 @@ def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
     try:
         yield from group
     except Exception as error:  # of any kind, in a broken installation
-        yield Check(heading.lower(), PROBLEM, f"cannot be examined further: {error!r}.", "Fix what comes before first.")
+        yield Check(
+            heading.lower(),
+            PROBLEM,
+            f"cannot be examined further: {error!r}.",
+            "Install what is missing, or fix what comes before.",
+        )
 
 
 def _wrapped(before: str, text: str) -> list[str]:
@@ -228,7 +233,7 @@ def _holder(port: int) -> str:
 
 def _transport(nodes: int, asked: str) -> Iterator[Check]:
     from lightning_asgd.config import SECRET_ENV
-    from lightning_asgd.transports import registry
+    from lightning_asgd.transports import job_secret, registry
 
     for one_machine, where in ((True, "on one machine"), (False, "on several")):
         name, why, who = registry.choose(asked, one_machine=one_machine)
@@ -245,4 +250,5 @@ def _transport(nodes: int, asked: str) -> Iterator[Check]:
             found = refused(name, error, PROBLEM if name == used else NOTE)
             yield found._replace(text=f"on several machines: {found.text}") if several else found
         else:
-            yield Check(name, OK, "works here")
+            strong = f", and {SECRET_ENV} is long enough" if kind.encrypted and job_secret.given() else ""
+            yield Check(name, OK, f"works here{strong}")

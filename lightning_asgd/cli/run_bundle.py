@@ -100,8 +100,11 @@ def _texts(top: Path, run: Path | None, notes: list[str]) -> dict[str, tuple[str
                 f"Not packed: {name}, {in_bytes(size)} (at most {in_bytes(_LARGEST)}, {in_bytes(_ALL)} in all)"
             )
         else:
-            left -= size
-            found[name] = path.read_text(errors="replace"), path.stat().st_mtime
+            try:
+                found[name] = path.read_text(errors="replace"), path.stat().st_mtime
+                left -= size
+            except OSError as error:
+                notes.append(f"Not packed: {name}: {error.strerror}")
     if others:
         notes.append(f"Not packed, of other kinds (checkpoints, pictures, ...): {others} files")
     return found

@@ -213,6 +213,7 @@ def test_the_command(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         *("Versions", "Machine", "Devices", "Network", "Transport", "Environment"),
         "Nothing would be refused: a job on one machine with transport='auto'",
     ]
+    assert "LIGHTNING_ASGD_SECRET is long enough" in " ".join(shown.split())
     for text in ("pytorch-lightning", "has the", "CPU cores", "can be started", "zmq (LIGHTNING_ASGD_SECRET is set)"):
         assert text in shown
     assert "known to all" not in shown

@@ -138,6 +138,22 @@ def test_large_files_are_named_and_left_out(
     assert "big.log" not in packed(made)
 
 
+def test_a_file_that_cannot_be_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = Path.read_text
+
+    def refuse(path: Path, **about: str) -> str:
+        if path.name == "worker1.log":
+            raise PermissionError(13, "Permission denied")
+        return read(path, **about)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main(["report", "logs", "--bundle", "a.zip"]) == 0
+    assert "Not packed: worker1.log: Permission denied" in capsys.readouterr().out
+    assert "worker1.log" not in packed(Path("a.zip"))
+
+
 def test_a_page_is_packed(folder: Path) -> None:
     def write_page() -> None:
         (folder / "version_0" / "report").mkdir()
