@@ -101,7 +101,9 @@ def _versions() -> Iterator[Check]:
     about = metadata.metadata("lightning-asgd")
     yield checks.check_python(platform.python_version(), about["Requires-Python"] or "")
     yield Check("lightning-asgd", OK, about["Version"])
-    installed = {str(each.metadata["Name"]).lower(): each.version for each in metadata.distributions()}
+    installed = {
+        str(each.metadata["Name"]).lower().replace("_", "-"): each.version for each in metadata.distributions()
+    }
     trees = {tree.distribution: tree for tree in TREES}
     required = metadata.requires("lightning-asgd") or []
     for check in checks.check_packages(installed, required, [*trees], MALICIOUS):
@@ -112,12 +114,16 @@ def _versions() -> Iterator[Check]:
 
 def _with_names(check: Check, tree: Any) -> Check:
     """The same for one of Lightning's packages, if it can be imported and has the names that this package uses."""
+    from packaging.version import Version
+
     from lightning_asgd.adapter import name_check, private_names
 
     said: list[str] = []
     try:
         importlib.import_module(tree.package)
         name_check.check_tree(tree, said.append)
+        if Version(tree.version) > Version(private_names.LATEST):
+            said.append(f"{tree.version} is newer than {private_names.LATEST}, the latest that was tested")
     except ASGDError as error:
         return refused(check.name, error)
     except Exception as error:  # of any kind, where an installation is broken

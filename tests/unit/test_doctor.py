@@ -230,7 +230,7 @@ def test_several_machines_with_zmq_and_no_secret(plain: pytest.MonkeyPatch, caps
 
 
 def test_lightning_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.adapter import name_check
+    from lightning_asgd.adapter import name_check, private_names
     from lightning_asgd.adapter.class_trees import TREES
 
     def lacking(tree: Any, warn: Any) -> None:
@@ -241,6 +241,8 @@ def test_lightning_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch
     assert doctor_command._with_names(good, TREES[0]).state == PROBLEM
     monkeypatch.setattr(name_check, "check_tree", lambda tree, warn: warn("no bars"))
     assert doctor_command._with_names(good, TREES[0])[1:3] == (WARNING, "no bars")
+    monkeypatch.setattr(private_names, "LATEST", "2.5.1")
+    assert "is newer than 2.5.1, the latest that was tested" in doctor_command._with_names(good, TREES[0]).text
     monkeypatch.setitem(sys.modules, TREES[0].package, None)
     assert "cannot be imported" in doctor_command._with_names(good, TREES[0]).text
 
