@@ -23,9 +23,12 @@ STATES = {
     "computing": "train_s",
     "waiting for servers": "exchange_wait_s",
     "waiting at sync points": "sync_wait_s",
-    "waiting for data": "data_wait_s",
+    "between batches": "data_wait_s",
 }
-"""What a training thread does, and the field of :class:`WorkerMetrics` that holds for how long."""
+"""What a training thread does, and the field of :class:`WorkerMetrics` that holds for how long.
+
+Between batches it waits for data, and Lightning's loop works: callbacks, loggers, progress bars.
+"""
 
 Array = Any
 """A NumPy array of float64, of shape ``(parts,)`` unless stated otherwise."""
