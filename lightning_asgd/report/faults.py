@@ -9,12 +9,19 @@ from lightning_asgd.monitoring.metric_log import Fit
 
 __all__ = ["KINDS", "Fault", "faults", "places"]
 
-KINDS = {"lost": "worker lost", "server": "server replaced", "joined": "worker joined or rejoined", "other": "other"}
+KINDS = {
+    "lost": "worker lost",
+    "replaced": "worker replaced",
+    "joined": "worker joined or rejoined",
+    "server": "server replaced",
+    "other": "other",
+}
 """By their names, what they are in words."""
 
 _PATTERNS = {  # the first that is found in a text
     "server": r"^A server was lost|^Server \d+ (continues|had no)",
-    "joined": r"has (re)?joined\.|^Process .* replaces ",
+    "replaced": r"^Process .* replaces ",
+    "joined": r"has (re)?joined\.",
     "lost": r"^Worker \d+ (is gone[: ]|is gone \(|has left:|sent no heartbeat)",
 }
 _PLACE = r"^Worker (\d+) \((.+), process \d+, (.+)\) has joined\."

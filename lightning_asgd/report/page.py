@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning_asgd.monitoring.fit_summary import count
+from lightning_asgd.monitoring.fit_summary import count, duration
 from lightning_asgd.monitoring.metric_definitions import Window, measures
 from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.report.curves import totals
 from lightning_asgd.report.faults import KINDS, Fault, faults, places
 from lightning_asgd.report.page_style import page_style
 from lightning_asgd.report.pictures import FAULT_COLOURS, METRICS, Picture, draw
@@ -36,12 +37,15 @@ _WORK: _Columns = {
     "share of\nsamples, %": ("samples/share", "{:.1f}", 100.0),
     "staleness,\nmean": ("staleness/mean", "{:.2f}", 1.0),
     "largest": ("staleness/max", "{:.0f}", 1.0),
-    "not computing,\ns": ("wait/s", "{:,.1f}", 1.0),
-    "%": ("wait/share", "{:.1f}", 100.0),
-    "of that\nfor servers": ("wait/exchange", "{:.1f}", 100.0),
-    "at sync\npoints": ("wait/sync", "{:.1f}", 100.0),
-    "between\nbatches": ("wait/data", "{:.1f}", 100.0),
+    "waiting,\ns": ("waiting/s", "{:,.1f}", 1.0),
+    "waiting,\n%": ("waiting", "{:.1f}", 100.0),
     "exchanges": ("exchanges", "{:,.0f}", 1.0),
+}
+_TIME: _Columns = {
+    "computing": ("computing", "{:.1%}", 1.0),
+    "waiting\nfor servers": ("wait/exchange", "{:.1%}", 1.0),
+    "waiting at\nsync points": ("wait/sync", "{:.1%}", 1.0),
+    "between\nbatches": ("wait/data", "{:.1%}", 1.0),
 }
 _EXCHANGES: _Columns = {
     "updates/s": ("updates_per_s", "{:.1f}", 1.0),
@@ -77,20 +81,20 @@ def write(fit: Fit, folder: Path, *, about: str = "") -> Path:
 def _page(fit: Fit, pictures: Sequence[Picture], about: str) -> str:
     happened = faults(fit)
     title = f"{fit.about['model']}, trained with A-SGD" if fit.about.get("model") else "Training with A-SGD"
-    learning = [each for each in pictures if each.name.startswith(("validation-", "loss-"))]
-    work = [each for each in pictures if each.name in ("timeline", "throughput")]
-    rest = [each for each in pictures if each not in learning and each not in work]
+    parts = ("validation",), ("loss",), ("throughput", "timeline"), ("staleness", "traffic")
+    validation, loss, work, rest = (_figures([p for p in pictures if p.name.startswith(names)]) for names in parts)
     sentences = explained(fit)
     causes = f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences[1:])}</ul>" if sentences[1:] else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}, {escape(fit.started)}</title><style>{page_style()}</style></head>\n<body><main>"
-        f"<h1>{escape(title)}</h1>{_headline(fit, about)}{_facts(fit)}{_about(fit)}"
-        f"<h2>Learning</h2>{_lacking(fit, pictures)}{_figures(learning)}"
-        f"<h2>Workers</h2>{_marks(happened)}{_figures(work)}"
-        f"<p>{escape(sentences[0]) if sentences else ''}</p>{causes}{_workers(fit, happened)}{_events(happened)}"
-        f"<h2>Exchanges</h2>{_figures(rest)}{_exchanges(fit)}"
+        f"<h1>{escape(title).replace('A-SGD', '<span>A-SGD</span>')}</h1>"
+        f"{_headline(fit, about)}{_facts(fit)}{_about(fit)}"
+        f"<h2>Learning</h2>{_lacking(fit, pictures)}{validation}{loss}"
+        f"<h2>Workers</h2>{_marks(happened)}{work}"
+        f"{_workers(fit, happened)}<p>{escape(sentences[0]) if sentences else ''}</p>{causes}{_each(fit, _TIME)}"
+        f"{_events(happened)}<h2>Exchanges</h2>{rest}{_each(fit, _EXCHANGES)}"
         f"<h2>Settings</h2>{_table(['setting', ''], list(fit.settings.items()), 'settings')}"
         "</main></body></html>\n"
     )
@@ -109,17 +113,18 @@ def _headline(fit: Fit, about: str) -> str:
 
 
 def _facts(fit: Fit) -> str:
-    whole = measures([Window(each) for each in fit.last.values()])
-    alive = sum(each.at_s for each in fit.last.values())
-    samples, seconds = sum(each.samples for each in fit.last.values()), fit.entries[-1].at_s
+    workers = totals(fit).values()
+    whole = measures([Window(each) for each in workers])
+    alive, samples, seconds = sum(e.at_s for e in workers), sum(e.samples for e in workers), fit.entries[-1].at_s
     facts = {
-        "trained for": _duration(seconds),
+        "trained for": duration(seconds),
         "samples": f"{samples:,}",
         "samples/s, all": f"{samples / seconds:,.0f}" if seconds > 0 else "",
         "epochs": f"{whole.get('epoch', 0.0):.3g}",
-        "workers at the end": f"{len(fit.entries[-1].living)} of {max(fit.workers, len(fit.last))}",
+        "workers": f"{len(fit.entries[-1].living)} of {max(fit.workers, len(fit.last))}",
         "staleness, mean": f"{whole['staleness/mean']:.2f}" if "staleness/mean" in whole else "",
-        "computing": f"{sum(each.train_s for each in fit.last.values()) / alive:.0%}" if alive > 0 else "",
+        "computing": f"{sum(e.train_s for e in workers) / alive:.0%}" if alive > 0 else "",
+        "waiting": f"{sum(e.exchange_wait_s + e.sync_wait_s for e in workers) / alive:.0%}" if alive > 0 else "",
     }
     return _list({name: value for name, value in facts.items() if value}, "facts")
 
@@ -162,13 +167,6 @@ def _list(lines: dict[str, str], kind: str) -> str:
     return f'<dl class="{kind}">{each}</dl>'
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _lacking(fit: Fit, pictures: Sequence[Picture]) -> str:
     """What the pictures of learning do not show, and why."""
     said = []
@@ -189,8 +187,8 @@ def _figures(pictures: Sequence[Picture]) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    caption = _CAPTIONS.get(picture.name, "The chief's validations.")
-    return f"<figure><figcaption><b>{escape(picture.title)}</b>{escape(caption)}</figcaption>{picture.svg}</figure>"
+    caption = _CAPTIONS.get(picture.name, "")
+    return f"<figure><h3>{escape(picture.title)}</h3>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _marks(happened: Sequence[Fault]) -> str:
@@ -203,22 +201,26 @@ def _marks(happened: Sequence[Fault]) -> str:
 
 
 def _workers(fit: Fit, happened: Sequence[Fault]) -> str:
-    where = places(fit)
-    total = max(1, sum(each.samples for each in fit.last.values()))
-    lost, joined = (Counter(f.worker for f in happened if f.kind == kind) for kind in ("lost", "joined"))
+    where, workers = places(fit), totals(fit)
+    total = max(1, sum(each.samples for each in workers.values()))
+    counts = [Counter(f.worker for f in happened if f.kind == kind) for kind in ("lost", "replaced", "joined")]
     rows = []
-    for worker, each in fit.last.items():
+    for worker, each in workers.items():
         cells = _cells([Window(each)], _WORK, total)
-        rows.append([f"{worker}", *where.get(worker, ("", "")), *cells, lost[worker] or "", joined[worker] or ""])
-    cells = _cells([Window(each) for each in fit.last.values()], _WORK, total)
-    rows.append(["all", "", "", *cells, sum(lost.values()) or "", sum(joined.values()) or ""])
-    return _table(["worker", "machine", "device", *_WORK, "lost", "replaced,\njoined"], rows, "workers all")
+        rows.append([f"{worker}", *where.get(worker, ("", "")), *cells, *(number[worker] or "" for number in counts)])
+    cells = _cells([Window(each) for each in workers.values()], _WORK, total)
+    rows.append(["all", "", "", *cells, *(sum(number.values()) or "" for number in counts)])
+    table = _table(["worker", "machine", "device", *_WORK, "lost", "replaced", "joined"], rows, "workers all")
+    note = "Waiting is for servers and at sync points. The metric asgd/wait/share counts the time between batches too."
+    return f'{table}<p class="soft">{note}</p>'
 
 
-def _exchanges(fit: Fit) -> str:
-    rows = [[f"{worker}", *_cells([Window(each)], _EXCHANGES, 1)] for worker, each in fit.last.items()]
-    rows.append(["all", *_cells([Window(each) for each in fit.last.values()], _EXCHANGES, 1)])
-    return _table(["worker", *_EXCHANGES], rows, "all")
+def _each(fit: Fit, columns: _Columns) -> str:
+    """A table of every worker, and of all together."""
+    workers = totals(fit)
+    rows = [[f"{worker}", *_cells([Window(each)], columns, 1)] for worker, each in workers.items()]
+    rows.append(["all", *_cells([Window(each) for each in workers.values()], columns, 1)])
+    return _table(["worker", *columns], rows, "all")
 
 
 def _events(happened: Sequence[Fault]) -> str:
@@ -227,7 +229,7 @@ def _events(happened: Sequence[Fault]) -> str:
     for number, fault in enumerate(happened, 1):
         what, _, more = fault.text.partition("\n")
         mark = f'<span class="mark" style="color: var(--{FAULT_COLOURS[fault.kind]})">{number}</span>'
-        text = f'<span class="soft">{_duration(fault.at_s)}</span> <span class="what">{escape(what)}</span>'
+        text = f'<span class="soft">{duration(fault.at_s)}</span> <span class="what">{escape(what)}</span>'
         each.append(f"<li>{mark}{text}{f'<pre>{escape(more)}</pre>' if more else ''}</li>")
     title = "<h2>Workers and servers that were lost, replaced or joined</h2>"
     return f'{title}<ul class="events">{"".join(each)}</ul>' if each else ""
@@ -236,8 +238,10 @@ def _events(happened: Sequence[Fault]) -> str:
 def _cells(windows: Sequence[Window], columns: _Columns, total: int) -> list[str]:
     """A row's metrics; ``total`` is the number of all workers' samples."""
     values = measures(windows)
+    seconds = max(1e-9, sum(each.seconds for each in windows))
     values["samples/share"] = sum(each.after.samples for each in windows) / total
-    values["wait/s"] = sum(each.of("exchange_wait_s", "sync_wait_s", "data_wait_s") for each in windows)
+    values["waiting/s"] = sum(each.of("exchange_wait_s", "sync_wait_s") for each in windows)
+    values |= {"waiting": values["waiting/s"] / seconds, "computing": sum(e.of("train_s") for e in windows) / seconds}
     values["exchanges"] = float(sum(each.after.exchanges for each in windows))
     return [form.format(factor * values[name]) if name in values else "" for name, form, factor in columns.values()]
 

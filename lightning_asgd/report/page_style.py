@@ -14,7 +14,7 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 sy
 Roboto, "Noto Sans", sans-serif; -webkit-text-size-adjust: 100%; }
 main { max-width: 66rem; margin: 0 auto; padding: 2.2rem 1.1rem 4rem; }
 h1 { font-size: 1.75rem; line-height: 1.25; font-weight: 650; margin: 0 0 .35rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; font-weight: 650; margin: 2.8rem 0 .5rem; padding-top: .9rem;
+h1 span { white-space: nowrap; } h2 { font-size: 1.2rem; font-weight: 650; margin: 2.8rem 0 .5rem; padding-top: .9rem;
 border-top: 1px solid var(--line); }
 p { margin: .4rem 0; max-width: 46rem; } ul { margin: .3rem 0; padding-left: 1.2rem; max-width: 46rem; }
 li { margin: .3rem 0; } .soft, figcaption { color: var(--soft); }
@@ -22,21 +22,21 @@ li { margin: .3rem 0; } .soft, figcaption { color: var(--soft); }
 .good { color: var(--green); } .bad { color: var(--red); } .open { color: var(--soft); }
 .error { color: var(--red); white-space: pre-wrap; overflow-wrap: anywhere; }
 dl { margin: 1.2rem 0; } dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.6rem, 1fr)); gap: 1rem; }
-.facts dd { font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.facts { display: flex; flex-wrap: wrap; gap: .9rem 2.3rem; }
+.facts dd { font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .about { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: .7rem 1.6rem; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
-gap: 1.6rem 2rem; align-items: start; }
+gap: 1.6rem 2rem; align-items: start; margin: .6rem 0 1.6rem; }
 figure { margin: 0; } figcaption { font-size: .88rem; line-height: 1.45; }
-figcaption b { display: block; color: var(--ink); font-size: 1rem; font-weight: 600; overflow-wrap: anywhere; }
-figure svg { display: block; width: 100%; height: auto; margin-top: .4rem; overflow: visible; }
+h3 { margin: 0; font-size: 1rem; font-weight: 600; overflow-wrap: anywhere; }
+figure svg { display: block; width: 100%; height: auto; margin: .4rem 0; overflow: visible; }
 svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .wide { overflow-x: auto; margin: .6rem 0; }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: .36rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: .36rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; white-space: pre-line; }
+thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; line-height: 1.3; white-space: pre; }
 .workers td:nth-child(2), .workers th:nth-child(2), .workers td:nth-child(3), .workers th:nth-child(3),
 .settings td, .settings th { text-align: left; }
 .all tbody tr:last-child { font-weight: 600; } .settings td { white-space: normal; overflow-wrap: anywhere; }
@@ -46,12 +46,12 @@ text-align: center; font-size: .8rem; font-weight: 650; margin-right: .5rem; }
 .what { overflow-wrap: anywhere; }
 pre { font-size: .78rem; line-height: 1.4; max-height: 16rem; overflow: auto; margin: .4rem 0 0; padding: .6rem .8rem;
 background: var(--box); border-radius: .4rem; }
-@media (max-width: 34rem) { main { padding-top: 1.2rem; } h1 { font-size: 1.4rem; } .facts dd { font-size: 1.15rem; }
-.facts { grid-template-columns: repeat(auto-fit, minmax(6.2rem, 1fr)); } }
+@media (max-width: 34rem) { main { padding-top: 1.2rem; } h1 { font-size: 1.4rem; } .facts { gap: .7rem 1.6rem; }
+.facts dd { font-size: 1.15rem; } }
 @media print { body { background: #fff; font-size: 10.5pt; } main { max-width: none; padding: 0; }
 h2 { break-after: avoid; margin-top: 1.4rem; } figure, tr, .facts > div { break-inside: avoid; }
 .pictures { grid-template-columns: 1fr 1fr; gap: 1rem; } .wide { overflow: visible; }
-table { font-size: 7.5pt; white-space: normal; } th, td { padding: .2rem .3rem; }
+table { font-size: 7.5pt; } thead th { white-space: pre-line; } th, td { padding: .2rem .3rem; }
 pre { max-height: none; white-space: pre-wrap; overflow-wrap: anywhere; } @page { margin: 14mm; } }
 """
 

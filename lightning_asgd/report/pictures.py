@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, Perce
 
 from lightning_asgd.monitoring.metric_definitions import bars, staleness
 from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.report.curves import STATES, Curves
+from lightning_asgd.report.curves import STATES, Curves, totals
 from lightning_asgd.report.faults import KINDS, Fault, faults
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic
 
@@ -30,7 +30,7 @@ _ROWS = 12  # workers in the timeline: more would not be readable
 _LOGARITHMIC = 30  # ratio of the largest and the smallest loss above which a linear axis would hide the smaller ones
 _DOTS = 40  # validations that are drawn as dots
 _NEAR = 0.035  # of the time: marks that are nearer share a label
-FAULT_COLOURS = dict(zip(KINDS, ("red", "purple", "green", "grey"), strict=True))
+FAULT_COLOURS = dict(zip(KINDS, ("red", "teal", "green", "purple", "grey"), strict=True))
 STATE_COLOURS = {**dict(zip(STATES, ("calm", "orange", "red", "gold"), strict=True)), "validation and other": "rest"}
 _STYLE = {**STYLE, "axes.grid": True, "axes.grid.axis": "y", "text.parse_math": False, "axes.formatter.use_mathtext": 0}
 
@@ -84,7 +84,8 @@ def _for_page(svg: str, name: str, title: str) -> str:
     inner = re.sub(r"<!--.*?-->|<defs>\s*<style.*?</defs>|<metadata>.*?</metadata>", "", inner, flags=re.S)
     inner = re.sub(r'(<[^<>]*\bid=")', rf"\1{name}-", inner)
     inner = re.sub(r'(url\(|href=")#', rf"\1#{name}-", inner).replace("xlink:href", "href")
-    inner = re.sub(r"\bfont: (\d+ )?([\d.]+px) [^;\"]*|font-family: [^;\"]*;?", r"font-size: \2", inner)
+    inner = re.sub(r"\bfont: (\d+ )?([\d.]+px) [^;\"]*", r"font-size: \2", inner)
+    inner = re.sub(r"\bfont-family: [^;\"]*;?", "", inner)
     inner = re.sub(r"<[^<>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), inner)  # a hundredth of a point
     for colour, value in PAPER.items():
         inner = re.sub(rf"(fill|stroke): {value}", rf"\1: var(--{colour})", inner)
@@ -175,7 +176,7 @@ def _throughput(curves: Curves, happened: Sequence[Fault]) -> Figure:
 
 def _staleness(fit: Fit) -> Figure:
     figure, (axes,) = _blank()
-    counts, edges = bars(staleness(fit.last.values()))
+    counts, edges = bars(staleness(totals(fit).values()))
     total = max(1, sum(counts))
     axes.bar(range(len(counts)), [count / total for count in counts], color=PAPER["blue"], width=0.75)
     names = [f"{low}" if high == low + 1 else f"{low}-{high - 1}" for low, high in itertools.pairwise(edges)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.report.curves import STATES
+from lightning_asgd.report.curves import STATES, totals
 
 __all__ = ["explained"]
 
@@ -15,7 +15,7 @@ _UNEVEN = 0.15  # difference of two workers' shares at sync points above which t
 
 def explained(fit: Fit) -> list[str]:
     """Paragraphs: the shares of all workers' time, then every kind of waiting that took more than a twentieth."""
-    workers = fit.last
+    workers = totals(fit)
     spent = {state: sum(float(getattr(each, name)) for each in workers.values()) for state, name in STATES.items()}
     alive = sum(each.at_s for each in workers.values())
     if alive <= 0:
@@ -37,7 +37,7 @@ def explained(fit: Fit) -> list[str]:
 
 
 def _between_batches(fit: Fit, spent: Mapping[str, float]) -> str:
-    batches = max(1, sum(each.batches for each in fit.last.values()))
+    batches = max(1, sum(each.batches for each in totals(fit).values()))
     between, computing = (spent[state] / batches for state in ("between batches", "computing"))
     return (
         f"Between batches: {_time(between)} per batch, beside {_time(computing)} of computing. A worker then fetches "
@@ -48,7 +48,7 @@ def _between_batches(fit: Fit, spent: Mapping[str, float]) -> str:
 
 
 def _at_sync_points(fit: Fit, spent: Mapping[str, float]) -> str:
-    workers = fit.last
+    workers = totals(fit)
     epochs = sum(each.epoch for each in workers.values())
     often = f"{_time(spent['waiting at sync points'] / epochs)} per worker and epoch, " if epochs > 0 else ""
     shares = {worker: each.sync_wait_s / each.at_s for worker, each in workers.items() if each.at_s > 0}
@@ -65,7 +65,7 @@ def _at_sync_points(fit: Fit, spent: Mapping[str, float]) -> str:
 
 
 def _for_servers(fit: Fit, spent: Mapping[str, float]) -> str:
-    exchanges = max(1, sum(each.exchanges for each in fit.last.values()))
+    exchanges = max(1, sum(each.exchanges for each in totals(fit).values()))
     return (
         f"For servers: {_time(spent['waiting for servers'] / exchanges)} per exchange, where a reply had not arrived "
         "when training could not continue without it. A larger nsync or more servers make the share smaller; "

@@ -17,7 +17,7 @@ from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, find_log, read
 from lightning_asgd.protocol import WorkerMetrics
-from lightning_asgd.report.curves import Curves
+from lightning_asgd.report.curves import Curves, totals
 from lightning_asgd.report.faults import faults, places
 from lightning_asgd.report.page import write
 from lightning_asgd.report.picture_style import DARK, PAPER
@@ -145,15 +145,15 @@ def test_the_page_says_what_was_trained_and_what_happened(page: Path) -> None:
         "lightning-asgd 0.1.0, torch 2.9",
         "finished",
         "val_acc",
-        "1 2.25 s Worker 1 is gone: it raised KeyError; the others continue. It said:",
+        "1 2.2 s Worker 1 is gone: it raised KeyError; the others continue. It said:",
         "2 8.5 s Process 7 on north replaces process 6 on west as worker 1",
-        "3 9 s A server was lost, and restored from the workers' copies.",
-        "worker lost , server replaced , worker joined or rejoined",
+        "3 9.0 s A server was lost, and restored from the workers' copies.",
+        "worker lost , worker replaced , server replaced",
     ):
         assert said in text, said
     assert "<pre>&lt;script&gt;alert(&#x27;$a_b&#x27;)&lt;/script&gt;\nline 2</pre>" in html
     (row,) = re.findall(r"<tr><td>1</td><td>north</td><td>cuda:1</td>(.*?)</tr>", html)
-    assert row.endswith("<td>1</td><td>1</td>")  # lost, and replaced
+    assert row.endswith("<td>1</td><td>1</td><td></td>")  # lost, replaced, joined
     assert sorted(each.name for each in page.parent.glob("validation-*")) == [
         "validation-1.png",
         "validation-2.png",
@@ -281,6 +281,9 @@ def test_a_worker_that_dies_trains_nothing_more_and_one_that_begins_anew_is_adde
     np.testing.assert_allclose(rate[11:19], 0.0, atol=1e-9)
     np.testing.assert_allclose(rate[21:], 100.0)
     assert curves.total("samples", [1])[-1] == 2000
+    whole = totals(fit_of(entries))
+    assert (whole[0], whole[1].samples, whole[1].at_s) == (entries[-1].figures[0], 2000, 20.0)
+    assert whole[1].staleness == {0: 200, 17: 2}
 
 
 def test_the_smoothed_loss_is_the_mean_of_a_window_around() -> None:
@@ -327,7 +330,7 @@ def test_many_workers_few_figures_and_no_loss(tmp_path: Path, number: int) -> No
     page = write(fit_of([Entry(0.1, 1, tuple(everyone), everyone)]), tmp_path)
     html = page.read_text()
     assert "No training loss was recorded" in html
-    assert len(re.findall(r"<tr><td>\d+</td>", html)) == 2 * number
+    assert len(re.findall(r"<tr><td>\d+</td>", html)) == 3 * number
     Checked(html)
 
 
