@@ -14,7 +14,7 @@ from lightning_asgd.monitoring.metric_log import Fit
 from lightning_asgd.report.curves import totals
 from lightning_asgd.report.faults import KINDS, Fault, faults, places
 from lightning_asgd.report.page_style import page_style
-from lightning_asgd.report.pictures import FAULT_COLOURS, METRICS, Picture, draw
+from lightning_asgd.report.pictures import FAULT_COLOURS, METRICS, ROWS, Picture, draw
 from lightning_asgd.report.waiting import explained
 
 __all__ = ["write"]
@@ -92,10 +92,10 @@ def _page(fit: Fit, pictures: Sequence[Picture], about: str) -> str:
         f"<h1>{escape(title).replace('A-SGD', '<span>A-SGD</span>')}</h1>"
         f"{_headline(fit, about)}{_facts(fit)}{_about(fit)}"
         f"<h2>Learning</h2>{_lacking(fit, pictures)}{validation}{loss}"
-        f"<h2>Workers</h2>{_marks(happened)}{work}"
+        f"<h2>Workers</h2>{_marks(fit, happened)}{work}"
         f"{_workers(fit, happened)}<p>{escape(sentences[0]) if sentences else ''}</p>{causes}{_each(fit, _TIME)}"
         f"{_events(happened)}<h2>Exchanges</h2>{rest}{_each(fit, _EXCHANGES)}"
-        f"<h2>Settings</h2>{_table(['setting', ''], list(fit.settings.items()), 'settings')}"
+        f"<h2>Settings</h2>{_table(['setting', 'value'], list(fit.settings.items()), 'settings')}"
         "</main></body></html>\n"
     )
 
@@ -191,13 +191,17 @@ def _figure(picture: Picture) -> str:
     return f"<figure><h3>{escape(picture.title)}</h3>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _marks(happened: Sequence[Fault]) -> str:
-    """What the marks in the pictures mean."""
+def _marks(fit: Fit, happened: Sequence[Fault]) -> str:
+    """What the marks in the pictures mean, and which workers they show."""
+    most = f"<p>The time of the {ROWS} workers that computed least is shown.</p>" if len(fit.last) > ROWS else ""
     if not happened:
-        return ""
+        return most
     kinds = Counter(fault.kind for fault in happened)
     each = ", ".join(f'<b style="color: var(--{FAULT_COLOURS[k]})">{KINDS[k]}</b>' for k in KINDS if k in kinds)
-    return f"<p>Dashed lines mark what happened to workers and servers ({each}); the list below has their numbers.</p>"
+    return (
+        most
+        + f"<p>Dashed lines mark what happened to workers and servers ({each}); the list below has their numbers.</p>"
+    )
 
 
 def _workers(fit: Fit, happened: Sequence[Fault]) -> str:

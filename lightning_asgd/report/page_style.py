@@ -10,7 +10,7 @@ __all__ = ["page_style"]
 
 _RULES = """
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
+body { margin: 0; background: var(--page); color: var(--ink); font: 1rem/1.55 system-ui, -apple-system, "Segoe UI",
 Roboto, "Noto Sans", sans-serif; -webkit-text-size-adjust: 100%; }
 main { max-width: 66rem; margin: 0 auto; padding: 2.2rem 1.1rem 4rem; }
 h1 { font-size: 1.75rem; line-height: 1.25; font-weight: 650; margin: 0 0 .35rem; overflow-wrap: anywhere; }
@@ -25,7 +25,7 @@ dl { margin: 1.2rem 0; } dt { color: var(--soft); font-size: .85rem; } dd { marg
 .facts { display: flex; flex-wrap: wrap; gap: .9rem 2.3rem; }
 .facts dd { font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .about { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: .7rem 1.6rem; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
 gap: 1.6rem 2rem; align-items: start; margin: .6rem 0 1.6rem; }
 figure { margin: 0; } figcaption { font-size: .88rem; line-height: 1.45; }
 h3 { margin: 0; font-size: 1rem; font-weight: 600; overflow-wrap: anywhere; }
@@ -40,6 +40,7 @@ thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; line-he
 .workers td:nth-child(2), .workers th:nth-child(2), .workers td:nth-child(3), .workers th:nth-child(3),
 .settings td, .settings th { text-align: left; }
 .all tbody tr:last-child { font-weight: 600; } .settings td { white-space: normal; overflow-wrap: anywhere; }
+.settings td:first-child { white-space: nowrap; }
 .events { list-style: none; padding: 0; max-width: none; } .events li { margin: .7rem 0; }
 .mark { display: inline-block; min-width: 1.5rem; padding: 0 .35rem; border-radius: .7rem; border: 1px solid;
 text-align: center; font-size: .8rem; font-weight: 650; margin-right: .5rem; }
@@ -48,8 +49,8 @@ pre { font-size: .78rem; line-height: 1.4; max-height: 16rem; overflow: auto; ma
 background: var(--box); border-radius: .4rem; }
 @media (max-width: 34rem) { main { padding-top: 1.2rem; } h1 { font-size: 1.4rem; } .facts { gap: .7rem 1.6rem; }
 .facts dd { font-size: 1.15rem; } }
-@media print { body { background: #fff; font-size: 10.5pt; } main { max-width: none; padding: 0; }
-h2 { break-after: avoid; margin-top: 1.4rem; } figure, tr, .facts > div { break-inside: avoid; }
+@media print { html { font-size: 9.5pt; } body { background: #fff; } main { max-width: none; padding: 0; }
+h2 { break-after: avoid; margin-top: 1.4rem; } figure, tr, li, .facts > div { break-inside: avoid; }
 .pictures { grid-template-columns: 1fr 1fr; gap: 1rem; } .wide { overflow: visible; }
 table { font-size: 7.5pt; } thead th { white-space: pre-line; } th, td { padding: .2rem .3rem; }
 pre { max-height: none; white-space: pre-wrap; overflow-wrap: anywhere; } @page { margin: 14mm; } }

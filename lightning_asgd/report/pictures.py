@@ -22,16 +22,16 @@ from lightning_asgd.report.curves import STATES, Curves, totals
 from lightning_asgd.report.faults import KINDS, Fault, faults
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic
 
-__all__ = ["FAULT_COLOURS", "METRICS", "STATE_COLOURS", "Picture", "draw"]
+__all__ = ["FAULT_COLOURS", "METRICS", "ROWS", "Picture", "draw"]
 
 METRICS = 12  # validation metrics that are drawn
 _WIDTH, _HEIGHT, _DPI = 5.0, 2.7, 200  # inches, pixels per inch
-_ROWS = 12  # workers in the timeline: more would not be readable
+ROWS = 12  # workers in the timeline: more would not be readable
 _LOGARITHMIC = 30  # ratio of the largest and the smallest loss above which a linear axis would hide the smaller ones
 _DOTS = 40  # validations that are drawn as dots
 _NEAR = 0.035  # of the time: marks that are nearer share a label
-FAULT_COLOURS = dict(zip(KINDS, ("red", "teal", "green", "purple", "grey"), strict=True))
-STATE_COLOURS = {**dict(zip(STATES, ("calm", "orange", "red", "gold"), strict=True)), "validation and other": "rest"}
+FAULT_COLOURS = dict(zip(KINDS, ("red", "teal", "green", "purple", "soft"), strict=True))
+_STATE_COLOURS = {**dict(zip(STATES, ("calm", "orange", "red", "gold"), strict=True)), "validation and other": "rest"}
 _STYLE = {**STYLE, "axes.grid": True, "axes.grid.axis": "y", "text.parse_math": False, "axes.formatter.use_mathtext": 0}
 
 
@@ -137,9 +137,9 @@ def _loss(curves: Curves, happened: Sequence[Fault], *, by_samples: bool) -> Fig
 def _timeline(curves: Curves, happened: Sequence[Fault]) -> Figure:
     shares = {worker: curves.shares(worker) for worker in curves.workers}
     computing = {worker: float(each["computing"].mean()) for worker, each in shares.items()}
-    shown = sorted(sorted(shares, key=computing.__getitem__)[:_ROWS])
+    shown = sorted(sorted(shares, key=computing.__getitem__)[:ROWS])
     figure, rows = _blank(1.25 + 0.62 * len(shown), len(shown))
-    colours = [PAPER[colour] for colour in STATE_COLOURS.values()]
+    colours = [PAPER[colour] for colour in _STATE_COLOURS.values()]
     for number, (axes, worker) in enumerate(zip(rows, shown, strict=True)):
         known = list(shares[worker].values())
         known.append(np.clip(curves.rate("at_s", [worker]) - sum(known), 0.0, 1.0))  # while it lives
@@ -152,7 +152,7 @@ def _timeline(curves: Curves, happened: Sequence[Fault]) -> Figure:
         axes.set_ylabel(f"worker {worker}", rotation=0, ha="right", va="center")
         _time(axes, curves, happened, label=number == 0)
         axes.set_xlabel(rows[-1].get_xlabel() if axes is rows[-1] else "")
-    handles = [mpl.patches.Patch(color=PAPER[colour], label=state) for state, colour in STATE_COLOURS.items()]
+    handles = [mpl.patches.Patch(color=PAPER[colour], label=state) for state, colour in _STATE_COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper left", ncols=2, fontsize=9.5, handlelength=1)
     return figure
 

@@ -40,10 +40,11 @@ def _between_batches(fit: Fit, spent: Mapping[str, float]) -> str:
     batches = max(1, sum(each.batches for each in totals(fit).values()))
     between, computing = (spent[state] / batches for state in ("between batches", "computing"))
     return (
-        f"Between batches: {_time(between)} per batch, beside {_time(computing)} of computing. A worker then fetches "
-        "its next batch, and the Trainer's loop does its own work: callbacks, loggers and the progress bar, as "
-        "under every strategy. The share is large where steps are short. Larger batches make it "
-        "smaller; more loader processes do too if loading is slow, which lightning-asgd stalls measures."
+        f"Between batches: {_time(between)} per batch, beside {_time(computing)} of computing. In that time a worker "
+        "fetches its next batch, and the Trainer's loop does its own work: callbacks, loggers and the progress bar. It "
+        "hardly depends on the size of a step, so the share is large where steps are short, and on a machine with "
+        "fewer cores than processes. Larger batches make it smaller; more loader processes do too if loading is slow, "
+        "which lightning-asgd stalls measures."
     )
 
 
