@@ -75,15 +75,22 @@ from lightning_asgd.algorithms import (
     StreamingDiLoCo,
     WarmStart,
 )
-from lightning_asgd.report.picture_style import PAPER, SERIES, logarithmic, pyplot
+from lightning_asgd.report.picture_style import PAPER, logarithmic, pyplot
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, SLOWER, BATCH, CONTEXT = 4, 4, 16, 16
 PEEK_S = 0.4
-SHOWN = (  # in the picture
-    *("ASGD", "Downpour, adam", "EASGD", "LocalSGD", "DelayedNesterov(lr=0.1), DynamicSteps", "Hogwild"),
-    *("ASGD('sum'), GapAware", "LayerWise", "ASGD('sum')"),
-)
+SHOWN = {  # in the picture, with colours of the common palette
+    "ASGD": "blue",
+    "ASGD('sum')": "red",
+    "ASGD('sum'), GapAware": "orange",
+    "EASGD": "green",
+    "LocalSGD": "purple",
+    "DelayedNesterov(lr=0.1), DynamicSteps": "teal",
+    "LayerWise": "grey",
+    "Hogwild": "gold",
+    "Downpour, adam": "rose",
+}
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 
 
@@ -399,18 +406,17 @@ def verdicts(rows: list[dict[str, Any]], task: Task) -> str:
 def draw(runs: list[dict[str, Any]], tasks: list[Task], path: Path) -> None:
     """Curves of the median runs; every task has a row, and their legend lies above."""
     plt = pyplot()
-    colours = dict(zip(SHOWN, [*SERIES[:-1], PAPER["grey"], PAPER["red"]], strict=True))
     fig, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.8 * len(tasks) + 0.7), layout="constrained", squeeze=False)
     for (left, right), task in zip(axes, tasks, strict=True):
         losses = []
-        for name, color in colours.items():
+        for name, colour in SHOWN.items():
             own = [r["curve"] for r in runs if r["task"] == task.name and r["name"] == name]
             if not own:
                 continue
             curve = sorted(own, key=lambda c: c[-1][2])[len(own) // 2]
             losses += [p[2] for p in curve]
-            left.plot([p[0] for p in curve], [p[2] for p in curve], color=color, label=name, lw=1.4)
-            right.plot([p[1] for p in curve], [p[2] for p in curve], color=color, lw=1.4)
+            left.plot([p[0] for p in curve], [p[2] for p in curve], color=PAPER[colour], label=name, lw=1.4)
+            right.plot([p[1] for p in curve], [p[2] for p in curve], color=PAPER[colour], lw=1.4)
         for side, label in ((left, "seconds"), (right, "samples, all workers")):
             side.set(xlabel=label, ylim=(0.9 * min(losses), 1.2 * losses[0]))
             logarithmic(side)

@@ -48,7 +48,7 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 110 of the core and 110 of the tools are what a fit says when it starts and ends, on a terminal with a progress bar.
 # 515 of the tools are the report's title, validations, faults, explanations and themes, and the style of all pictures.
 # 30 are devices without CUDA's names: which have a lane, what they can pin, and the way out on MPS.
-LINES = {"core": 21_165, "tools": 5_710}
+LINES = {"core": 21_165, "tools": 5_715}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
