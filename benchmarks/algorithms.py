@@ -75,10 +75,22 @@ from lightning_asgd.algorithms import (
     StreamingDiLoCo,
     WarmStart,
 )
+from lightning_asgd.report.picture_style import PAPER, logarithmic, pyplot
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, SLOWER, BATCH, CONTEXT = 4, 4, 16, 16
 PEEK_S = 0.4
+SHOWN = {  # in the picture, with colours of the common palette
+    "ASGD": "blue",
+    "ASGD('sum')": "red",
+    "ASGD('sum'), GapAware": "orange",
+    "EASGD": "green",
+    "LocalSGD": "purple",
+    "DelayedNesterov(lr=0.1), DynamicSteps": "teal",
+    "LayerWise": "grey",
+    "Hogwild": "gold",
+    "Downpour, adam": "rose",
+}
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 
 
@@ -392,42 +404,27 @@ def verdicts(rows: list[dict[str, Any]], task: Task) -> str:
 
 
 def draw(runs: list[dict[str, Any]], tasks: list[Task], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
-    shown = [
-        ("ASGD", "#2463c4"),
-        ("ASGD('sum')", "#b03a2e"),
-        ("ASGD('sum'), GapAware", "#e67e22"),
-        ("EASGD", "#1e8449"),
-        ("LocalSGD", "#7d3c98"),
-        ("DelayedNesterov(lr=0.1), DynamicSteps", "#117a8b"),
-        ("LayerWise", "#8a8f98"),
-        ("Hogwild", "#b7950b"),
-        ("Downpour, adam", "#d98880"),
-    ]
-    fig, axes = plt.subplots(len(tasks), 2, figsize=(11, 4 * len(tasks)), layout="constrained", squeeze=False)
+    """Curves of the median runs; every task has a row, and their legend lies above."""
+    plt = pyplot()
+    fig, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.8 * len(tasks) + 0.7), layout="constrained", squeeze=False)
     for (left, right), task in zip(axes, tasks, strict=True):
         losses = []
-        for name, color in shown:
+        for name, colour in SHOWN.items():
             own = [r["curve"] for r in runs if r["task"] == task.name and r["name"] == name]
             if not own:
                 continue
             curve = sorted(own, key=lambda c: c[-1][2])[len(own) // 2]
             losses += [p[2] for p in curve]
-            left.plot([p[0] for p in curve], [p[2] for p in curve], color=color, label=name, lw=1.4)
-            right.plot([p[1] for p in curve], [p[2] for p in curve], color=color, lw=1.4)
+            left.plot([p[0] for p in curve], [p[2] for p in curve], color=PAPER[colour], label=name, lw=1.4)
+            right.plot([p[1] for p in curve], [p[2] for p in curve], color=PAPER[colour], lw=1.4)
         for side, label in ((left, "seconds"), (right, "samples, all workers")):
             side.set(xlabel=label, ylim=(0.9 * min(losses), 1.2 * losses[0]))
-            side.set_yscale("log")
-        left.set_ylabel(task.unit)
-        left.set_title(task.title, loc="left", weight="bold")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside right upper", frameon=False)
-    fig.savefig(path, dpi=130)
+            logarithmic(side)
+        right.tick_params(labelleft=False)
+        left.set(ylabel=task.unit, title=task.title)
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    fig.savefig(path)
+    plt.close(fig)
 
 
 def report(results: Path, tasks: list[Task], page: Path) -> None:

@@ -379,29 +379,26 @@ def epoch_times(names: Sequence[str], works: Sequence[str], repeats: int) -> boo
 
 def draw(results: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
     """Bars of the medians with a dot for every run, on a logarithmic scale."""
-    import matplotlib as mpl
+    from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
 
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    colours = {"alone": "#b0b0b0", "DDP": "#4c72b0", "local SGD": "#55a868", "A-SGD": "#dd8452"}
-    figure, axes = plt.subplots(1, len(results), figsize=(1 + 2.6 * len(results), 4), squeeze=False, sharey=True)
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(1 + 2.6 * len(results), 4), squeeze=False, sharey=True, layout="constrained"
+    )
     for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
         for place, (system, each) in enumerate(runs.items()):
             times = [r["reached_s"] for r in each]
-            axis.bar(place, statistics.median(times), color=colours[system])
-            axis.plot([place] * len(times), times, "k.", markersize=4)
+            axis.bar(place, statistics.median(times), color=SYSTEM_COLOURS[system])
+            axis.plot([place] * len(times), times, ".", color=PAPER["ink"], markersize=4)
             axis.text(
                 place, statistics.median(times) * 1.06, f"{statistics.median(times):.1f}", ha="center", fontsize=8
             )
-        axis.set_yscale("log")
         axis.set_xticks(range(len(runs)), list(runs), fontsize=8, rotation=20)
         axis.set_title(SCENARIOS[name].title, fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
+        logarithmic(axis)
     axes[0][0].set_ylabel("seconds to the accuracy")
-    figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file)
     plt.close(figure)
 
 

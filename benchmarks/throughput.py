@@ -540,38 +540,28 @@ def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
 
 def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: str) -> None:
     """Bars of the medians with a dot for every run."""
-    import matplotlib as mpl
+    from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, pyplot
 
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    colours = {
-        "one alone": "#b0b0b0",
-        "unconnected": "#d8d8d8",
-        "bare torch": "#ececec",
-        "DDP": "#4c72b0",
-        "local SGD": "#55a868",
-        "A-SGD": "#dd8452",
-    }
+    plt = pyplot()
     columns = min(4, len(results))
     rows = -(-len(results) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(1 + 4.3 * columns, 3.6 * rows), squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(1 + 4.3 * columns, 3.6 * rows), squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
     for axis, (scenario, runs) in zip(axes.flat, results, strict=False):
         for place, system in enumerate(scenario.systems):
             speeds = [r["samples_per_s"] for r in runs[str(system)]]
-            axis.bar(place, statistics.median(speeds), color=colours[system.kind])
-            axis.plot([place] * len(speeds), speeds, "k.", markersize=4)
+            axis.bar(place, statistics.median(speeds), color=SYSTEM_COLOURS[system.kind])
+            axis.plot([place] * len(speeds), speeds, ".", color=PAPER["ink"], markersize=4)
         labels = [str(system).replace(" nsync", "\nnsync").replace("one ", "one\n") for system in scenario.systems]
         axis.set_xticks(range(len(labels)), labels, fontsize=8)
-        axis.set_title(scenario.name, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(scenario.name)
     for row in axes:
         row[0].set_ylabel("samples/s of all workers")
-    figure.tight_layout()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file)
     plt.close(figure)
     CONSOLE.print(f"picture: {file}")
 

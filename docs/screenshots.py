@@ -192,11 +192,11 @@ def search(camera: Camera, address: str) -> None:
 
 
 def report(camera: Camera, address: str) -> None:
-    for device in DEVICES:
-        with camera.page(device) as page:
+    for device, theme in itertools.product(DEVICES, THEMES):
+        with camera.page(device, theme) as page:
             page.goto(f"{address}/report.html")
-            camera.check(page, f"report, {device}")
-            camera.keep(page, f"report-{device}")
+            camera.check(page, f"report, {device}, {theme}")
+            camera.keep(page, f"report-{device}-{theme}")
 
 
 def terminal(camera: Camera) -> None:

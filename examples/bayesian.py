@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy, averaged_prediction
 from lightning_asgd.algorithms import SGMCMC
 from lightning_asgd.optim import SGHMC
+from lightning_asgd.report.picture_style import PAPER, pyplot
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 NOISE = 0.2  # standard deviation of an observation, which the model knows
@@ -75,23 +76,17 @@ def predict(model: nn.Module, samples: list[dict[str, Tensor]], x: Tensor) -> tu
 
 
 def save_picture(model: nn.Module, samples: list[dict[str, Tensor]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-    plt.rcParams.update({"axes.titlelocation": "left", "axes.titlepad": 14, "axes.titleweight": "bold"})
+    plt = pyplot()
     x = torch.linspace(-3.5, 3.5, 400).unsqueeze(1)
     mean, deviation = predict(model, samples, x)
     line, low, high = x.flatten(), (mean - 2 * deviation).flatten(), (mean + 2 * deviation).flatten()
     fig, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    axes.fill_between(line, low, high, color="#2463c4", alpha=0.2, lw=0, label="two standard deviations")
-    axes.plot(line, mean.flatten(), color="#2463c4", label=f"mean of {len(samples)} networks")
-    axes.plot(line, curve(line), "--", color="#e08a1e", label="the curve")
-    axes.plot(*(values.flatten() for values in observations(NUM_DATA, 0)), ".", ms=4, color="#5a5f68", label="data")
+    axes.fill_between(line, low, high, color=PAPER["blue"], alpha=0.2, lw=0, label="two standard deviations")
+    axes.plot(line, mean.flatten(), color=PAPER["blue"], label=f"mean of {len(samples)} networks")
+    axes.plot(line, curve(line), "--", color=PAPER["orange"], label="the curve")
+    axes.plot(*(values.flatten() for values in observations(NUM_DATA, 0)), ".", ms=4, color=PAPER["soft"], label="data")
     axes.set(title="Predictions of samples of the posterior", xlabel="x", ylim=(-3, 4))
-    axes.legend(frameon=False, loc="upper left", ncols=2)
+    axes.legend(loc="upper left", ncols=2)
     path.parent.mkdir(exist_ok=True)
     fig.savefig(path, dpi=150)
     print(f"Saved {os.path.relpath(path)}")

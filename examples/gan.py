@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_asgd  # noqa: F401 - Trainers know strategy="asgd" from here on
+from lightning_asgd.report.picture_style import PAPER, pyplot
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 CLOUDS = 8
@@ -94,17 +95,11 @@ def judge(points: Tensor) -> tuple[int, float]:
 
 
 def save_picture(real: Tensor, made: Tensor, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-    plt.rcParams.update({"axes.titlelocation": "left", "axes.titlepad": 14, "axes.titleweight": "bold"})
+    plt = pyplot()
     fig, both = plt.subplots(1, 2, figsize=(9, 4.7), layout="constrained", sharex=True, sharey=True)
     clouds, inside = judge(made)
     titles = "Data", f"Generated: {clouds} clouds, {inside:.0%} inside"
-    for axes, points, color, title in zip(both, (real, made), ("#8a8f98", "#2463c4"), titles, strict=True):
+    for axes, points, color, title in zip(both, (real, made), (PAPER["grey"], PAPER["blue"]), titles, strict=True):
         axes.scatter(*points.T, s=3, alpha=0.4, linewidths=0, color=color)
         axes.set(title=title, aspect="equal", xlim=(-1.5, 1.5), ylim=(-1.5, 1.5))
     path.parent.mkdir(exist_ok=True)

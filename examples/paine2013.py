@@ -39,6 +39,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.report.picture_style import PAPER, pyplot
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 SEEDS = 5  # of experiment 1: with the sum of all pushes, one validation of one run may be ten per cent off
@@ -290,8 +291,8 @@ def train(run: Run, task: Task, checkpoint: Path, folder: Path) -> dict[str, Any
 
 # ---------------------------------------------------------------- the experiments
 
-COLORS = {1: "#8a8f98", 2: "#e08a1e", 4: "#2463c4"}
-NSYNC_COLORS = ("#0e7c4a", "#2463c4", "#b3322c")
+COLORS = {1: PAPER["grey"], 2: PAPER["orange"], 4: PAPER["blue"]}
+NSYNC_COLORS = PAPER["green"], PAPER["blue"], PAPER["red"]
 
 
 def name(run: Run) -> str:
@@ -530,13 +531,7 @@ def say(experiment: str, claim: str, seen: bool | None, found: str) -> None:
 
 
 def save_picture(f: Figures, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-    plt.rcParams.update({"axes.titlelocation": "left", "axes.titlepad": 10, "axes.titleweight": "bold"})
+    plt = pyplot()
     fig, (cold, warm, nsync) = plt.subplots(1, 3, figsize=(15, 4.8), sharey=True, layout="constrained")
     fig.get_layout_engine().set(wspace=0.04, w_pad=0.1, h_pad=0.1)
 
@@ -570,9 +565,9 @@ def save_picture(f: Figures, path: Path) -> None:
     }
     for axes, (title, legend) in titles.items():
         axes.set(title=title, xlabel="seconds of training", xlim=(0, f.end_s), ylim=(0, None))
-        axes.grid(axis="y", alpha=0.3)
+        axes.grid(axis="y")
         if axes is not cold:
-            axes.axvline(f.start_s, color="#555555", lw=0.8, ls="--")
+            axes.axvline(f.start_s, color=PAPER["soft"], lw=0.8, ls="--")
             axes.annotate(
                 "warm start",
                 (f.start_s, 0.99),
@@ -581,10 +576,10 @@ def save_picture(f: Figures, path: Path) -> None:
                 textcoords="offset points",
                 va="top",
                 ha="right",
-                color="#555555",
+                color=PAPER["soft"],
                 fontsize=9,
             )
-        axes.legend(frameon=False, loc="upper right", title=legend, alignment="left", title_fontsize=9, fontsize=9)
+        axes.legend(loc="upper right", title=legend, alignment="left", title_fontsize=9, fontsize=9)
     cold.set_ylabel(f"training error in %, mean of {f.task.window} mini-batches")
     fig.savefig(path, dpi=150)
     print(f"\nSaved {os.path.relpath(path)}")

@@ -27,6 +27,7 @@ from digits import DigitsCNN, Meter, loaders
 from pytorch_lightning import Callback, Trainer, seed_everything
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.report.picture_style import SYSTEM_COLOURS, pyplot
 
 FOLDS = 5
 SLOW_S = 0.02  # that worker 1 sleeps before each batch, where it is slowed down: several times as long as a step
@@ -67,7 +68,7 @@ def train(system: str, epochs: int, fold: int, *, slow: bool = False) -> dict[st
 # ---------------------------------------------------------------- the comparison: nothing below is needed for A-SGD
 
 NAMES = {"ddp": "DDP", "asgd": "A-SGD"}
-COLORS = {"ddp": "#e08a1e", "asgd": "#2463c4"}
+COLORS = {run: SYSTEM_COLOURS[name] for run, name in NAMES.items()}
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -133,13 +134,7 @@ def print_table(results: dict[str, dict[str, Any]], epochs: int) -> None:
 
 
 def save_picture(results: dict[str, dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-    plt.rcParams.update({"axes.titlelocation": "left", "axes.titlepad": 14, "axes.titleweight": "bold"})
+    plt = pyplot()
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained", width_ratios=(1, 1.1, 1.2))
     fig.get_layout_engine().set(wspace=0.12, w_pad=0.1, h_pad=0.1)
     for run, result in results.items():
@@ -152,10 +147,10 @@ def save_picture(results: dict[str, dict[str, Any]], path: Path) -> None:
     left.set(title="Equal workers: the same accuracy", xlabel=f"epoch (mean and range of {fits} fits)")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("validation accuracy")
-    left.legend(frameon=False, loc="lower right")
+    left.legend(loc="lower right")
     right.set(title="One worker slow: there sooner", xlabel="seconds of training", xlim=(0, None))
     for axes in (left, right):
-        axes.grid(axis="y", alpha=0.3)
+        axes.grid(axis="y")
 
     width = 0.8 / len(results)
     rates = {run: [mean(fit["samples_per_s"] for fit in result["equal"]), result["slow"]["samples_per_s"]]

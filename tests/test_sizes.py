@@ -46,10 +46,11 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 650 are the takeover of the servers by another worker, and what a network that has split needs for that.
 # 120 are bounds on what foreign processes and malformed messages can do, and errors that say what to do.
 # 110 of the core and 110 of the tools are what a fit says when it starts and ends, on a terminal with a progress bar.
+# 515 of the tools are the report's title, validations, faults, explanations and themes, and the style of all pictures.
 # 30 are devices without CUDA's names: which have a lane, what they can pin, and the way out on MPS.
 # 20 of the core are a MASTER_PORT that is no port. 510 of the tools are what a machine has, and what is refused there.
 # 225 are a run's logs in one file, without secrets and in the order of time. 70 are wrong values on the command line.
-LINES = {"core": 21_180, "tools": 6_030}
+LINES = {"core": 21_190, "tools": 6_540}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

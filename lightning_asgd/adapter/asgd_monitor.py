@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_asgd.adapter.class_trees import CallbackExtension, Extension, apply_to_collection, rank_zero_warn
+from lightning_asgd.adapter.class_trees import (
+    CallbackExtension,
+    Extension,
+    apply_to_collection,
+    rank_zero_warn,
+    tree_of,
+)
 from lightning_asgd.adapter.private_names import Name, is_a, logged_step, tensorboard, wandb_logger
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.meter import Meter
@@ -51,7 +60,8 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._meter: Meter | None = None
         self._journal: MetricLog | None = None
         self._windows = Windows(every_n_seconds)
-        self._read_at = self._log_at = 0.0  # on the meter's clock
+        self._begun = self._read_at = self._log_at = 0.0  # on the meter's clock
+        self._metrics: dict[str, Any] = {}  # of the Trainer, when the latest validation began
         self._epoch = self._batch = 0  # the present ones
         self._logged = (-1, -1)  # samples and pushes of worker 0 when it logged last
         self._logs = False  # whether it has begun to
@@ -67,7 +77,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
             return
         self._meter = trainer.strategy.fit_session.measure(lambda: self._epoch + _fraction(trainer, self._batch))
         self._windows, self._logged = Windows(self.every_n_seconds), (-1, -1)
-        begun = self._meter.resume()
+        self._begun = begun = self._meter.resume()
         self._read_at, self._log_at = begun + self._read_s, begun + self.every_n_seconds
         if trainer.is_global_zero:
             self._begin(trainer)
@@ -77,7 +87,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._logs = True
         settings = trainer.strategy.settings
         if (folder := log_folder(trainer)) is not None:
-            self._journal = MetricLog(folder, trainer.world_size, settings)
+            self._journal = MetricLog(folder, trainer.world_size, settings, _about(trainer))
         for logger in _loggers(trainer, wandb_logger):
             config = {"asgd": {**settings, "workers": trainer.world_size}}
             logger.experiment.config.update(config, allow_val_change=True)
@@ -114,11 +124,18 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Log: all workers have reported their metrics."""
         self._pause(trainer, over=False)
+        if self._journal is not None:
+            self._metrics = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Batches come next."""
-        if self._meter is not None:
-            self._meter.resume()
+        """Write the metrics that the validation has set. Batches come next."""
+        if self._meter is None:
+            return
+        at_s = self._meter.resume() - self._begun
+        if self._journal is not None:
+            known = trainer.callback_metrics.items()  # those of training are still the same objects
+            new = {name: float(value) for name, value in known if value is not self._metrics.get(name)}
+            self._journal.validation(at_s, new)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log: all workers have reported their metrics."""
@@ -193,6 +210,25 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         journal, self._journal, self._meter = self._journal, None, None
         if journal is not None:
             journal.end(how)
+
+
+def _about(trainer: Any) -> dict[str, Any]:
+    """What is trained, where and by which versions."""
+    module, tree = trainer.lightning_module, tree_of(trainer)
+    numbers = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    return {
+        "model": type(module).__name__,
+        "parameters": sum(number for number, _ in numbers),
+        "trainable": sum(number for number, trained in numbers if trained),
+        "precision": str(trainer.precision),
+        "places": trainer.strategy.board.places,
+        "versions": {
+            "lightning-asgd": str(sys.modules["lightning_asgd"].__version__),
+            tree.distribution: tree.version,
+            "torch": str(torch.__version__),
+            "Python": platform.python_version(),
+        },
+    }
 
 
 def _show(pl_module: Any, metrics: dict[str, float]) -> None:

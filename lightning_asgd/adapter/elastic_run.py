@@ -6,6 +6,7 @@ What a worker learns when it joins, and publishes to the others, is in ``worker/
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -92,7 +93,8 @@ class ElasticFleet(Fleet):
         self._heard = heard = self._arrive()
         self._note_entry()
         become_global_zero(self.rank)
-        self.board.living = (self.client.connection.worker,)
+        worker = self.client.connection.worker
+        self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._device))}
         self.begin_epoch()
         about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +26,6 @@ from lightning_asgd.errors import ASGDError, LaunchError, LayoutMismatchError, S
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
-from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.protocol import Joined, Policy, next_chief
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.connection import COORDINATOR
@@ -115,17 +115,19 @@ class FixedFleet(Fleet):
             self._heartbeat.on_silence = self._look_for_host
         if joined.late:
             self._enter_at(self._await_entry(joined.collectives))
-        elif self._job.hosts is not None:
-            self._agree_on_places(self._job.hosts)
         else:
-            self.collectives.barrier("join")
+            self._agree_on_places()
 
-    def _agree_on_places(self, hosts: ServerHosts) -> None:
+    def _agree_on_places(self) -> None:
         """Learn where all are. A worker that failed in the session before may have another chief."""
-        joined = self.collectives.gather("all_gather", "join", (hosts.mine, self.collectives.chief))
-        hosts.joined({rank: mine for rank, (mine, _) in joined.items()})
-        self.collectives.chief = next_chief(joined[min(joined)][1], joined)
-        self._follow_agreed()
+        hosts, place = self._job.hosts, (socket.gethostname(), str(self._trainer.strategy.root_device))
+        mine = (place, hosts and hosts.mine, self.collectives.chief)
+        joined = self.collectives.gather("all_gather", "join", mine)
+        self.board.places = {rank: place for rank, (place, _, _) in joined.items()}
+        if hosts is not None:
+            hosts.joined({rank: theirs for rank, (_, theirs, _) in joined.items()})
+            self.collectives.chief = next_chief(joined[min(joined)][2], joined)
+            self._follow_agreed()
 
     def _look_for_host(self, silent_s: float) -> None:
         """The servers have not answered for so long. Their machine may be lost, or only the network between."""

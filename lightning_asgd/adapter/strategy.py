@@ -242,7 +242,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self._membership = ElasticFleet(*about, self.root_device)
         if self._membership is not None:
             self._membership.join()
-            self.settings["transport"] = self._job.transport
+            self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
         self.announce()
         self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
 

@@ -12,6 +12,7 @@ from lightning_asgd import sizing
 from lightning_asgd.cli.console_tables import console, in_bytes, in_seconds, table
 from lightning_asgd.cli.user_code import module_and_loader
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
 from lightning_asgd.sizing import Job
 from lightning_asgd.validation import at_least, whole
 
@@ -275,46 +276,36 @@ def _of(count: int, thing: str) -> str:
 
 
 def _draw(job: Job, simulated: dict[int, float], file: Path) -> None:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigurationError("Pictures need matplotlib: pip install 'lightning-asgd[examples]'.") from error
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
+    plt, asgd = pyplot(), SYSTEM_COLOURS["A-SGD"]
     numbers = sorted({round(10 ** (e / 20)) for e in range(81)})
     jobs = [replace(job, workers=n) for n in numbers]
     lock_step = [sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers) for j in jobs]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    left.plot(numbers, [sizing.efficiency(j) for j in jobs], color="#c1571b", label=f"A-SGD, nsync={job.nsync}")
-    left.plot([*simulated], [*simulated.values()], "o", color="#c1571b", mfc="white", label="the same, simulated")
-    left.plot(numbers, lock_step, "--", color="#4c72b0", label="in lock-step, every step")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(numbers, [sizing.efficiency(j) for j in jobs], color=asgd, label=f"A-SGD, nsync={job.nsync}")
+    left.plot([*simulated], [*simulated.values()], "o", color=asgd, mfc="white", label="the same, simulated")
+    left.plot(numbers, lock_step, "--", color=SYSTEM_COLOURS["DDP"], label="in lock-step, every step")
     left.set_ylabel("efficiency")
     left.set_ylim(0, 1.05)
-    left.legend(loc="best", fontsize=9)
-    right.plot(
-        numbers, [sizing.hidden_nsync(j) for j in jobs], color="#c1571b", label="smallest nsync that stays hidden"
-    )
+    left.legend(loc="best")
+    right.plot(numbers, [sizing.hidden_nsync(j) for j in jobs], color=asgd, label="smallest nsync that stays hidden")
     right.plot(
         numbers,
         [sizing.least_servers(j) or math.nan for j in jobs],
         "--",
-        color="#3a7d44",
+        color=PAPER["green"],
         label=f"least servers with nsync={job.nsync}",
     )
-    right.set_yscale("log")
-    right.legend(loc="upper left", fontsize=9)
+    right.legend(loc="upper left")
+    logarithmic(right)
     for axis in (left, right):
-        axis.set_xscale("log")
+        logarithmic(axis, "x")
         axis.set_xlabel("workers")
-        axis.axvline(job.workers, color="0.8", linewidth=1, zorder=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.axvline(job.workers, color=PAPER["rest"], linewidth=1, zorder=0)
     sent = in_bytes(job.sent * job.parameter_bytes)
     figure.suptitle(f"{sent} each way, {in_seconds(job.step_s)} per step, {_of(job.servers, 'server')}")
-    figure.tight_layout()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=150)
+        figure.savefig(file)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"picture={str(file)!r}: {error}. Expected a file that ends in .png.") from error
     plt.close(figure)

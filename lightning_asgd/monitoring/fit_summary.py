@@ -10,7 +10,7 @@ from lightning_asgd.monitoring.metric_definitions import Window, measures
 from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.stats import ExchangeStats
 
-__all__ = ["FitSummary", "count"]
+__all__ = ["FitSummary", "count", "duration"]
 
 _ROOM = 78  # columns of a terminal, without the indent
 _EACH = 8  # workers whose rates are listed; of more, the slowest and the fastest
@@ -41,7 +41,7 @@ class FitSummary:
 
     def __str__(self) -> str:
         workers = max(self.workers, len(self.figures))
-        lines = [f"A-SGD: {count(workers, 'worker')} trained for {_duration(self.seconds)}."]
+        lines = [f"A-SGD: {count(workers, 'worker')} trained for {duration(self.seconds)}."]
         lines += [*self._rates(), *(self._shares() if self.figures else self._of_chief()), *self._losses()]
         if self.folder is not None:
             lines.append(f"Report: lightning-asgd report {shlex.quote(self.folder)}")
@@ -78,7 +78,7 @@ class FitSummary:
         """The same of the chief alone."""
         stats = self.stats
         stale = f"staleness {stats.staleness_mean:.1f} on average, {stats.staleness_max} at most; " * (stats.pushes > 0)
-        return [f"Worker {self.chief}: {stale}waited for {_duration(self.waited_s)}."]
+        return [f"Worker {self.chief}: {stale}waited for {duration(self.waited_s)}."]
 
     def _losses(self) -> list[str]:
         """Which workers and servers were lost."""
@@ -111,7 +111,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds, or hours, minutes and seconds from a minute on."""
     if seconds < 60:
         return f"{seconds:.1f} s"

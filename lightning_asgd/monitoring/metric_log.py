@@ -57,6 +57,8 @@ class Fit:
         entries: in the order of time.
         end: how it ended; empty if unknown.
         events: what happened to workers and servers, and after how many seconds.
+        about: what is trained, where and by which versions; empty in files of earlier versions of this package.
+        validations: the metrics of every validation on the chief, and after how many seconds it ended.
     """
 
     started: str
@@ -65,6 +67,8 @@ class Fit:
     entries: list[Entry] = field(default_factory=list)
     end: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+    validations: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     @property
     def last(self) -> dict[int, WorkerMetrics]:
@@ -79,11 +83,15 @@ class MetricLog:
         folder: path or URL; made if it is not there.
         workers: number of workers.
         settings: arguments of the strategy, plain values.
+        about: what is trained, where and by which versions, plain values.
     """
 
-    def __init__(self, folder: str | Path, workers: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str | Path, workers: int, settings: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> None:
         self._file: _Local | _Remote = _Remote(str(folder)) if _is_url(folder) else _Local(_local(folder))
-        self._write("fit", started=time.strftime("%Y-%m-%d %H:%M:%S"), workers=workers, settings=dict(settings))
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._write("fit", started=started, workers=workers, settings=dict(settings), about=dict(about or {}))
 
     @property
     def path(self) -> Path:
@@ -97,6 +105,10 @@ class MetricLog:
     def event(self, at_s: float, text: str) -> None:
         """Write what has happened to a worker or server."""
         self._write("event", at_s=round(at_s, 3), text=text)
+
+    def validation(self, at_s: float, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a validation."""
+        self._write("validation", at_s=round(at_s, 3), metrics=dict(metrics))
 
     def end(self, how: str) -> None:
         """Note how the fit ended."""
@@ -269,12 +281,15 @@ def _text(file: str | Path) -> str:
 def _take(line: dict[str, Any], fits: list[Fit]) -> None:
     kind = line["kind"]
     if kind == "fit":
-        fits.append(Fit(line["started"], line["workers"], line["settings"]))
+        fits.append(Fit(line["started"], line["workers"], line["settings"], about=line.get("about", {})))
     elif kind == "figures":
         figures = {int(worker): _figures(values) for worker, values in line["figures"].items()}
         fits[-1].entries.append(Entry(line["at_s"], line["step"], tuple(line["living"]), figures))
     elif kind == "event":
         fits[-1].events.append((float(line["at_s"]), str(line["text"])))
+    elif kind == "validation":
+        metrics = {str(name): float(value) for name, value in line["metrics"].items()}
+        fits[-1].validations.append((float(line["at_s"]), metrics))
     elif kind == "end":
         fits[-1].end = line["how"]
 

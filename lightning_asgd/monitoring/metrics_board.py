@@ -24,11 +24,13 @@ class MetricsBoard:
         mine: this worker's own; None if it takes none.
         living: workers that take part.
         events: what has happened to workers and servers, and when by the monotonic clock; the latest thousand.
+        places: machine and device of the workers, as far as they are known.
     """
 
     mine: WorkerMetrics | None = None
     living: tuple[int, ...] = ()
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_EVENTS))
+    places: dict[int, tuple[str, str]] = field(default_factory=dict)
     _latest: dict[int, WorkerMetrics] = field(default_factory=dict)
 
     def note(self, event: str) -> None:

@@ -6,7 +6,10 @@ so that rates and shares follow for any part of the time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import numpy as np
 from lightning_asgd.monitoring.metric_log import Fit
 from lightning_asgd.protocol import WorkerMetrics
 
-__all__ = ["STATES", "Curves"]
+__all__ = ["STATES", "Curves", "totals"]
 
 _FEWEST, _MOST = 12, 120  # parts that the time is cut into
 _WINDOW = 15  # the smoothed loss is a mean over a 15th of them
@@ -23,9 +26,14 @@ STATES = {
     "computing": "train_s",
     "waiting for servers": "exchange_wait_s",
     "waiting at sync points": "sync_wait_s",
-    "waiting for data": "data_wait_s",
+    "between batches": "data_wait_s",
 }
-"""What a training thread does, and the field of :class:`WorkerMetrics` that holds for how long."""
+"""What a training thread does, and the field of :class:`WorkerMetrics` that holds for how long.
+
+Between batches it waits for data, and Lightning's loop works: callbacks, loggers, progress bars.
+"""
+
+_LATEST = {"began", "epoch", "staleness_max", "staleness", "nsync", "distance"}  # what is no sum, or no number
 
 Array = Any
 """A NumPy array of float64, of shape ``(parts,)`` unless stated otherwise."""
@@ -111,3 +119,17 @@ def _lives(fit: Fit, worker: int) -> list[tuple[float, list[WorkerMetrics]]]:
             all_of_them.append(figures)
         lives[figures.began] = min(known, begin), all_of_them
     return list(lives.values())
+
+
+def totals(fit: Fit) -> dict[int, WorkerMetrics]:
+    """The metrics of every worker over the whole fit: a process that replaced a worker's counted from zero."""
+    lives = {worker: _lives(fit, worker) for worker in sorted(fit.last)}
+    return {worker: reduce(_add, (figures[-1] for _, figures in each)) for worker, each in lives.items()}
+
+
+def _add(one: WorkerMetrics, two: WorkerMetrics) -> WorkerMetrics:
+    """Of two lives, of which the second is the later one."""
+    names = {field.name for field in fields(WorkerMetrics)} - _LATEST
+    sums: dict[str, Any] = {name: getattr(one, name) + getattr(two, name) for name in names}
+    counts = dict(Counter(one.staleness) + Counter(two.staleness))
+    return replace(two, staleness_max=max(one.staleness_max, two.staleness_max), staleness=counts, **sums)

@@ -2,86 +2,60 @@
 
 from __future__ import annotations
 
-import base64
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from lightning_asgd.monitoring.fit_summary import count, duration
 from lightning_asgd.monitoring.metric_definitions import Window, measures
 from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.protocol import WorkerMetrics
-from lightning_asgd.report.pictures import draw
+from lightning_asgd.report.curves import totals
+from lightning_asgd.report.faults import KINDS, Fault, faults, places
+from lightning_asgd.report.page_style import page_style
+from lightning_asgd.report.pictures import FAULT_COLOURS, METRICS, ROWS, Picture, draw
+from lightning_asgd.report.waiting import explained
 
 __all__ = ["write"]
 
 _CAPTIONS = {
-    "loss-by-samples": (
-        "Training error per sample",
-        "Mean training loss of all workers against the samples that all have trained. The strong line is the mean over "
-        "a sliding window of a fifteenth of the fit, the faint one over each moment alone.",
-    ),
-    "loss-by-seconds": (
-        "Training error per second",
-        "The same against time, validations and start-up included.",
-    ),
-    "timeline": (
-        "Who waited for what",
-        "What each worker's training thread did with its time. Waiting for data includes what the training loop does "
-        "between two batches; other are validations, checkpoints and callbacks.",
-    ),
-    "throughput": ("Throughput", "Samples trained per second. A worker that is gone trains none."),
-    "staleness": (
-        "Staleness",
-        "How many updates of others the servers had applied since the fetch that an update was based on.",
-    ),
-    "traffic": (
-        "Traffic",
-        "Bytes between all workers and all servers, through shared memory where they share a machine.",
-    ),
+    "loss-by-seconds": "Mean training loss of all workers. The strong line is the mean over a sliding window of a "
+    "fifteenth of the fit, the faint one over each moment alone. Validations and start-up take time too.",
+    "loss-by-samples": "The same against the samples that all workers have trained.",
+    "throughput": "A worker that is gone trains none.",
+    "timeline": "What each worker's training thread did with its time. A worker's row is empty while it is gone.",
+    "staleness": "How many updates of others the servers had applied since the fetch that an update was based on.",
+    "traffic": "Between all workers and all servers, through shared memory where they share a machine.",
 }
 
-# Column: the metric of lightning_asgd.monitoring.metric_definitions, and how it is written.
-_COLUMNS: dict[str, tuple[str, str, float]] = {
+# Column: the metric of lightning_asgd.monitoring.metric_definitions, and how it is written. A line break in a heading
+# keeps the table narrow.
+_Columns = dict[str, tuple[str, str, float]]
+_WORK: _Columns = {
     "samples/s": ("samples_per_s", "{:,.0f}", 1.0),
-    "updates/s": ("updates_per_s", "{:.1f}", 1.0),
-    "staleness, mean": ("staleness/mean", "{:.2f}", 1.0),
+    "share of\nsamples, %": ("samples/share", "{:.1f}", 100.0),
+    "staleness,\nmean": ("staleness/mean", "{:.2f}", 1.0),
     "largest": ("staleness/max", "{:.0f}", 1.0),
-    "round trip, ms": ("exchange/round_trip_s", "{:.1f}", 1e3),
-    "waited, %": ("wait/share", "{:.1f}", 100.0),
-    "for servers": ("wait/exchange", "{:.1f}", 100.0),
-    "at sync points": ("wait/sync", "{:.1f}", 100.0),
-    "for data": ("wait/data", "{:.1f}", 100.0),
-    "MB/s": ("traffic/bytes_per_s", "{:.2f}", 1e-6),
+    "waiting,\ns": ("waiting/s", "{:,.1f}", 1.0),
+    "waiting,\n%": ("waiting", "{:.1f}", 100.0),
+    "exchanges": ("exchanges", "{:,.0f}", 1.0),
+}
+_TIME: _Columns = {
+    "computing": ("computing", "{:.1%}", 1.0),
+    "waiting\nfor servers": ("wait/exchange", "{:.1%}", 1.0),
+    "waiting at\nsync points": ("wait/sync", "{:.1%}", 1.0),
+    "between\nbatches": ("wait/data", "{:.1%}", 1.0),
+}
+_EXCHANGES: _Columns = {
+    "updates/s": ("updates_per_s", "{:.1f}", 1.0),
     "refused": ("updates/refused", "{:.0f}", 1.0),
     "repeated": ("updates/repeated", "{:.0f}", 1.0),
+    "round trip, ms": ("exchange/round_trip_s", "{:.1f}", 1e3),
+    "MB/s": ("traffic/bytes_per_s", "{:.2f}", 1e-6),
     "nsync": ("nsync", "{:.0f}", 1.0),
     "distance": ("distance", "{:.3g}", 1.0),
 }
-
-_STYLE = """
-:root { color-scheme: light; --ink: #2b3139; --soft: #69717d; --line: #e3e6ea; --paper: #fbfbfa; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 46rem; margin: 0 auto; padding: 2rem 1rem 4rem; }
-h1 { font-size: 1.6rem; font-weight: 600; margin: 0 0 .2rem; }
-h2 { font-size: 1.1rem; font-weight: 600; margin: 2.6rem 0 .4rem; }
-p { margin: .3rem 0; } .soft, figcaption { color: var(--soft); font-size: .92rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .8rem; margin: 1.4rem 0; }
-dt { color: var(--soft); font-size: .82rem; } dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-.events { display: block; } .events dd { font-size: 1rem; margin-bottom: .6rem; }
-.events pre { font-size: .8rem; overflow-x: auto; margin: .3rem 0; color: var(--soft); }
-figure { margin: 0; } figcaption { margin-bottom: .6rem; }
-img { width: 100%; height: auto; display: block; background: #fff; border-radius: .4rem;
-border: 1px solid var(--line); } .wide { overflow-x: auto; }
-.wide:has(> .workers) { width: max-content; min-width: 100%; max-width: calc(100vw - 2rem);
-margin-left: 50%; transform: translateX(-50%); }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-thead th { color: var(--soft); font-weight: 500; } .workers tbody tr:last-child { font-weight: 600; }
-.settings td, .settings th { text-align: left; white-space: normal; }
-"""
 
 
 def write(fit: Fit, folder: Path, *, about: str = "") -> Path:
@@ -97,83 +71,183 @@ def write(fit: Fit, folder: Path, *, about: str = "") -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(fit)
-    for name, png in pictures.items():
-        (folder / f"{name}.png").write_bytes(png)
+    for picture in pictures:
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
     page = folder / "report.html"
-    page.write_text(_page(fit, pictures, about))
+    page.write_text(_page(fit, pictures, about), encoding="utf-8")
     return page
 
 
-def _page(fit: Fit, pictures: dict[str, bytes], about: str) -> str:
-    figures = "".join(_figure(name, png) for name, png in pictures.items())
-    if "loss-by-samples" not in pictures:
-        figures = '<p class="soft">No training loss was recorded: training_step returned none.</p>' + figures
-    settings = _table(["setting", ""], [[name, value] for name, value in fit.settings.items()], "settings")
+def _page(fit: Fit, pictures: Sequence[Picture], about: str) -> str:
+    happened = faults(fit)
+    title = f"{fit.about['model']}, trained with A-SGD" if fit.about.get("model") else "Training with A-SGD"
+    parts = ("validation",), ("loss",), ("throughput", "timeline"), ("staleness", "traffic")
+    validation, loss, work, rest = (_figures([p for p in pictures if p.name.startswith(names)]) for names in parts)
+    sentences = explained(fit)
+    causes = f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences[1:])}</ul>" if sentences[1:] else ""
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>A-SGD, {escape(fit.started)}</title><style>{_STYLE}</style></head><body><main>"
-        f'<h1>Asynchronous SGD</h1><p class="soft">{escape(_headline(fit, about))}</p>'
-        f"{_facts(fit)}{figures}"
-        f"<h2>Workers</h2>{_workers(fit.last)}{_events(fit)}<h2>Settings</h2>{settings}"
+        f"<title>{escape(title)}, {escape(fit.started)}</title><style>{page_style()}</style></head>\n<body><main>"
+        f"<h1>{escape(title).replace('A-SGD', '<span>A-SGD</span>')}</h1>"
+        f"{_headline(fit, about)}{_facts(fit)}{_about(fit)}"
+        f"<h2>Learning</h2>{_lacking(fit, pictures)}{validation}{loss}"
+        f"<h2>Workers</h2>{_marks(fit, happened)}{work}"
+        f"{_workers(fit, happened)}<p>{escape(sentences[0]) if sentences else ''}</p>{causes}{_each(fit, _TIME)}"
+        f"{_events(happened)}<h2>Exchanges</h2>{rest}{_each(fit, _EXCHANGES)}"
+        f"<h2>Settings</h2>{_table(['setting', 'value'], list(fit.settings.items()), 'settings')}"
         "</main></body></html>\n"
     )
 
 
 def _headline(fit: Fit, about: str) -> str:
-    end = {"": "it has not ended, or was killed", "done": ""}.get(fit.end, f"it ended with {fit.end}")
-    return "; ".join(part for part in (f"Fit of {fit.started}", about, end) if part)
+    """When it was, and how it ended."""
+    how, kind = ("finished", "good") if fit.end == "done" else ("failed", "bad") if fit.end else ("not ended", "open")
+    text = "; ".join(part for part in (f"Started {fit.started} on worker 0's clock", about) if part)
+    more = ""
+    if kind == "bad":
+        more = f'<p class="error">{escape(fit.end)}</p>'
+    elif kind == "open":
+        more = '<p class="soft">The log has no end: the fit has not ended, or was killed.</p>'
+    return f'<p><span class="end {kind}">{how}</span> <span class="soft">{escape(text)}.</span></p>{more}'
 
 
 def _facts(fit: Fit) -> str:
-    whole = measures([Window(each) for each in fit.last.values()])
-    samples = sum(each.samples for each in fit.last.values())
+    workers = totals(fit).values()
+    whole = measures([Window(each) for each in workers])
+    alive, samples, seconds = sum(e.at_s for e in workers), sum(e.samples for e in workers), fit.entries[-1].at_s
     facts = {
-        "time": _duration(fit.entries[-1].at_s),
-        "workers": f"{len(fit.entries[-1].living)} of {fit.workers}",
-        "epochs": f"{whole.get('epoch', 0.0):.3g}",
+        "trained for": duration(seconds),
         "samples": f"{samples:,}",
-        "samples/s": f"{whole['samples_per_s']:,.0f}",
-        "waited": f"{100 * whole.get('wait/share', 0.0):.1f} %",
-        "staleness": f"{whole.get('staleness/mean', 0.0):.2f}",
+        "samples/s, all": f"{samples / seconds:,.0f}" if seconds > 0 else "",
+        "epochs": f"{whole.get('epoch', 0.0):.3g}",
+        "workers": f"{len(fit.entries[-1].living)} of {max(fit.workers, len(fit.last))}",
+        "staleness, mean": f"{whole['staleness/mean']:.2f}" if "staleness/mean" in whole else "",
+        "computing": f"{sum(e.train_s for e in workers) / alive:.0%}" if alive > 0 else "",
+        "waiting": f"{sum(e.exchange_wait_s + e.sync_wait_s for e in workers) / alive:.0%}" if alive > 0 else "",
     }
-    return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items()) + "</dl>"
+    return _list({name: value for name, value in facts.items() if value}, "facts")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+def _about(fit: Fit) -> str:
+    """What was trained, and how."""
+    about, settings = fit.about, fit.settings
+    known = places(fit)
+    machines, devices = Counter(host for host, _ in known.values()), Counter(device for _, device in known.values())
+    lines = {"model": about.get("model", ""), "workers": count(max(fit.workers, len(fit.last)), "worker")}
+    if about.get("parameters"):
+        frozen = about["parameters"] - about.get("trainable", about["parameters"])
+        lines["parameters"] = f"{about['parameters']:,}" + (f", of which {frozen:,} are frozen" if frozen else "")
+    if known:
+        lines["workers"] += f" on {count(len(machines), 'machine')} ({', '.join(sorted(devices))})"
+    if settings.get("num_servers"):
+        lines["servers"] = str(settings["num_servers"])
+    lines |= {
+        "algorithm": settings.get("algorithm", ""),
+        "exchanges": _period(settings),
+        "data": {"leases": "shared by speed", "split": "in fixed parts"}.get(str(settings.get("data")), ""),
+        "transport": settings.get("transport", ""),
+        "precision": about.get("precision", ""),
+        "versions": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),
+    }
+    return _list({name: str(value) for name, value in lines.items() if value}, "about")
 
 
-def _figure(name: str, png: bytes) -> str:
-    title, caption = _CAPTIONS[name]
-    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return f'<h2>{title}</h2><figure><figcaption>{caption}</figcaption><img alt="{title}" src="{source}"></figure>'
+def _period(settings: dict[str, Any]) -> str:
+    nsync, fetch, push = (settings.get(name) for name in ("nsync", "nfetch", "npush"))
+    if nsync == "auto":
+        return "period chosen by measurement (nsync='auto')"
+    if fetch != push:
+        return f"push every {push} steps, fetch every {fetch}"
+    return f"every {nsync} steps" if nsync else ""
 
 
-def _workers(figures: dict[int, WorkerMetrics]) -> str:
-    rows = [[f"worker {worker}", *_cells([Window(each)])] for worker, each in figures.items()]
-    rows.append(["all", *_cells([Window(each) for each in figures.values()])])
-    return _table(["", *_COLUMNS], rows, "workers")
+def _list(lines: dict[str, str], kind: str) -> str:
+    each = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in lines.items())
+    return f'<dl class="{kind}">{each}</dl>'
 
 
-def _events(fit: Fit) -> str:
-    """What happened to workers and servers; the rest of an event's text, such as a traceback, in smaller print."""
-    if not fit.events:
-        return ""
-    rows = [[_duration(at_s), *text.split("\n", 1)] for at_s, text in fit.events]
-    each = "".join(
-        f"<dt>{when}</dt><dd>{escape(what)}{f'<pre>{escape(more[0])}</pre>' if more else ''}</dd>"
-        for when, what, *more in rows
+def _lacking(fit: Fit, pictures: Sequence[Picture]) -> str:
+    """What the pictures of learning do not show, and why."""
+    said = []
+    number = len({name for _, metrics in fit.validations for name in metrics})
+    if not fit.about:
+        said.append("The log has no validation metrics: an earlier version of lightning-asgd wrote it.")
+    elif not number:
+        said.append("There are no validation metrics: no validation ran, or it logged none.")
+    elif number > METRICS:
+        said.append(f"The first {METRICS} of {number} validation metrics are shown.")
+    if not any(each.name == "loss-by-samples" for each in pictures):
+        said.append("No training loss was recorded: training_step returned none.")
+    return "".join(f'<p class="soft">{escape(each)}</p>' for each in said)
+
+
+def _figures(pictures: Sequence[Picture]) -> str:
+    return f'<div class="pictures">{"".join(_figure(each) for each in pictures)}</div>' if pictures else ""
+
+
+def _figure(picture: Picture) -> str:
+    caption = _CAPTIONS.get(picture.name, "")
+    return f"<figure><h3>{escape(picture.title)}</h3>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _marks(fit: Fit, happened: Sequence[Fault]) -> str:
+    """What the marks in the pictures mean, and which workers they show."""
+    most = f"<p>The time of the {ROWS} workers that computed least is shown.</p>" if len(fit.last) > ROWS else ""
+    if not happened:
+        return most
+    kinds = Counter(fault.kind for fault in happened)
+    each = ", ".join(f'<b style="color: var(--{FAULT_COLOURS[k]})">{KINDS[k]}</b>' for k in KINDS if k in kinds)
+    return (
+        most
+        + f"<p>Dashed lines mark what happened to workers and servers ({each}); the list below has their numbers.</p>"
     )
-    return f'<h2>Workers and servers that were lost, replaced or came</h2><dl class="events">{each}</dl>'
 
 
-def _cells(windows: Sequence[Window]) -> list[str]:
+def _workers(fit: Fit, happened: Sequence[Fault]) -> str:
+    where, workers = places(fit), totals(fit)
+    total = max(1, sum(each.samples for each in workers.values()))
+    counts = [Counter(f.worker for f in happened if f.kind == kind) for kind in ("lost", "replaced", "joined")]
+    rows = []
+    for worker, each in workers.items():
+        cells = _cells([Window(each)], _WORK, total)
+        rows.append([f"{worker}", *where.get(worker, ("", "")), *cells, *(number[worker] or "" for number in counts)])
+    cells = _cells([Window(each) for each in workers.values()], _WORK, total)
+    rows.append(["all", "", "", *cells, *(sum(number.values()) or "" for number in counts)])
+    table = _table(["worker", "machine", "device", *_WORK, "lost", "replaced", "joined"], rows, "workers all")
+    note = "Waiting is for servers and at sync points. The metric asgd/wait/share counts the time between batches too."
+    return f'{table}<p class="soft">{note}</p>'
+
+
+def _each(fit: Fit, columns: _Columns) -> str:
+    """A table of every worker, and of all together."""
+    workers = totals(fit)
+    rows = [[f"{worker}", *_cells([Window(each)], columns, 1)] for worker, each in workers.items()]
+    rows.append(["all", *_cells([Window(each) for each in workers.values()], columns, 1)])
+    return _table(["worker", *columns], rows, "all")
+
+
+def _events(happened: Sequence[Fault]) -> str:
+    """What happened to workers and servers; the rest of an event's text, such as a traceback, in smaller print."""
+    each = []
+    for number, fault in enumerate(happened, 1):
+        what, _, more = fault.text.partition("\n")
+        mark = f'<span class="mark" style="color: var(--{FAULT_COLOURS[fault.kind]})">{number}</span>'
+        text = f'<span class="soft">{duration(fault.at_s)}</span> <span class="what">{escape(what)}</span>'
+        each.append(f"<li>{mark}{text}{f'<pre>{escape(more)}</pre>' if more else ''}</li>")
+    title = "<h2>Workers and servers that were lost, replaced or joined</h2>"
+    return f'{title}<ul class="events">{"".join(each)}</ul>' if each else ""
+
+
+def _cells(windows: Sequence[Window], columns: _Columns, total: int) -> list[str]:
+    """A row's metrics; ``total`` is the number of all workers' samples."""
     values = measures(windows)
-    return [form.format(factor * values[name]) if name in values else "" for name, form, factor in _COLUMNS.values()]
+    seconds = max(1e-9, sum(each.seconds for each in windows))
+    values["samples/share"] = sum(each.after.samples for each in windows) / total
+    values["waiting/s"] = sum(each.of("exchange_wait_s", "sync_wait_s") for each in windows)
+    values |= {"waiting": values["waiting/s"] / seconds, "computing": sum(e.of("train_s") for e in windows) / seconds}
+    values["exchanges"] = float(sum(each.after.exchanges for each in windows))
+    return [form.format(factor * values[name]) if name in values else "" for name, form, factor in columns.values()]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], kind: str) -> str:

@@ -27,7 +27,8 @@ class Two:
         transport = InProcessTransport([self.service.handle])
         job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport, hosts=None)
         files = SimpleNamespace(best_model_path="worker 0's.ckpt")
-        trainer = SimpleNamespace(checkpoint_callbacks=[files], loggers=[])
+        strategy = SimpleNamespace(root_device="cpu")
+        trainer = SimpleNamespace(checkpoint_callbacks=[files], loggers=[], strategy=strategy)
         about = ExchangeConfig.create(nsync=1), Policy(60.0, another_chief=True), MetricsBoard()
         self.fleets = [FixedFleet(job, *about, (rank, 2), trainer, fits=True) for rank in (0, 1)]
         self.both(FixedFleet.join)

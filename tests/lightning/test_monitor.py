@@ -4,6 +4,7 @@ import copy
 import csv
 import importlib
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_asgd.adapter.asgd_monitor import _loss, _samples
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.metric_definitions import METRICS
 from lightning_asgd.monitoring.metric_log import find_log, read
+from lightning_asgd.report.faults import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
@@ -76,7 +78,12 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
             self.net = nn.Linear(8, 1)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("of_training", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict({"val_loss": nn.functional.mse_loss(self.net(batch[0]), batch[1]), "val_same": 1.0})
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.05)
@@ -91,9 +98,10 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
         logger=logger,
         **off,
     )
-    fit.fit(Small(), loader(512))
-    written = rows(tmp_path / "csv" / "v")
-    assert of_workers(2) == {name for row in written for name, value in row.items() if value} - {"step"}
+    fit.fit(Small(), loader(512), loader(64))
+    written = [row for row in rows(tmp_path / "csv" / "v") if row["asgd/epoch"]]
+    names = {name for row in written for name, value in row.items() if value}
+    assert of_workers(2) == {name for name in names if name.startswith("asgd/")}
     (record,) = read(find_log(tmp_path))
     assert record.end == "done"
     assert sum(each.samples for each in record.last.values()) == 2 * 512
@@ -104,6 +112,14 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
         assert 0 < each.train_s < each.train_s + waited <= each.at_s
         assert each.losses == each.batches == each.steps
         assert each.nsync == 4
+    about = record.about
+    assert (about["model"], about["parameters"], about["trainable"]) == ("Small", 9, 9)
+    assert about["versions"]["lightning-asgd"] == lightning_asgd.__version__
+    assert places(record) == dict.fromkeys((0, 1), (socket.gethostname(), "cpu"))
+    assert record.settings["num_servers"] == 1
+    assert [sorted(metrics) for _, metrics in record.validations] == [["val_loss", "val_same"]] * 2
+    (early, _), (late, _) = record.validations
+    assert 0 < early < late
 
 
 def test_one_worker_logs_its_own_and_the_user_s_monitor_is_the_only_one(tmp_path: Path) -> None:
