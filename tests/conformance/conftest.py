@@ -6,6 +6,13 @@ import pytest
 
 from tests.conformance.pair import ASGD, Pair
 from tests.helpers import leaks
+from tests.helpers.programs import forking_servers
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _forked_servers() -> Iterator[None]:
+    with forking_servers():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
 
 from lightning_asgd.processes import supervisor
 from lightning_asgd.transports import registry
-from tests.helpers.programs import environment
+from tests.helpers.programs import environment, forking_servers
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,7 +27,7 @@ def _one_set_of_servers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="package")
 def _lean_processes() -> Iterator[None]:
-    with mock.patch.dict(os.environ, environment()):
+    with mock.patch.dict(os.environ, environment()), forking_servers():
         yield
 
 

@@ -23,6 +23,7 @@ import torch
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.transports import registry
+from tests.helpers.lean import forked_servers
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Recorder, Regression, loader, trainer
@@ -399,6 +400,7 @@ def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeyp
     registry.release()
     supervisor.close_current()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", forked_servers.Interpreter)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)Server 0 .* exit code 1.*this torch is broken"):
         trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader())

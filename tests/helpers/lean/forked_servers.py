@@ -15,9 +15,10 @@ from typing import Any
 
 SERVER = "lightning_asgd.server.server_process"
 NAME = Path("/proc/self/comm")
+Interpreter = subprocess.Popen
 
 
-class Popen(subprocess.Popen):  # type: ignore[type-arg]
+class Popen(Interpreter):  # type: ignore[type-arg]
     """Forks a server; any other program is started as always."""
 
     def __init__(self, args: Any, *others: Any, **options: Any) -> None:

@@ -46,6 +46,7 @@ class Compiler(types.ModuleType):
 
     __path__ = ()
     OptimizedModule = Compiled("OptimizedModule", (), {})
+    trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)  # for init_process_group
 
     @staticmethod
     def disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
