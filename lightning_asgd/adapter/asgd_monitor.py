@@ -134,8 +134,8 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         at_s = self._meter.resume() - self._begun
         if self._journal is not None:
             known = trainer.callback_metrics.items()  # those of training are still the same objects
-            new = {name: float(value) for name, value in known if value is not self._metrics.get(name)}
-            self._journal.validation(at_s, new)
+            new = {name: value for name, value in known if value is not self._metrics.get(name)}
+            self._journal.validation(at_s, {name: float(value) for name, value in new.items() if _is_number(value)})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log: all workers have reported their metrics."""
@@ -210,6 +210,11 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         journal, self._journal, self._meter = self._journal, None, None
         if journal is not None:
             journal.end(how)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a metric is one: callbacks may put anything there."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
 def _about(trainer: Any) -> dict[str, Any]:

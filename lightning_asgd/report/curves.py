@@ -20,6 +20,7 @@ from lightning_asgd.protocol import WorkerMetrics
 __all__ = ["STATES", "Curves", "totals"]
 
 _FEWEST, _MOST = 12, 120  # parts that the time is cut into
+_KNOWN = 0.9  # of the time is shown at least, even if a living worker has reported nothing since
 _WINDOW = 15  # the smoothed loss is a mean over a 15th of them
 
 STATES = {
@@ -53,9 +54,12 @@ class Curves:
     def __init__(self, fit: Fit) -> None:
         self.workers: list[int] = sorted(fit.last)
         self._lives = {worker: _lives(fit, worker) for worker in self.workers}
-        ends = [begin + figures[-1].at_s for lives in self._lives.values() for begin, figures in lives]
+        ends = {w: max(begin + figures[-1].at_s for begin, figures in lives) for w, lives in self._lives.items()}
+        # The latest metrics of a living worker may be a little older than the chief's: it is not gone since.
+        known = min((ends[worker] for worker in fit.entries[-1].living if worker in ends), default=0.0)
+        end = max(known, _KNOWN * max(ends.values()), 1e-3)
         parts = min(_MOST, max(_FEWEST, len(fit.entries)))
-        self.edges: Array = np.linspace(0.0, max(max(ends), 1e-3), parts + 1)
+        self.edges: Array = np.linspace(0.0, end, parts + 1)
 
     @property
     def middles(self) -> Array:

@@ -83,6 +83,7 @@ def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: 
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.callback_metrics["a callback's"] = "text"
             self.log_dict({"val_loss": nn.functional.mse_loss(self.net(batch[0]), batch[1]), "val_same": 1.0})
 
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -286,6 +286,15 @@ def test_a_worker_that_dies_trains_nothing_more_and_one_that_begins_anew_is_adde
     assert whole[1].staleness == {0: 200, 17: 2}
 
 
+def test_a_living_worker_whose_last_report_is_older_does_not_seem_gone() -> None:
+    entries = [Entry(t, t, (0, 1), {0: figures(t), 1: figures(min(t, 38))}) for t in range(1, 41)]
+    curves = Curves(fit_of(entries))
+    assert curves.edges[-1] == 38
+    np.testing.assert_allclose(curves.rate("samples", [1]), 100.0)
+    gone = [replace(entry, living=(0,)) for entry in entries]
+    assert Curves(fit_of(gone)).edges[-1] == 40
+
+
 def test_the_smoothed_loss_is_the_mean_of_a_window_around() -> None:
     sums = np.cumsum([float(t % 2) * 10 for t in range(120)])
     entries = [
