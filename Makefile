@@ -8,12 +8,12 @@ NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # Groups of tests run side by side: many tests mostly wait for processes. What all but the last print follows at its end.
-BESIDE := 'conformance' 'lightning/test_[a-l]*.py tests/transport' 'lightning/test_[m-o]*.py tests/examples' \
-	'lightning/test_[p-r]*.py' 'lightning/test_[s-z]*.py'
+BESIDE := 'component' 'conformance' 'lightning/test_[a-l]*.py tests/transport' 'lightning/test_[m-o]*.py tests/examples' \
+	'lightning/test_[p-z]*.py'
 define run-tests
 @groups=; for group in $(BESIDE); do \
 $(RUN) -m pytest tests/$$group $(1) > $(VENV)/tests$${#groups}.log 2>&1 & groups="$$groups $$!"; done; \
-$(RUN) -m pytest tests $(foreach folder,conformance examples lightning transport,--ignore=tests/$(folder)) $(1); code=$$?; \
+$(RUN) -m pytest tests $(foreach folder,component conformance examples lightning transport,--ignore=tests/$(folder)) $(1); code=$$?; \
 for group in $$groups; do wait $$group || code=$$?; done; cat $(VENV)/tests*.log; rm $(VENV)/tests*.log; exit $$code
 endef
 
