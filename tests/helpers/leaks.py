@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -127,10 +128,12 @@ def _files() -> set[str]:
 
 def _check_files(before: set[str], grace_s: float) -> list[str]:
     deadline = time.monotonic() + grace_s  # other programs make files there too, and remove them again
+    earlier: set[str] = set()
     while suspects := {name for name in _files() - before if _is_mine(_SHM / name)}:
         suspects -= _held_by_others()
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline and suspects <= earlier:  # a program may have started or ended in one look
             return [f"file {_SHM / name}" for name in sorted(suspects & _files())]
+        earlier = suspects
         time.sleep(0.02)
     return []
 
@@ -143,12 +146,11 @@ def _is_mine(path: Path) -> bool:
 
 def _held_by_others() -> set[str]:
     """Names in shared memory that some unrelated program of this machine has open."""
-    ours = {os.getpid(), *_children()}
     held = set()
-    for process in psutil.process_iter():
-        if process.pid in ours:
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            held |= {Path(m.path).name for m in process.memory_maps() if m.path.startswith(f"{_SHM}/")}
-            held |= {Path(f.path).name for f in process.open_files() if f.path.startswith(f"{_SHM}/")}
+    for pid in {*psutil.pids()} - {os.getpid(), *_children()}:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            held |= {Path(name).name for name in re.findall(rf"{_SHM}/\S+", Path(f"/proc/{pid}/maps").read_text())}
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(file.readlink().name)
     return held
