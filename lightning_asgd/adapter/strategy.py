@@ -75,8 +75,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
-            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` on several
-            machines that have both, else ``"rpc"``. The first lines say which, and who could get in.
+            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` where
+            they have what it needs, else ``"rpc"``. The first lines say which, and who could get in.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None means a separate job, whose workers start and end together.

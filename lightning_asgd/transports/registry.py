@@ -151,32 +151,31 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
 
     ``"auto"`` follows from what all machines of a job share, their secret and their libraries; so all choose the same.
     """
-    lacks = None if one_machine else _lacking()
     if asked != AUTO:
         name, why = asked, "as given"
-    elif one_machine:
-        name, why = "rpc", "one machine"
     else:
-        name, why = ("zmq", f"{SECRET_ENV} is set") if lacks is None else ("rpc", lacks)
+        lacks = _lacking(one_machine=one_machine)
+        has = "one machine" if one_machine else f"{SECRET_ENV} is set"
+        name, why = ("zmq", has) if lacks is None else ("rpc", lacks)
     if kind_of(name).encrypted:
         return name, why, "encrypts all connections, and accepts no process without the secret."
     if one_machine:
-        who, instead = "any user of this machine", "ASGDStrategy(transport='zmq') keeps them out."
+        who, instead = "any user of this machine", "ASGDStrategy(transport='zmq') keeps them out (pip install pyzmq)."
     else:
         who = "any user of these machines, and any host that reaches their ports,"
         instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"
     return name, why, f"has no authentication: {who} can run code as this user. {instead}"
 
 
-def _lacking() -> str | None:
-    """What keeps this machine from encrypting its connections to others; None if nothing does."""
+def _lacking(*, one_machine: bool) -> str | None:
+    """What keeps a job from encrypting its connections; None if nothing does. On one machine it makes a secret."""
     try:
         TRANSPORTS["zmq"].check_available()
     except ConfigurationError:
         return "pyzmq is not installed"
     secret = job_secret.given()
     if secret is None:
-        return f"{SECRET_ENV} is not set"
+        return None if one_machine else f"{SECRET_ENV} is not set"
     return None if len(secret) >= _LEAST else f"{SECRET_ENV} has fewer than {_LEAST} characters"
 
 

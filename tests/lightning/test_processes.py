@@ -166,7 +166,7 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
 
 def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path, mains: Any) -> None:
     """As after a port scan, or when a worker is killed as it comes: TensorPipe closes its listening socket."""
-    main = mains(target=main_process, args=(tmp_path, Regression()))
+    main = mains(target=main_process, args=(tmp_path, Regression()), kwargs={"transport": "rpc"})
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
@@ -390,7 +390,7 @@ def test_torchrun_starts_the_workers_of_one_node(tmp_path: Path) -> None:
 def test_torch_without_rpc_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed.rpc, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"torch .* was built without torch.distributed.rpc. Expected a build"):
-        trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader())
+        trainer(tmp_path, ASGDStrategy(transport="rpc"), devices=1).fit(Regression(), loader())
 
 
 def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,18 @@ def test_without_pyzmq_nothing_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> 
     assert registry.choose("auto", one_machine=False)[:2] == ("rpc", "pyzmq is not installed")
 
 
+def test_a_job_on_one_machine_is_encrypted_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.choose("auto", one_machine=True)[:2] == ("zmq", "one machine")  # its secret is made for it
+    monkeypatch.setenv(SECRET_ENV, "short")
+    assert registry.choose("auto", one_machine=True)[0] == "rpc"
+
+
+@pytest.mark.usefixtures("without_pyzmq")
 def test_on_one_machine_the_line_names_its_other_users() -> None:
     name, why, who = registry.choose("auto", one_machine=True)
-    assert (name, why) == ("rpc", "one machine")
+    assert (name, why) == ("rpc", "pyzmq is not installed")
     assert who.startswith("has no authentication: any user of this machine can run code as this user.")
+    assert "pip install pyzmq" in who
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
@@ -111,7 +119,7 @@ def test_an_unknown_name_is_an_error() -> None:
 
 def test_the_main_process_says_it_once() -> None:
     said: list[str] = []
-    for asked in ("auto", "auto", "rpc", "zmq", "zmq"):
+    for asked in ("rpc", "rpc", "auto", "zmq", "auto"):
         job_address.choose_transport(asked, one_machine=True, say=said.append)
     assert [" ".join(line.split()[:3]) for line in said] == ["Transport rpc has", "Transport zmq encrypts"]
 
