@@ -199,13 +199,13 @@ def break_connections(servers: Sequence[ServerProcess]) -> int:
     look: Any = getattr(psutil.Process, "net_connections", None) or psutil.Process.connections
     ports = {c.laddr.port for s in servers for c in look(s.process, kind="tcp") if c.status == psutil.CONN_LISTEN}
     connections = (c for c in look(psutil.Process(), kind="tcp") if c.status == psutil.CONN_ESTABLISHED)
-    mine = [c for c in connections if c.raddr.port in ports]
-    for connection in mine:
+    # All are held before the first is shut: its number would be that of the connection that takes its place.
+    held = [socket.socket(fileno=os.dup(c.fd)) for c in connections if c.raddr.port in ports]
+    for connection in held:
         with contextlib.suppress(OSError):  # it is gone already
-            broken = socket.socket(fileno=os.dup(connection.fd))
-            broken.shutdown(socket.SHUT_RDWR)
-            broken.close()
-    return len(mine)
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    return len(held)
 
 
 def test_a_broken_connection_is_made_again(processes: Processes, caplog: pytest.LogCaptureFixture) -> None:
