@@ -23,6 +23,7 @@ _VARIABLES = {
     "TRITON_CACHE_DIR",
 }
 _THREADS = ("pytest_timeout", "pytest-timeout", "pydevd")  # beginnings of names
+FILES_FACTOR = 10
 _SHM = Path("/dev/shm")
 
 
@@ -47,7 +48,7 @@ def forbidden(thread_grace_s: float = THREAD_GRACE_S, process_grace_s: float = P
         *_check_environment(before.environment),
         *_check_threads(before.threads, thread_grace_s),
         *_check_processes(before.processes, process_grace_s),
-        *_check_files(before.files, thread_grace_s),
+        *_check_files(before.files, FILES_FACTOR * thread_grace_s),
     ]
     if problems:
         raise AssertionError("The test left something behind: " + "; ".join(problems))
@@ -127,14 +128,15 @@ def _files() -> set[str]:
 
 
 def _check_files(before: set[str], grace_s: float) -> list[str]:
-    deadline = time.monotonic() + grace_s  # other programs make files there too, and remove them again
+    # Other programs make files there too; what one that was killed had is removed by its children in their own time.
+    deadline = time.monotonic() + grace_s
     earlier: set[str] = set()
     while suspects := {name for name in _files() - before if _is_mine(_SHM / name)}:
         suspects -= _held_by_others()
         if time.monotonic() >= deadline and suspects <= earlier:  # a program may have started or ended in one look
             return [f"file {_SHM / name}" for name in sorted(suspects & _files())]
         earlier = suspects
-        time.sleep(0.02)
+        time.sleep(0.1)
     return []
 
 
