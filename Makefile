@@ -7,14 +7,17 @@ OLDEST := .venv-oldest
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
-# Groups of tests run side by side: many tests mostly wait for processes. What all but the last print follows at its end.
-BESIDE := 'component' 'conformance' 'lightning/test_[a-l]*.py tests/transport' 'lightning/test_[m-o]*.py tests/examples' \
-	'lightning/test_[p-z]*.py'
+# Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
+# prints as it runs. The output of the others follows.
+GROUPS := 'tests/component' 'tests/conformance' 'tests/lightning/test_[a-l]*.py tests/transport' \
+	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[p-z]*.py'
+OTHERS := $(foreach folder,component conformance examples lightning transport,--ignore=tests/$(folder))
 define run-tests
-@groups=; for group in $(BESIDE); do \
-$(RUN) -m pytest tests/$$group $(1) > $(VENV)/tests$${#groups}.log 2>&1 & groups="$$groups $$!"; done; \
-$(RUN) -m pytest tests $(foreach folder,component conformance examples lightning transport,--ignore=tests/$(folder)) $(1); code=$$?; \
-for group in $$groups; do wait $$group || code=$$?; done; cat $(VENV)/tests*.log; rm $(VENV)/tests*.log; exit $$code
+@rm -f $(VENV)/tests-*.log; number=0; running=; \
+for group in $(GROUPS); do number=$$((number + 1)); \
+$(RUN) -m pytest $$group $(1) > $(VENV)/tests-$$number.log 2>&1 & running="$$running $$!"; done; \
+$(RUN) -m pytest tests $(OTHERS) $(1); code=$$?; \
+for group in $$running; do wait $$group || code=$$?; done; cat $(VENV)/tests-*.log; exit $$code
 endef
 
 define install-beside

@@ -124,8 +124,9 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
     try:
         return name, f"Transport {name} ({why}) {who}", kind.host_rendezvous(host, port)
     except LaunchError as error:  # its advice is for jobs
-        text = str(error).partition(" Set MASTER_ADDR")[0]
-        raise LaunchError(f"{text} Give another --port, or a --host of this machine.") from error
+        raise LaunchError(
+            f"Cannot listen on {host}:{port}: {error.__cause__}. Give another --port, or a --host of this machine."
+        ) from error
 
 
 def _signals() -> list[int]:

@@ -160,7 +160,8 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
     if kind_of(name).encrypted:
         return name, why, "encrypts all connections, and accepts no process without the secret."
     if one_machine:
-        who, instead = "any user of this machine", "ASGDStrategy(transport='zmq') keeps them out (pip install pyzmq)."
+        who = "any user of this machine"
+        instead = "ASGDStrategy(transport='zmq') keeps them out: pip install 'lightning-asgd[zmq]'."
     else:
         who = "any user of these machines, and any host that reaches their ports,"
         instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"

@@ -23,7 +23,7 @@ _VARIABLES = {
     "TRITON_CACHE_DIR",
 }
 _THREADS = ("pytest_timeout", "pytest-timeout", "pydevd")  # beginnings of names
-FILES_FACTOR = 10
+FILES_FACTOR = 10  # how much longer than for a thread to wait for a file
 _SHM = Path("/dev/shm")
 
 
@@ -128,12 +128,12 @@ def _files() -> set[str]:
 
 
 def _check_files(before: set[str], grace_s: float) -> list[str]:
-    # Other programs make files there too; what one that was killed had is removed by its children in their own time.
+    # Other programs make files there, too. The files of a killed program stay until its resource tracker removes them.
     deadline = time.monotonic() + grace_s
     earlier: set[str] = set()
     while suspects := {name for name in _files() - before if _is_mine(_SHM / name)}:
         suspects -= _held_by_others()
-        if time.monotonic() >= deadline and suspects <= earlier:  # a program may have started or ended in one look
+        if time.monotonic() >= deadline and suspects <= earlier:  # a program may start or end during one scan
             return [f"file {_SHM / name}" for name in sorted(suspects & _files())]
         earlier = suspects
         time.sleep(0.1)

@@ -74,7 +74,7 @@ def servers_of(pid: int) -> list[psutil.Process]:
     """The servers that a process has started; those that are kept ready come last."""
     found = []
     for process in psutil.Process(pid).children():
-        with contextlib.suppress(psutil.Error):  # one that was killed
+        with contextlib.suppress(psutil.Error):  # the process has ended
             if process.name() == FORKED or "lightning_asgd.server.server_process" in process.cmdline():
                 found.append(process)
     return found

@@ -199,8 +199,12 @@ def break_connections(servers: Sequence[ServerProcess]) -> int:
     look: Any = getattr(psutil.Process, "net_connections", None) or psutil.Process.connections
     ports = {c.laddr.port for s in servers for c in look(s.process, kind="tcp") if c.status == psutil.CONN_LISTEN}
     connections = (c for c in look(psutil.Process(), kind="tcp") if c.status == psutil.CONN_ESTABLISHED)
-    # All are held before the first is shut: its number would be that of the connection that takes its place.
-    held = [socket.socket(fileno=os.dup(c.fd)) for c in connections if c.raddr.port in ports]
+    held = []
+    for found in connections:
+        if found.raddr.port in ports:
+            with contextlib.suppress(OSError):  # it is gone already
+                held.append(socket.socket(fileno=os.dup(found.fd)))
+    # Only now: a connection that is reopened gets the number of one that was shut.
     for connection in held:
         with contextlib.suppress(OSError):  # it is gone already
             connection.shutdown(socket.SHUT_RDWR)

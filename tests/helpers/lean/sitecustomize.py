@@ -3,8 +3,8 @@
 On PYTHONPATH, Python runs this file first. It hides packages that are not ours; most users do not have them either. And
 it has torch's compiler imported when it is used: Lightning imports it for an ``isinstance``, torch's optimizers to have
 their methods left alone by it. The garbage collector runs less often: while modules are imported it finds nothing.
-Servers are forked where they can be (forked_servers.py); one that is not goes without what torch knows of tensors that
-have no data, a fifth of its start. The programs of ``tests/examples`` run without this file.
+Servers are forked if possible (forked_servers.py). A server that starts as a new interpreter skips torch's rules for
+tensors without data, which take a fifth of its start. The programs of ``tests/examples`` run without this file.
 """
 
 import gc
