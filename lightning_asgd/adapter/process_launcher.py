@@ -153,6 +153,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         registry.release()  # an agent cannot be shared with forked children
         self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
+        supervisor.ensure_watch().remove_at_end(self._folder)
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
             self._report_losses()

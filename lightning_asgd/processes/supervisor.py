@@ -85,7 +85,7 @@ class Supervisor:
     def _make_folder(self) -> None:
         if self.settings.snapshot_every_s and not self.settings.snapshots:
             self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
-            self._tell_reaper(f"remove {self._private}")
+            self.remove_at_end(self._private)
 
     def add_servers(self, total: int, *, succeed: bool = False) -> None:
         """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous.
@@ -192,6 +192,10 @@ class Supervisor:
         """Have a process ended when this one is gone."""
         with contextlib.suppress(psutil.Error):
             self._tell_reaper(f"add {pid} {reaper.started(pid)}")
+
+    def remove_at_end(self, folder: str) -> None:
+        """Have a folder removed when this process is gone, even if it is killed."""
+        self._tell_reaper(f"remove {folder}")
 
     def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:

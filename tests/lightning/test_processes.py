@@ -102,6 +102,7 @@ def test_no_process_is_left_when_a_signal_ends_the_main_process(
         main.join(10)
         assert main.exitcode is not None, f"the main process outlived {signum.name}"
         wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+        assert [*tmp_path.glob("lightning_asgd*")] == []
     finally:
         main.kill()
         main.join()
