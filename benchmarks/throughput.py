@@ -7,7 +7,8 @@ once, does not use them, and forks the ranks of each run as an external launcher
 What counts is a window that starts when every rank has trained for a while and ends before the first rank stops. Under
 DDP all ranks take the same number of steps: rank 0 chooses the last one, a few ahead, when its time is up. Under A-SGD
 every worker stops by its own clock. Local SGD is DDP with PyTorch's post-local-SGD hook and averager; its period is
-A-SGD's nsync.
+A-SGD's nsync. "unconnected" is a Trainer per worker, all at once, that exchange nothing: no strategy can be faster.
+"bare torch" and "bare local SGD" are plain loops without Lightning and data loader; the second averages the weights.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from rivals import local_sgd
 WARM_UP_S = 1.5  # training before the window starts
 AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
 NETWORKS = ("cnn", "alexnet", "googlenet")
-KINDS = ("one alone", "DDP", "local SGD", "A-SGD")
-TOGETHER = ("DDP", "local SGD", "A-SGD")  # their ranks belong to one Trainer
+KINDS = ("one alone", "unconnected", "bare torch", "bare local SGD", "DDP", "local SGD", "A-SGD")
+TOGETHER = ("DDP", "local SGD", "A-SGD", "bare local SGD")  # their ranks belong to one job
+IN_STEP = ("DDP", "local SGD", "bare local SGD")  # all their ranks take the same number of steps
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -63,7 +65,7 @@ class Scenario:
     seconds: float = 6.0
     repeats: int = 5
     unconnected: bool = False  # also: all workers at once, each for itself
-    bare: bool = False  # also: the same without Lightning and data loader, which no strategy can be faster than
+    bare: bool = False  # also: the same without Lightning and data loader, unconnected and with local SGD
     num_servers: int = 1
     compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
@@ -82,8 +84,10 @@ class Scenario:
     @property
     def systems(self) -> list[System]:
         alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
-        alone += [System("bare torch")] if self.bare else []
-        local = [System("local SGD", n) for n in self.nsync[:1] if n != "auto" and self.workers > 1]
+        periods = [n for n in self.nsync[:1] if n != "auto" and self.workers > 1]
+        if self.bare:
+            alone += [System("bare torch"), *(System("bare local SGD", n) for n in periods)]
+        local = [System("local SGD", n) for n in periods]
         systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
         return [system for system in systems if not self.kinds or system.kind in self.kinds]
 
@@ -107,7 +111,7 @@ class Scenario:
 class System:
     """One of the things compared."""
 
-    kind: str  # "one alone", "unconnected", "bare torch", "DDP", "local SGD" or "A-SGD"
+    kind: str  # one of KINDS
     nsync: int | str = 0
 
     def __str__(self) -> str:
@@ -119,7 +123,7 @@ class Target:
     """The median of ``system / base`` must reach ``at_least``."""
 
     nsync: int
-    base: str  # "DDP", "local SGD", or "ideal": the sum of the workers' speeds, each alone
+    base: str  # "DDP", "local SGD", "unconnected", or "ideal": the sum of the workers' speeds, each alone
     at_least: float
 
 
@@ -231,10 +235,8 @@ def train(
             if not self.figures and now >= self.warm:
                 self.figures.append(_figures(trainer.strategy))
             over = now >= self.warm + scenario.seconds
-            if system.kind in ("DDP", "local SGD") and scenario.workers > 1:
-                if over and rank == 0 and not _read(last_step):
-                    last_step[:] = struct.pack("q", batch_idx + AHEAD + 2 * int(system.nsync))
-                over = 0 < _read(last_step) <= batch_idx
+            if system.kind in IN_STEP and scenario.workers > 1:
+                over = _all_over(over, system, rank, batch_idx, last_step)
             if over and not trainer.should_stop:
                 trainer.should_stop = True
                 self.figures.append(_figures(trainer.strategy))
@@ -263,20 +265,28 @@ def train(
     return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
 
 
-def train_bare(scenario: Scenario, rank: int) -> dict[str, Any]:
-    """Take the same steps on the same batch until the time is up. What it returns is as for :func:`train`."""
+def train_bare(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -> dict[str, Any]:
+    """Take the same steps on the same batch until the time is up, with local SGD if the system says so.
+
+    Arguments and result are as for :func:`train`.
+    """
     import torch
+    import torch.distributed as dist
     from torch import nn
 
     torch.set_num_threads(1)
     layers = build_module(scenario.params, scenario.network).layers
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
     images, labels = build_loader(scenario.batch, scenario.batch, scenario.batch, scenario.pixels).dataset.tensors
+    averages = system.kind == "bare local SGD"
+    if averages:
+        dist.init_process_group("gloo", rank=rank, world_size=scenario.workers)
     warm = time.monotonic() + WARM_UP_S
     ends: list[float] = []
     before: dict[str, float] = {}
     slowness = scenario.slowness
-    while not ends or ends[-1] < warm + scenario.seconds:
+    over = False
+    while not over:
         if not before and time.monotonic() >= warm:
             before = _figures(None)
         slowness.before_step(slow=rank == 1)
@@ -284,9 +294,35 @@ def train_bare(scenario: Scenario, rank: int) -> dict[str, Any]:
         nn.functional.cross_entropy(layers(images), labels).backward()
         optimizer.step()
         slowness.after_step()
+        if averages and (len(ends) + 1) % int(system.nsync) == 0:
+            _average(layers, scenario.workers)
         ends.append(time.monotonic())
+        over = ends[-1] >= warm + scenario.seconds
+        if averages:
+            over = _all_over(over, system, rank, len(ends), last_step)
     after = _figures(None)
+    if averages:
+        dist.destroy_process_group()
     return {"rank": rank, "warm": warm, "ends": ends, **{key: after[key] - before[key] for key in after}}
+
+
+def _average(layers: Any, workers: int) -> None:
+    """Replace the weights by their mean over all ranks, in one all-reduce."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+    with torch.no_grad():
+        weights = parameters_to_vector(layers.parameters())
+        dist.all_reduce(weights)
+        vector_to_parameters(weights.div_(workers), layers.parameters())
+
+
+def _all_over(over: bool, system: System, rank: int, step: int, last_step: mmap.mmap) -> bool:
+    """Whether all ranks stop at this step. Rank 0 chooses the last one, a few ahead, once its own time is up."""
+    if over and rank == 0 and not _read(last_step):
+        last_step[:] = struct.pack("q", step + AHEAD + 2 * int(system.nsync))
+    return 0 < _read(last_step) <= step
 
 
 def _read(shared: mmap.mmap) -> int:
@@ -328,9 +364,9 @@ def run(
     """
     last_step = mmap.mmap(-1, 8)  # shared with the ranks
     ranks = range(1 if system.kind == "one alone" else scenario.workers)
+    if system.kind.startswith("bare"):
+        job = train_bare
     jobs = [partial(job, scenario, system, rank, last_step) for rank in ranks]
-    if system.kind == "bare torch":
-        jobs = [partial(train_bare, scenario, rank) for rank in ranks]
     try:
         launched = system.kind in TOGETHER
         answers = run_ranks(jobs, scenario.seconds + START_S, launched=launched, network=network)
@@ -443,20 +479,19 @@ def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: st
 
 def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the scenario's tables."""
-    speeds = Table(title=f"{scenario.name}: {scenario.describe()}", title_justify="left", min_width=90)
-    bases = [base for base in ("DDP", "local SGD") if any(name.startswith(base) for name in runs)]
+    speeds = Table(title=f"{scenario.name}: {scenario.describe()}, medians (min-max)", title_justify="left")
+    bases = [base for base in ("DDP", "local SGD", "unconnected") if any(name.startswith(base) for name in runs)]
     titles = ["samples/s", *(f"/ {base}" for base in bases)]
     if "one alone" in runs:
         bases.append("ideal")
         titles.append("/ sum of speeds")
-    headings = [name for title in titles for name in (title, "min", "max")]
-    for heading in ("", *headings):
+    for heading in ("", *titles):
         speeds.add_column(heading, justify="right" if heading else "left")
     for name, results in runs.items():
-        row = [name, *_spread([r["samples_per_s"] for r in results], "{:.0f}")]
+        row = [name, _spread([r["samples_per_s"] for r in results], "{:.0f}")]
         for base in bases:
             same = name.startswith((base, "one alone"))
-            row += ["", "", ""] if same else _spread(ratios(scenario, runs, name, base), "{:.2f}")
+            row.append("" if same else _spread(ratios(scenario, runs, name, base), "{:.2f}"))
         speeds.add_row(*row)
     CONSOLE.print(speeds)
     columns = {
@@ -490,26 +525,31 @@ def disturbance(runs: dict[str, list[dict[str, Any]]]) -> float:
     return statistics.median(r["other_cpu_share"] for results in runs.values() for r in results)
 
 
-def _spread(values: list[float], form: str) -> list[str]:
-    return [form.format(f(values)) for f in (statistics.median, min, max)]
+def _spread(values: list[float], form: str) -> str:
+    median, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+    return f"{median} ({low}-{high})"
 
 
 def targets(scenario: Scenario) -> list[Target]:
     """What the project promises of a scenario; nothing for conditions it has not named."""
     conditions = (round(scenario.params, -5), scenario.straggler, scenario.bandwidth)
     promised = {
-        (600_000, 0.0, None): [Target(10, "DDP", 1.3), Target(10, "local SGD", 1.0), Target(10, "ideal", 0.95)],
+        (600_000, 0.0, None): [
+            *(Target(10, "DDP", 1.3), Target(10, "local SGD", 1.0), Target(10, "ideal", 0.95)),
+            Target(10, "unconnected", 0.97),
+        ],
         (600_000, 0.1, None): [Target(10, "DDP", 3.0), Target(10, "local SGD", 2.9)],
         (600_000, 0.0, 100.0): [Target(10, "DDP", 8.0), Target(10, "local SGD", 1.5)],
         (17_000_000, 0.0, None): [
             *(Target(10, "DDP", 1.2), Target(10, "local SGD", 1.0), Target(10, "ideal", 0.95)),
-            Target(1, "DDP", 1.0),
+            *(Target(10, "unconnected", 0.97), Target(1, "DDP", 1.0)),
         ],
     }
     usual = (scenario.workers, scenario.batch, scenario.network, scenario.slow, scenario.compression)
     if (*usual, scenario.accelerator) != (2, 32, "cnn", 1.0, None, "cpu"):
         return []
-    return [t for t in promised.get(conditions, []) if t.nsync in scenario.nsync]
+    told = promised.get(conditions, [])
+    return [t for t in told if t.nsync in scenario.nsync and (t.base != "unconnected" or scenario.unconnected)]
 
 
 def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
@@ -589,10 +629,10 @@ def save(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: 
 def standard_scenarios(base: Scenario) -> list[Scenario]:
     """Those that the project has targets for."""
     return [
-        replace(base, name="small"),
+        replace(base, name="small", unconnected=True, bare=True),
         replace(base, name="straggler", straggler=0.1),
         replace(base, name="slow network", bandwidth=100.0),
-        replace(base, name="large", params=17_000_000, nsync=(10, 1)),
+        replace(base, name="large", params=17_000_000, nsync=(10, 1), unconnected=True, bare=True),
     ]
 
 
@@ -631,7 +671,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="two namespaces joined at that speed; as root")
     parser.add_argument("--accelerator", default="cpu", help="of the Trainer, with a device for each worker")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
-    parser.add_argument("--bare", action="store_true", help="the same without Lightning and data loader: the ceiling")
+    parser.add_argument("--bare", action="store_true", help="plain loops of torch, with local SGD and without")
     parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")

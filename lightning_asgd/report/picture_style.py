@@ -58,6 +58,7 @@ SYSTEM_COLOURS = {
     "one alone": PAPER["grey"],
     "unconnected": PAPER["rest"],
     "bare torch": PAPER["line"],
+    "bare local SGD": PAPER["calm"],
 }
 """Colours of the systems that are compared, in every picture."""
 
