@@ -38,6 +38,7 @@ from lightning_asgd.cli.command_line import main as command
 __all__ = ["Job", "Place"]
 
 SILENCE_S = 4.0
+REPLACED_S = 20.0  # in which a lost server is replaced
 SAMPLES, BATCH, STEP_S, NSYNC = 1000, 2, 0.01, 2
 USUAL_FILES = 1024  # that a process may have open, unless it raises the limit
 LOOPBACK = "127.0.0.1"
@@ -243,15 +244,16 @@ class Job:
         return servers_of(psutil.Process(host.pid))[:1]
 
     def load(self) -> Load:
-        """What the servers use, measured over a second."""
-        begun = [(server, sum(server.cpu_times()[:2])) for server in self.servers]
-        time.sleep(1.0)
-        used = mb = 0.0
-        for server, before in begun:
+        """What the servers use, measured over a second; again if a server ends meanwhile, which another replaces."""
+        deadline = time.monotonic() + REPLACED_S
+        while time.monotonic() < deadline:
             with contextlib.suppress(psutil.Error):
-                used += sum(server.cpu_times()[:2]) - before
-                mb += memory_mb(server)
-        return Load(used, mb)
+                begun = [(server, sum(server.cpu_times()[:2])) for server in self.servers]
+                time.sleep(1.0)
+                used = sum(sum(server.cpu_times()[:2]) - before for server, before in begun)
+                if begun:
+                    return Load(used, sum(memory_mb(server) for server, _ in begun))
+        raise RuntimeError(f"No server lived for a second within {REPLACED_S:g} s.")
 
     def end(self) -> tuple[dict[int, int | None], list[dict[str, Any]]]:
         """End training; exit codes by node, and what the workers told."""

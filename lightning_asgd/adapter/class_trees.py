@@ -128,7 +128,7 @@ class Tree:
                 "and replace the passwords and keys that this machine can read: its code has run."
             )
 
-    def say(self, message: str, level: int = logging.INFO) -> None:
+    def say(self, message: str) -> None:
         """Log something as Lightning's ``rank_zero_info`` does: on rank 0, with the same logger.
 
         Not by ``rank_zero_info`` itself, whose logger is that of the tree that was imported last.
@@ -136,7 +136,7 @@ class Tree:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            logging.getLogger(f"{self.package}.utilities.rank_zero").log(level, message)
+            logging.getLogger(f"{self.package}.utilities.rank_zero").info(message)
 
     def register(self, strategy: Any) -> None:
         """Let this tree's Trainers accept a strategy, and know it as ``"asgd"``, ``"asgd_fork"``, ..."""

@@ -20,6 +20,7 @@ from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["FitMessages", "exchanges", "start_line"]
 
+log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
@@ -68,9 +69,11 @@ class FitMessages:
             sum(self._waited()) - self._waited_before,
             self._folder if is_monitored(trainer) else None,
         )
-        lost = stats.lost_workers or stats.servers_replaced
         with _aside(trainer.progress_bar_callback, over=True):
-            tree_of(trainer).say(str(summary), logging.WARNING if lost else logging.INFO)
+            if stats.lost_workers or stats.servers_replaced:  # whatever Lightning is allowed to say
+                log.warning("%s", summary)
+            else:
+                tree_of(trainer).say(str(summary))
 
     @property
     def _folder(self) -> str | None:

@@ -14,6 +14,7 @@ from tests.helpers.programs import environment
 from tests.lightning.test_processes import training, wait_until
 
 SCRIPT = """
+import logging
 import sys
 from pathlib import Path
 from lightning_asgd import ASGDStrategy
@@ -21,6 +22,7 @@ from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import Signpost
 
 folder = Path(sys.argv[1])
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # losses are shown all the same
 
 
 class Fails(Regression):
