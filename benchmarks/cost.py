@@ -3,8 +3,8 @@
     python benchmarks/cost.py
     python benchmarks/cost.py --flame results/cost   # with py-spy: a flame graph of rank 1 and one of the server
 
-Runs are interleaved. Times are CPU time per step of one worker, so they count the same on a busy machine. It needs Linux,
-whose kernel counts the CPU time of each thread.
+Runs are interleaved. Times are CPU time per step of one worker, so they count the same on a busy machine. It needs
+Linux, whose kernel counts the CPU time of each thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -104,9 +105,12 @@ def measure(scenario: Scenario, flame: str) -> dict[str, list[dict[str, float]]]
     runs: dict[str, list[dict[str, float]]] = {str(system): [] for system in SYSTEMS}
     for repeat in range(scenario.repeats):
         for system in SYSTEMS:
-            with tempfile.TemporaryDirectory() as folder:
-                result = run(scenario, system, None, partial(watched, Path(folder), flame if not repeat else ""))
-                answers = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
+            folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the first rank that exits
+            try:
+                result = run(scenario, system, None, partial(watched, folder, flame if not repeat else ""))
+                answers = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+            finally:
+                shutil.rmtree(folder)
             steps = sum(answer["steps"] for answer in answers)
             times: defaultdict[str, float] = defaultdict(float)
             for answer in answers:

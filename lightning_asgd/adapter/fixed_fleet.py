@@ -89,7 +89,7 @@ class FixedFleet(Fleet):
         if job.hosts is not None:
             self.chief = self.collectives.chief = job.hosts.chief
             job.hosts.min_workers = policy.min_workers
-            become_global_zero(0 if self.is_chief else rank)
+            self._speak_if_chief()
 
     @property
     def _watching(self) -> Policy:
@@ -148,7 +148,10 @@ class FixedFleet(Fleet):
 
     def _hear(self, _: int) -> None:
         if self._job.hosts is not None:
-            self._job.hosts.hear(self.client.heard.living, self.client.members[COORDINATOR].left)
+            heard, overseer = self.client.heard, supervisor.current()
+            for rank in self._job.hosts.hear(heard.living, self.client.members[COORDINATOR].left):
+                if overseer is not None:
+                    overseer.forget_exit(rank)
 
     def _tell(self, event: str) -> None:
         """Note what has happened; print it on the chief, unless this process has seen and printed it."""
@@ -191,11 +194,14 @@ class FixedFleet(Fleet):
             return False
         if self._job.hosts is not None:
             self._job.hosts.chief = chief
-        become_global_zero(0 if self.is_chief else self.rank)
+        self._speak_if_chief()
         if self.is_chief:
             self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")
             take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
+
+    def _speak_if_chief(self) -> None:
+        become_global_zero(0 if self.is_chief else max(1, self.rank))
 
     @property
     def another_chief(self) -> bool:
@@ -354,6 +360,7 @@ class FixedFleet(Fleet):
         """Begin where the others are."""
         self.entry, self.collectives.phase = entry, Phase.ENTERING
         self.chief = self.collectives.chief = entry.chief
+        self._speak_if_chief()
         hosts = self._job.hosts
         if hosts is not None:
             hosts.enter(entry.places, entry.chief)

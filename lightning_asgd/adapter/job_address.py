@@ -11,6 +11,7 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.returned_host import Moved, Signpost
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import allow_many_connections
 from lightning_asgd.transports import registry
@@ -26,6 +27,7 @@ __all__ = [
     "hosted_at",
     "hosts_of_job",
     "keep_place",
+    "point_to",
     "release_port",
 ]
 
@@ -34,6 +36,7 @@ _LAST_PORT = 65535
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _said: set[str] = set()
 _hosts: ServerHosts | None = None  # of this process's job, for all its Trainers
+_signpost: Signpost | None = None
 _inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
 
 
@@ -159,6 +162,19 @@ def keep_place(kind: TransportKind, host: str, rank: int, first: tuple[str, int]
         _hosted[own.address] = own
     _hosts = ServerHosts(rank, own, first, may_host=rank_variables.main_process() is None)
     return _hosts
+
+
+def point_to(hosts: ServerHosts, program: str) -> None:
+    """Let processes that are started again know that this one hosts the servers."""
+    global _signpost
+    if _signpost is not None:
+        _signpost.close()
+
+    def where() -> Moved:
+        chief = hosts.rank if hosts.chief in hosts.lost else hosts.chief  # until they have agreed on another one
+        return Moved(hosts.mine.host, hosts.mine.port, hosts.rank, chief, program)
+
+    _signpost = Signpost(hosts.first, where)
 
 
 def release_port() -> None:

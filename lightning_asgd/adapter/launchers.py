@@ -20,7 +20,8 @@ from lightning_asgd.adapter import job_address, private_names
 from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
-from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.processes import rank_variables, returned_host, supervisor
+from lightning_asgd.processes.returned_host import Arrival, Moved
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry
@@ -66,6 +67,14 @@ def _close_transport() -> None:
         _transport.close()
 
 
+class _HasMoved(LaunchError):
+    """The job is elsewhere."""
+
+    def __init__(self, where: Moved) -> None:
+        super().__init__(f"The job has moved to {where.host}:{where.port}.")
+        self.where = where
+
+
 @dataclass
 class TrainingJob:
     """What all processes of a job agree on. Copied into the workers, so it holds plain values only.
@@ -87,6 +96,8 @@ class TrainingJob:
         interface: network interface for everything, ``"lo"`` on one machine.
         run_id: name of the elastic run that this process joins; empty for a job.
         hosts: which worker hosts the servers, where another one can take over; None where the main process does.
+        program: tells the job from another one at the same address.
+        arrival: this process until it has been connected, where it may have been started again; else None.
     """
 
     num_servers: int
@@ -104,6 +115,8 @@ class TrainingJob:
     interface: str = "lo"
     run_id: str = ""
     hosts: ServerHosts | None = None
+    program: str = ""
+    arrival: Arrival | None = None
 
     @classmethod
     def of(cls, options: StrategyOptions) -> TrainingJob:
@@ -147,6 +160,7 @@ class TrainingJob:
         several = environment.world_size() > 1
         can_move = several and job_address.can_move(environment, num_nodes)
         hosts = job_address.hosts_of_job() if can_move else None
+        starts = hosts is None
         if hosts is None:
             self.address = job_address.find_address(kind, environment, num_nodes, is_main=is_main)
         else:
@@ -163,6 +177,10 @@ class TrainingJob:
             hosts.rank = rank
         # Once another worker hosts them, the session must know that worker 0 is gone.
         self.hosts = hosts if self.may_move or (hosts is not None and hosts.lost) else None
+        self.program = returned_host.program_of(environment.world_size())
+        if starts and self.hosts is not None and not job_address.agent_hosts():
+            here = 1 if environment.creates_processes_externally else environment.world_size() // num_nodes
+            self.arrival = Arrival(rank, range(here, environment.world_size()), self.program)
         if is_main:
             rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
@@ -176,6 +194,11 @@ class TrainingJob:
             self.name = rendezvous.announce_job()
         settings = ServerSettings(self.interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
         overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
+        moved = None if self.arrival is None or succeed else self.arrival.await_moved(rendezvous)
+        if moved is not None:
+            supervisor.ensure(0, None)  # these servers are not needed
+            self._follow(moved)
+            return
         overseer.hot_standby = self.hot_standby and several
         for rank, why in gone.items():
             overseer.report_exit("", rank, why)
@@ -202,17 +225,42 @@ class TrainingJob:
     def connect(self) -> Transport:
         """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
-        with self._reach_host() as rendezvous:
-            if not self.attaches:
-                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
-            keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
-            addresses = [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
+        try:
+            addresses = self._find_servers()
+        except _HasMoved as error:
+            self._follow(error.where)
+            addresses = self._find_servers()
+        self.arrival = None
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
                 _transport.close()
             _transport = registry.kind_of(self.transport).connect(addresses, self.interface)
         _connected = True
         return _transport
+
+    def _find_servers(self) -> list[str]:
+        """Wait for the addresses of the session's servers. Raises :class:`_HasMoved` if these are elsewhere."""
+        arrival = self.arrival
+        with self._reach_host() as rendezvous:
+
+            def check() -> None:
+                if arrival is not None and (moved := arrival.moved(rendezvous)) is not None:
+                    raise _HasMoved(moved)
+
+            if arrival is not None:
+                arrival.announce(rendezvous)
+            if not self.attaches:
+                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
+            keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
+            return [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
+
+    def _follow(self, moved: Moved) -> None:
+        """Go where the servers are: this process has been started again, and another worker hosts them since."""
+        self.arrival = None
+        if self.hosts is not None:
+            log.warning("Worker %d hosts the servers since their host was lost. This process joins them.", moved.rank)
+            self.address = moved.host, moved.port
+            self.hosts.follow(moved.rank, self.address, moved.chief)
 
     def store(self) -> Any:
         """A key-value store that all workers of the present session reach."""
@@ -267,6 +315,8 @@ class TrainingJob:
         rank, why = list(gone.items())[-1]
         log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
         self._start_servers(rendezvous, several=True, gone=gone, succeed=True)
+        if self.hosts is not None and not job_address.agent_hosts():
+            job_address.point_to(self.hosts, self.program)
 
     def excuse(self, rank: int) -> None:
         """Report to the main process that a worker fails within a fit that continues without it."""

@@ -29,6 +29,7 @@ _VOTE_S = 5.0  # that a vote counts if it is not renewed
 _CHECK_S = 1.0
 _DEAF_S = 30.0  # for which a candidate is passed over that did not answer, or hosts nothing
 _LOOKS = 32  # at once: a machine that does not answer takes a second
+_SETTLED_S = 5.0  # after a move, in which what was heard may be older
 _AWAY_S = 300.0  # after which a worker that the coordinator does not hear is taken for lost
 
 TakeOver = Callable[[Rendezvous, Mapping[int, str]], None]
@@ -75,8 +76,8 @@ class ServerHosts:
         self.mine = HostAddress(socket.gethostbyname(own.address[0]), own.address[1], may_host)
         self.present = 0
         """The worker that hosts the servers."""
-        self.address = first
-        """Where that worker announces them."""
+        self.first = self.address = first
+        """Where that worker announces them; before that, where worker 0 does."""
         self.places: dict[int, HostAddress] = {}
         self.chief = 0
         """The worker that logs and writes checkpoints, from one session to the next."""
@@ -134,10 +135,23 @@ class ServerHosts:
         entered = self._own.peek(f"place/{rank}", list)
         return HostAddress(entered[0], entered[-1], may_host=False) if entered else self.places[rank]
 
-    def hear(self, living: Collection[int], left: Collection[int]) -> None:
-        """Note which workers the coordinator counts as living, and which have left the session."""
+    def follow(self, rank: int, address: tuple[str, int], chief: int) -> None:
+        """This process has been started again, after the servers' host was lost: begin where they are now."""
+        self.present, self.address, self.chief, self.moved_at = rank, address, chief, self._clock()
+
+    def hear(self, living: Collection[int], left: Collection[int]) -> list[int]:
+        """Note which workers the coordinator counts as living, and which have left the session.
+
+        Returns the lost ones that another process has replaced.
+        """
         self._last, self._gone = self._clock(), set(left) - set(living)
         self._heard.update(dict.fromkeys(living, self._last))
+        if self._last < self.moved_at + _SETTLED_S:  # the servers that are lost may have said so
+            return []
+        replaced = [rank for rank in tuple(self.lost) if rank in living]
+        for rank in replaced:
+            self.lost.pop(rank, None)
+        return replaced
 
     def resign(self) -> None:
         """Let the other workers know that this one fails: it hosts nothing, even if its process lives on."""

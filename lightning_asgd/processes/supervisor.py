@@ -148,6 +148,11 @@ class Supervisor:
             for server in self._servers:
                 server.report_exit(**self._exits[-1])
 
+    def forget_exit(self, worker: int) -> None:
+        """Another process has replaced a worker: servers that are started from now on are not told that it is gone."""
+        with self._lock:
+            self._exits = [exited for exited in self._exits if exited["worker"] != worker]
+
     def exit_report(self) -> str | None:
         """What is known of the server that died last; None if none did. Any thread may ask."""
         with self._lock:  # a server that is in the list is closed under it only

@@ -190,8 +190,8 @@ class Membership:
         self._heard[worker] = now
         self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
         self.metrics.pop(worker, None)
-        whose = f"process {_named(before)}" if before else "a process that never joined"
-        self.publish(f"Process {_named(process)} replaces {whose} as worker {worker} ({why}).")
+        whose = f"process {_named(before)} as worker {worker}" if before else f"worker {worker}"
+        self.publish(f"Process {_named(process)} replaces {whose} ({why}).")
 
     def other_than(self, worker: int, process: str) -> bool:
         """Whether a worker is known to be another process than one whose name begins like this."""

@@ -121,9 +121,14 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """Let workers find the servers of a session with :meth:`session`."""
         self.put(f"session/{session}", {"transport": transport, "servers": keys})
 
-    def session(self, session: str, transport: str, timeout_s: float) -> list[str]:
-        """Wait for a session: the keys of its servers. Raises a ``LaunchError`` if these have another transport."""
-        used, keys = self._session(session, timeout_s)
+    def session(
+        self, session: str, transport: str, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> list[str]:
+        """Wait for a session: the keys of its servers. Raises a ``LaunchError`` if these have another transport.
+
+        ``check`` is called meanwhile, and may raise.
+        """
+        used, keys = self._session(session, timeout_s, check)
         if used != transport:
             raise LaunchError(
                 f"The main process at {self.address[0]}:{self.address[1]} has transport={used!r}, and this worker has "
@@ -132,9 +137,11 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
             )
         return keys
 
-    def _session(self, session: str, timeout_s: float) -> tuple[str, list[str]]:
+    def _session(
+        self, session: str, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> tuple[str, list[str]]:
         key = f"session/{session}"
-        match self.get(key, "The main process", timeout_s, kind=dict):
+        match self.get(key, "The main process", timeout_s, check, kind=dict):
             case {"transport": str(transport), "servers": [*keys]} if keys and all(isinstance(k, str) for k in keys):
                 return transport, keys
             case found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -94,3 +95,43 @@ def test_a_restarted_node_trains_with_the_others_again(tmp_path: Path) -> None:
         epochs = float(seen[2])
         assert f"seen: [({epochs}, 200)] {int(epochs)} {{}}" in text
     assert f"replaces process {jobs[1].pid} on" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("secret", [None, "of this job"], ids=["rpc", "zmq"])
+def test_the_first_node_may_be_started_again_while_another_hosts_the_servers(
+    tmp_path: Path, secret: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if secret is not None:
+        monkeypatch.setenv("LIGHTNING_ASGD_SECRET", secret)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = [node(tmp_path, rank, port, str(rank)) for rank in (0, 1)]
+
+    def train(job: Any) -> None:
+        wait_until(lambda: (tmp_path / f"in{job.pid}").exists() or job.poll() is not None, 60, "training")
+
+    try:
+        for job in jobs:
+            train(job)
+        for before, name in ((0, "again"), (-1, "and again")):
+            jobs[before].kill()
+            jobs[before].wait()
+            jobs.append(node(tmp_path, 0, port, name))
+            train(jobs[-1])
+        (tmp_path / "stop").touch()
+        assert [jobs[1].wait(30), jobs[-1].wait(30)] == [0, 0]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    first, last = ((tmp_path / f"output{name}").read_text() for name in ("1", "and again"))
+    for text in (first, last):
+        seen = text.partition("seen: ")[2].split()
+        assert seen, text
+        epochs = float(seen[2])
+        assert f"seen: [({epochs}, 200)] {int(epochs)} {{}}" in text
+    assert re.search(rf"Process {jobs[2].pid} on \S+ replaces worker 0", first)
+    assert "Worker 1 hosts the servers since their host was lost. This process joins them." in last

@@ -95,6 +95,19 @@ def test_the_lowest_living_rank_hosts_the_servers_and_the_others_follow(make: An
     assert {each.address for each in workers.hosts[1:]} == {workers.rendezvous[1].address}
 
 
+def test_a_host_that_was_started_again_is_lost_no_longer(make: Any) -> None:
+    workers = make(3)
+    workers.ends(0)
+    assert workers.moves(1, 2) == [1, 2]
+    first = workers.hosts[1]
+    assert first.hear((0, 1, 2), ()) == [], "the servers that are lost may have said so before"
+    workers.now += 10
+    assert first.hear((1, 2), (0,)) == []
+    assert list(first.lost) == [0]
+    assert first.hear((0, 1, 2), ()) == [0]
+    assert first.lost == {}
+
+
 def test_one_of_two_continues_if_the_other_process_has_ended(make: Any) -> None:
     workers = make(2)
     workers.ends(0)

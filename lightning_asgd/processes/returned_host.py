@@ -1,0 +1,127 @@
+"""How worker 0 finds a job that has moved: it was lost, another worker hosts the servers, and it is started again.
+
+It hosts the job's first rendezvous once more, at the address that all processes were given. The worker that hosts the
+servers looks there once a second, and notes where it is (:class:`Signpost`). Any process that is started again reads
+that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_asgd.transports.rendezvous import Rendezvous, listens
+
+__all__ = ["Arrival", "Moved", "Signpost", "program_of"]
+
+_KEY = "moved"
+_LOOK_S, _POLL_S = 1.0, 0.05
+_CONNECT_S = 2.0
+_START_S = 3.0  # in which a worker that has just started sees the note
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where the servers of a job are announced now.
+
+    Attributes:
+        host: of that rendezvous.
+        port: of that rendezvous.
+        rank: the worker whose process hosts it.
+        chief: the worker that logs and writes checkpoints.
+        program: tells the job from another one at the same address; see :func:`program_of`.
+    """
+
+    host: str
+    port: int
+    rank: int
+    chief: int
+    program: str
+
+
+def program_of(world_size: int) -> str:
+    """What all processes of a job have in common, and keep when they are started again: their script and number."""
+    return f"{Path(sys.argv[0]).name} {world_size}"
+
+
+class Signpost:
+    """Notes at a job's first address where the job has moved, whenever a process listens there again."""
+
+    def __init__(self, first: tuple[str, int], where: Callable[[], Moved]) -> None:
+        self._first, self._where = first, where
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.signpost", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Note nothing any more. May be called more than once."""
+        self._ended.set()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            if listens(*self._first):
+                with contextlib.suppress(RuntimeError), Rendezvous.connect(*self._first, _CONNECT_S) as there:
+                    where = self._where()
+                    if _read(there.peek(_KEY, list)) != where:
+                        there.put(_KEY, list(astuple(where)))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A process that has just started, perhaps again.
+
+    Attributes:
+        rank: the worker that it is.
+        others: the workers that it does not start itself.
+        program: see :func:`program_of`.
+    """
+
+    rank: int
+    others: Collection[int]
+    program: str
+
+    def announce(self, rendezvous: Rendezvous) -> None:
+        """Let worker 0 know that this worker has come, so that it waits for no note."""
+        rendezvous.put(f"here/{self.rank}", True)
+
+    def moved(self, rendezvous: Rendezvous) -> Moved | None:
+        """Where the job has moved, if it has; what another program has noted counts for nothing."""
+        moved = _read(rendezvous.peek(_KEY, list))
+        return moved if moved is not None and moved.program == self.program else None
+
+    def await_moved(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> Moved | None:
+        """Where the job has moved, for the process that hosts its first rendezvous.
+
+        None once all others have come, since the job begins then, or if no worker notes anything in time.
+        """
+        deadline, missing = clock() + _START_S, set(self.others)
+        while missing and clock() < deadline:
+            moved = self.moved(rendezvous)
+            if moved is not None and moved.rank in missing:  # else that worker has been started again, too
+                return moved
+            missing = {rank for rank in missing if rendezvous.peek(f"here/{rank}") is None}
+            pause(_POLL_S)
+        return None
+
+
+def _read(found: Any) -> Moved | None:
+    match found:
+        case [str(host), int(port), int(rank), int(chief), str(program)]:
+            return Moved(host, port, rank, chief, program)
+    return None
