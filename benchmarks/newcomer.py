@@ -327,8 +327,8 @@ class Walk:
 
     def secret(self) -> str:
         """One as the page makes it."""
-        (command,) = re.findall(r"^export LIGHTNING_ASGD_SECRET=\S.*$", block(RUNS, "bash", "openssl"), re.MULTILINE)
-        return self.machine("secret").run(f"{command}\necho $LIGHTNING_ASGD_SECRET").strip()
+        _, *commands = block(RUNS, "bash", "openssl").splitlines()  # the first one installs
+        return self.machine("secret").run("\n".join([*commands, "echo $LIGHTNING_ASGD_SECRET"])).strip()
 
     def weights_and_biases(self) -> str:
         machine = self.machine("wandb")

@@ -34,7 +34,7 @@ TEXTS = sorted([*pages.PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*
 BASH = [block for page in pages.PAGES for block in pages.blocks(page, "bash")]
 YAML = [block for page in pages.PAGES for block in pages.blocks(page, "yaml")]
 OF_CLUSTERS = {"kubectl", "sbatch", "squeue", "srun"}  # not on every machine that runs the tests
-OF_THE_SHELL = {"export", "until", "do", "done"}
+OF_THE_SHELL = {"export", "until", "do", "done", "umask"}
 LANGUAGES = {"bash", "python", "toml", "yaml"}
 
 
@@ -140,7 +140,7 @@ def test_all_blocks_of_code_are_found(page: Path) -> None:
 def commands(script: str) -> Iterator[list[str]]:
     """The words of every command of a script, without redirections of its environment."""
     for line in script.replace("\\\n", " ").splitlines():
-        for part in re.split(r"&&|;|\|", line):
+        for part in re.split(r"&&|[;|()]" if line.startswith("(") else r"&&|[;|]", line):
             words = shlex.split(part, comments=True)
             while words and re.match(r"\w+=", words[0]):
                 words.pop(0)

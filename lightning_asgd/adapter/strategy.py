@@ -74,7 +74,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             why. On one machine, with ``"popen"``, none continues without worker 0.
         timeouts: how long to wait for processes that hang.
         transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
-            authenticated with the job's secret; it needs ``pip install 'lightning-asgd[zmq]'`` and, on several
+            authenticated with the job's secret; it needs ``pip install pyzmq`` and, on several
             machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` where
             they have what it needs, else ``"rpc"``. The first lines say which, and who could get in.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it

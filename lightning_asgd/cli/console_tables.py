@@ -24,7 +24,7 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ImportError as error:
-        raise ConfigurationError("Tables need rich: pip install 'lightning-asgd[cli]'.") from error
+        raise ConfigurationError("Tables need rich: pip install rich.") from error
     terminal = Console(highlight=False)
     return terminal if terminal.is_terminal else Console(highlight=False, width=_WIDTH)
 

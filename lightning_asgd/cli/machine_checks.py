@@ -18,7 +18,7 @@ OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 """States: a job would be refused where there is a problem, and what a note is about if it is asked for."""
 
 _NEEDED = ("torch", "psutil")
-_EXTRAS = {"pyzmq": "zmq", "wandb": "wandb", "rich": "cli", "matplotlib": "report"}
+_EXTRAS = ("pyzmq", "wandb", "rich", "matplotlib")
 
 _LEAST_MEMORY = 2e9  # bytes: main process, worker and server with torch imported take 1.2 GB
 _LEAST_SHM = 128 << 20  # bytes: containers get 64 MB by default
@@ -110,14 +110,14 @@ def check_packages(
     found = []
     has_one = any(name in installed for name in either)
     for name in (*_NEEDED, *either, *_EXTRAS):
-        need, extra = f'pip install "{name}{bounds[name]}"', _EXTRAS.get(name)
+        need = f'pip install "{name}{bounds[name]}"'
         if name in either and installed.get(name) in malicious:
             advice = "Uninstall it and replace the passwords and keys that this machine can read: its code has run."
             found.append(Check(name, PROBLEM, f"{installed[name]} is a malicious release.", advice))
         elif name in installed:
             found.append(_within(name, installed[name], bounds[name], need))
-        elif extra:
-            found.append(Check(name, OK, f"not installed; pip install 'lightning-asgd[{extra}]' adds it"))
+        elif name in _EXTRAS:
+            found.append(Check(name, OK, f"not installed; {need} adds it"))
         elif name in _NEEDED or not has_one:
             found.append(Check(name, PROBLEM, "not installed", need))
     return found

@@ -40,7 +40,7 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
         from lightning_asgd.report.page import write
     except ImportError as error:
         raise ConfigurationError(
-            f"The report needs {error.name}. Expected it to be installed: pip install 'lightning-asgd[report]'"
+            f"The report needs {error.name}. Expected it to be installed: pip install rich matplotlib"
         ) from error
     about = f"the last of {len(fits)} fits" if len(fits) > 1 else ""
     beside = file.parent if isinstance(file, Path) else Path()

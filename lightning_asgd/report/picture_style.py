@@ -95,7 +95,7 @@ def pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigurationError("Pictures need matplotlib: pip install 'lightning-asgd[report]'.") from error
+        raise ConfigurationError("Pictures need matplotlib: pip install matplotlib.") from error
     mpl.use("agg")
     from matplotlib import pyplot as plt
 

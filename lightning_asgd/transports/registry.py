@@ -92,7 +92,7 @@ class _Zmq(TransportKind):
             import zmq
         except ImportError as error:
             raise ConfigurationError(
-                "transport='zmq' needs pyzmq, which is not installed. Install it: pip install 'lightning-asgd[zmq]'."
+                "transport='zmq' needs pyzmq, which is not installed. Install it: pip install pyzmq."
             ) from error
         if not zmq.has("curve"):
             raise ConfigurationError(
@@ -161,7 +161,7 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
         return name, why, "encrypts all connections, and accepts no process without the secret."
     if one_machine:
         who = "any user of this machine"
-        instead = "ASGDStrategy(transport='zmq') keeps them out: pip install 'lightning-asgd[zmq]'."
+        instead = "ASGDStrategy(transport='zmq') keeps them out: pip install pyzmq."
     else:
         who = "any user of these machines, and any host that reaches their ports,"
         instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"

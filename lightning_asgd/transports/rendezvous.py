@@ -293,7 +293,7 @@ def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> En
         from lightning_asgd.transports.zmq_store import ZmqStore
     except ImportError as error:
         raise LaunchError(
-            f"{there}, and pyzmq is not installed for this one. Install it: pip install 'lightning-asgd[zmq]'."
+            f"{there}, and pyzmq is not installed for this one. Install it: pip install pyzmq."
         ) from error
     store = ZmqStore(host, port, secret, timeout_s)
     try:

@@ -1,7 +1,7 @@
 """What both ends of a ZeroMQ connection share: keys, settings of sockets, the thread that owns them, frames.
 
 Every connection is encrypted and authenticated with CURVE, and nothing is unpickled. Only the files ``zmq_*`` import
-``zmq`` (``pip install lightning-asgd[zmq]``). All processes of a job share a secret, from which the key pairs of its
+``zmq`` (``pip install pyzmq``). All processes of a job share a secret, from which the key pairs of its
 servers and of its workers follow. With a process that does not know it the handshake fails, before a message is read or
 memory is allocated for one: a server sends it no answer, not even an error, and a worker no message. Messages are those
 of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few megabytes, so that no peer can have more than a frame
