@@ -72,7 +72,7 @@ class FixedFleet(Fleet):
         if job.hosts is not None:
             timeouts = config.timeouts
             may_vote_s = 0.0 if job.interface == "lo" else sum(_looks(timeouts)) + timeouts.silence_s
-            policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s)
+            policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s, chief=job.hosts.chief)
         super().__init__(job, config, policy, board, alone=world_size == 1)
         self._fits = fits
         # What does not change during the fit, and the progress when the latest epoch began.
@@ -148,10 +148,7 @@ class FixedFleet(Fleet):
 
     def _hear(self, _: int) -> None:
         if self._job.hosts is not None:
-            heard, overseer = self.client.heard, supervisor.current()
-            for rank in self._job.hosts.hear(heard.living, self.client.members[COORDINATOR].left):
-                if overseer is not None:
-                    overseer.forget_exit(rank)
+            self._job.hosts.hear(self.client.heard.living, self.client.members[COORDINATOR].left)
 
     def _tell(self, event: str) -> None:
         """Note what has happened; print it on the chief, unless this process has seen and printed it."""
@@ -192,6 +189,7 @@ class FixedFleet(Fleet):
         before, self.chief = self.chief, chief
         if chief == before:
             return False
+        self.client.policy = replace(self.client.policy, chief=chief)  # for servers that are restored
         if self._job.hosts is not None:
             self._job.hosts.chief = chief
         self._speak_if_chief()
@@ -360,6 +358,7 @@ class FixedFleet(Fleet):
         """Begin where the others are."""
         self.entry, self.collectives.phase = entry, Phase.ENTERING
         self.chief = self.collectives.chief = entry.chief
+        self.client.policy = replace(self.client.policy, chief=self.chief)
         self._speak_if_chief()
         hosts = self._job.hosts
         if hosts is not None:

@@ -170,7 +170,9 @@ def point_to(hosts: ServerHosts, program: str) -> None:
     if _signpost is not None:
         _signpost.close()
 
-    def where() -> Moved:
+    def where() -> Moved | None:
+        if not hosts.hosting:
+            return None
         chief = hosts.rank if hosts.chief in hosts.lost else hosts.chief  # until they have agreed on another one
         return Moved(hosts.mine.host, hosts.mine.port, hosts.rank, chief, program)
 

@@ -176,11 +176,10 @@ class TrainingJob:
         if hosts is not None:
             hosts.rank = rank
         # Once another worker hosts them, the session must know that worker 0 is gone.
-        self.hosts = hosts if self.may_move or (hosts is not None and hosts.lost) else None
-        self.program = returned_host.program_of(environment.world_size())
+        self.hosts = hosts if self.may_move or (hosts is not None and hosts.moved) else None
+        self.program, self.arrival = returned_host.program_of(environment.world_size()), None
         if starts and self.hosts is not None and not job_address.agent_hosts():
-            here = 1 if environment.creates_processes_externally else environment.world_size() // num_nodes
-            self.arrival = Arrival(rank, range(here, environment.world_size()), self.program)
+            self.arrival = Arrival(rank, set(range(environment.world_size())) - {rank}, self.program)
         if is_main:
             rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
@@ -194,16 +193,27 @@ class TrainingJob:
             self.name = rendezvous.announce_job()
         settings = ServerSettings(self.interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
         overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
-        moved = None if self.arrival is None or succeed else self.arrival.await_moved(rendezvous)
-        if moved is not None:
-            supervisor.ensure(0, None)  # these servers are not needed
-            self._follow(moved)
-            return
         overseer.hot_standby = self.hot_standby and several
+        if self.hosts is not None:
+            overseer.has_returned = self.hosts.has_returned
         for rank, why in gone.items():
             overseer.report_exit("", rank, why)
+        if self.arrival is None or succeed:
+            self._announce(rendezvous, overseer)
+
+    def _announce(self, rendezvous: Rendezvous, overseer: supervisor.Supervisor) -> None:
         rendezvous.put("job", self.name)
         rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
+
+    def _begin_or_follow(self, arrival: Arrival) -> None:
+        """Announce the servers that worker 0 has started, unless the job has moved while it was lost."""
+        rendezvous, overseer = self._rendezvous(), supervisor.current()
+        moved = arrival.await_moved(rendezvous)
+        if moved is not None:
+            supervisor.ensure(0, None)  # ends these servers
+            self._follow(moved)
+        elif overseer is not None:
+            self._announce(rendezvous, overseer)
 
     def find_run(self) -> None:
         """Find the servers of the run, which are running already."""
@@ -225,6 +235,8 @@ class TrainingJob:
     def connect(self) -> Transport:
         """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
         global _transport, _connected
+        if self.arrival is not None and self.arrival.rank == 0:
+            self._begin_or_follow(self.arrival)
         try:
             addresses = self._find_servers()
         except _HasMoved as error:
@@ -244,13 +256,14 @@ class TrainingJob:
         with self._reach_host() as rendezvous:
 
             def check() -> None:
-                if arrival is not None and (moved := arrival.moved(rendezvous)) is not None:
+                if arrival is not None and (moved := arrival.follows(rendezvous)) is not None:
                     raise _HasMoved(moved)
 
             if arrival is not None:
                 arrival.announce(rendezvous)
+                check()
             if not self.attaches:
-                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, kind=str)
+                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
             keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
             return [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
 
@@ -289,13 +302,17 @@ class TrainingJob:
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
         before = transport.addresses[server]
-        check = (lambda: None) if hosts is None else hosts.check_host
+
+        def check() -> None:
+            if hosts is not None:
+                hosts.check_host(self.name or "")
+
         while True:
             address = self.address
             try:
                 with self._reach_host() as rendezvous:
                     address = rendezvous.address
-                    keys = rendezvous.session(self.session, self.transport, self.start_timeout_s)
+                    keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:
                 # Else the host was lost meanwhile, and another thread may have found the next one already.

@@ -8,7 +8,6 @@ that.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
 import time
@@ -21,10 +20,11 @@ from lightning_asgd.transports.rendezvous import Rendezvous, listens
 
 __all__ = ["Arrival", "Moved", "Signpost", "program_of"]
 
-_KEY = "moved"
-_LOOK_S, _POLL_S = 1.0, 0.05
+_NOTE, _FOLLOWED = "moved", "moved/followed"
+_LOOK_S, _LOOK_MOST_S, _POLL_S = 1.0, 60.0, 0.05
 _CONNECT_S = 2.0
-_START_S = 3.0  # in which a worker that has just started sees the note
+_START_S = 5.0  # in which a worker that has just started sees the note
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ def program_of(world_size: int) -> str:
 
 
 class Signpost:
-    """Notes at a job's first address where the job has moved, whenever a process listens there again."""
+    """Notes at a job's first address where the job has moved, whenever a process listens there again.
 
-    def __init__(self, first: tuple[str, int], where: Callable[[], Moved]) -> None:
+    ``where`` is None while this process does not host the servers.
+    """
+
+    def __init__(self, first: tuple[str, int], where: Callable[[], Moved | None]) -> None:
         self._first, self._where = first, where
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_asgd.signpost", daemon=True)
@@ -64,16 +67,23 @@ class Signpost:
     def close(self) -> None:
         """Note nothing any more. May be called more than once."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(2 * _CONNECT_S)
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            if listens(*self._first):
-                with contextlib.suppress(RuntimeError), Rendezvous.connect(*self._first, _CONNECT_S) as there:
-                    where = self._where()
-                    if _read(there.peek(_KEY, list)) != where:
-                        there.put(_KEY, list(astuple(where)))
+        pause_s = _LOOK_S
+        while not self._ended.wait(pause_s):
+            where = self._where()
+            if where is None or not listens(*self._first):
+                pause_s = _LOOK_S
+                continue
+            try:
+                with Rendezvous.connect(*self._first, _CONNECT_S) as there:
+                    if _read(there.peek(_NOTE, list)) != where:
+                        there.put(_NOTE, list(astuple(where)))
+                pause_s = _LOOK_S
+            except RuntimeError:  # another program may listen there, for as long as this job trains
+                pause_s = min(2 * pause_s, _LOOK_MOST_S)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Arrival:
 
     Attributes:
         rank: the worker that it is.
-        others: the workers that it does not start itself.
+        others: the other workers.
         program: see :func:`program_of`.
     """
 
@@ -94,10 +104,9 @@ class Arrival:
         """Let worker 0 know that this worker has come, so that it waits for no note."""
         rendezvous.put(f"here/{self.rank}", True)
 
-    def moved(self, rendezvous: Rendezvous) -> Moved | None:
-        """Where the job has moved, if it has; what another program has noted counts for nothing."""
-        moved = _read(rendezvous.peek(_KEY, list))
-        return moved if moved is not None and moved.program == self.program else None
+    def follows(self, rendezvous: Rendezvous) -> Moved | None:
+        """Where worker 0 has followed the job; None if it begins another one, or has not decided yet."""
+        return self._moved(rendezvous) if rendezvous.peek(_FOLLOWED, bool) else None
 
     def await_moved(
         self,
@@ -106,22 +115,28 @@ class Arrival:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> Moved | None:
-        """Where the job has moved, for the process that hosts its first rendezvous.
+        """Where the job has moved, for worker 0, which hosts the first rendezvous. The others follow it.
 
         None once all others have come, since the job begins then, or if no worker notes anything in time.
         """
         deadline, missing = clock() + _START_S, set(self.others)
         while missing and clock() < deadline:
-            moved = self.moved(rendezvous)
+            moved = self._moved(rendezvous)
             if moved is not None and moved.rank in missing:  # else that worker has been started again, too
+                rendezvous.put(_FOLLOWED, True)
                 return moved
             missing = {rank for rank in missing if rendezvous.peek(f"here/{rank}") is None}
             pause(_POLL_S)
         return None
 
+    def _moved(self, rendezvous: Rendezvous) -> Moved | None:
+        """What the servers' host has noted; what another program has noted counts for nothing."""
+        moved = _read(rendezvous.peek(_NOTE, list))
+        return moved if moved is not None and moved.program == self.program and moved.rank != self.rank else None
+
 
 def _read(found: Any) -> Moved | None:
     match found:
-        case [str(host), int(port), int(rank), int(chief), str(program)]:
+        case [str(host), int(port), int(rank), int(chief), str(program)] if 0 < port <= _LAST_PORT:
             return Moved(host, port, rank, chief, program)
     return None

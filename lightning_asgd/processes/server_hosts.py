@@ -29,7 +29,6 @@ _VOTE_S = 5.0  # that a vote counts if it is not renewed
 _CHECK_S = 1.0
 _DEAF_S = 30.0  # for which a candidate is passed over that did not answer, or hosts nothing
 _LOOKS = 32  # at once: a machine that does not answer takes a second
-_SETTLED_S = 5.0  # after a move, in which what was heard may be older
 _AWAY_S = 300.0  # after which a worker that the coordinator does not hear is taken for lost
 
 TakeOver = Callable[[Rendezvous, Mapping[int, str]], None]
@@ -87,6 +86,7 @@ class ServerHosts:
         """Whether no worker could host them any more."""
         self.lost: dict[int, str] = {}
         """Workers that hosted the servers before, and why they are gone."""
+        self._returned: set[int] = set()  # lost workers that another process has replaced
         self._own = own
         self._look = look
         self._clock = clock
@@ -107,6 +107,7 @@ class ServerHosts:
         """Another session begins, in which workers that failed in the one before take part again."""
         if self.rank in self._failed and self.present == self.rank:
             self._find_present()
+        self._forget_returned()
         self._own.put("resigned", False)
         self._failed.clear()
 
@@ -139,24 +140,37 @@ class ServerHosts:
         """This process has been started again, after the servers' host was lost: begin where they are now."""
         self.present, self.address, self.chief, self.moved_at = rank, address, chief, self._clock()
 
-    def hear(self, living: Collection[int], left: Collection[int]) -> list[int]:
-        """Note which workers the coordinator counts as living, and which have left the session.
-
-        Returns the lost ones that another process has replaced.
-        """
+    def hear(self, living: Collection[int], left: Collection[int]) -> None:
+        """Note which workers the coordinator counts as living, and which have left the session."""
         self._last, self._gone = self._clock(), set(left) - set(living)
         self._heard.update(dict.fromkeys(living, self._last))
-        if self._last < self.moved_at + _SETTLED_S:  # the servers that are lost may have said so
-            return []
-        replaced = [rank for rank in tuple(self.lost) if rank in living]
-        for rank in replaced:
-            self.lost.pop(rank, None)
-        return replaced
+        self._forget_returned()
+
+    def has_returned(self, rank: int) -> bool:
+        """Whether another process has replaced a worker in this session, and trains."""
+        return bool(self._own.peek(f"place/{rank}", list))
+
+    def _forget_returned(self) -> None:
+        """Count no lost worker as lost that has returned: it votes, as the others do."""
+        for rank in tuple(self.lost):
+            if self.has_returned(rank):
+                self._returned.add(rank)
+                self.lost.pop(rank, None)
 
     def resign(self) -> None:
         """Let the other workers know that this one fails: it hosts nothing, even if its process lives on."""
         self._failed.add(self.rank)
         self._own.put("resigned", True)
+
+    @property
+    def hosting(self) -> bool:
+        """Whether this worker hosts the servers."""
+        return self.present == self.rank and self.rank not in self._failed
+
+    @property
+    def moved(self) -> bool:
+        """Whether worker 0 hosts them no longer."""
+        return self.present != 0 or bool(self.lost)
 
     def _find_present(self) -> None:
         """Ask the others which of them hosts the servers since this worker has failed."""
@@ -167,15 +181,18 @@ class ServerHosts:
                         self.lost[self.present] = "it has failed"
                         self.present, self.address = rank, (place.host, place.port)
 
-    def check_host(self) -> None:
-        """Raise a :class:`LaunchError` if the present host has resigned or is lost; called while it is waited for."""
+    def check_host(self, job: str) -> None:
+        """Raise a :class:`LaunchError` if the present host has resigned or is lost; called while it is waited for.
+
+        It is lost, too, if its process was started again, and now announces another ``job``.
+        """
         rank = self.present
         if rank not in self.places or rank == self.rank or self._clock() < self._checked + _CHECK_S:
             return
         self._checked, place = self._clock(), self._place(rank)
         try:
             with Rendezvous.connect(place.host, place.port, _CONNECT_S) as there:
-                resigned = there.peek("resigned", bool)
+                resigned = there.peek("resigned", bool) or there.peek("job", str) not in (None, job)
         except RuntimeError:
             resigned = False
         if resigned:
@@ -234,6 +251,7 @@ class ServerHosts:
             self._lock.release()
 
     def _move(self, take_over: TakeOver) -> bool:
+        self._forget_returned()
         candidate = self.candidate()
         if candidate is None or self._counts_for_another(candidate):
             return False
@@ -289,7 +307,7 @@ class ServerHosts:
         if not self.is_lost:  # to look at the others has taken its time
             return False
         take_over(self._own, {**self._ended(), **self.lost, self.present: self._fate})
-        for lost in (*self.lost, self.present):
+        for lost in (*self.lost, *self._returned, self.present):
             self._own.put(f"lost host {lost}", True)
         return True
 

@@ -59,6 +59,8 @@ class Supervisor:
         self._failed_starts = 0  # servers in a row that ended before they served
         self.hot_standby = False
         """Whether one server more is to be kept ready."""
+        self.has_returned: Callable[[int], bool] = lambda rank: False
+        """Whether another process has replaced a worker whose end was reported here."""
         self._standby: ServerHandle | None = None
         self._quiet_since = time.monotonic()
         self._irreplaceable: str | None = None  # why a server is not replaced
@@ -148,11 +150,6 @@ class Supervisor:
             for server in self._servers:
                 server.report_exit(**self._exits[-1])
 
-    def forget_exit(self, worker: int) -> None:
-        """Another process has replaced a worker: servers that are started from now on are not told that it is gone."""
-        with self._lock:
-            self._exits = [exited for exited in self._exits if exited["worker"] != worker]
-
     def exit_report(self) -> str | None:
         """What is known of the server that died last; None if none did. Any thread may ask."""
         with self._lock:  # a server that is in the list is closed under it only
@@ -235,6 +232,7 @@ class Supervisor:
             self._standby, self._quiet_since = None, -math.inf  # where one has died another one may
             self.register(replacement.process.pid)
             with self._lock:
+                self._exits = [each for each in self._exits if not self.has_returned(each["worker"])]
                 for exited in self._exits:
                     replacement.report_exit(**exited)
                 self._servers[server.index] = replacement

@@ -29,7 +29,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 22
+PROTOCOL = 23
 """Version of these messages. A server rejects a worker with another version."""
 
 
@@ -42,6 +42,7 @@ class Policy:
     abort: bool = False  # whether the session ends as soon as a worker is away or gone
     another_chief: bool = False  # whether another worker may become chief; if not, the chief's end ends the session
     elsewhere_s: float = 0.0  # for how long silent workers may still continue elsewhere; 0: they cannot
+    chief: int = 0  # the worker that logs and writes checkpoints at first; as far as the joining worker knows
 
 
 @dataclass(frozen=True)

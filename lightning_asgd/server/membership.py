@@ -86,7 +86,8 @@ class Membership:
         left = {worker: why for worker, why in left.items() if worker < message.world_size}
         suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
         members = cls(message.session, message.world_size, message.policy, message.server, left, suspected)
-        members.agreed_chief = before.agreed_chief if before is not None and message.after == before.session else 0
+        follows = before is not None and message.after == before.session
+        members.agreed_chief = before.agreed_chief if before is not None and follows else message.policy.chief
         return members
 
     @property

@@ -407,3 +407,10 @@ def test_the_late_report_of_a_processs_end_does_not_take_out_its_replacement() -
     session = job.service.session
     assert session is not None
     assert 1 not in session.members.left
+
+
+def test_a_new_coordinator_takes_the_workers_chief_for_its_own_though_worker_0_is_there_again() -> None:
+    service = Service(lambda: 0.0)
+    for rank in range(3):
+        service.handle(Join("j.0.2", rank, 3, Policy(1.0, another_chief=True, chief=1)))
+    assert [service.handle(Heartbeat("j.0.2", rank)).chief for rank in range(3)] == [1, 1, 1]

@@ -184,7 +184,7 @@ def test_a_host_that_is_lost_while_another_thread_finds_the_next_one(monkeypatch
     """Two servers are lost with their host: the second thread's connection breaks when the first has moved on."""
     job = TrainingJob(2, 10.0)
     old, new = ("127.0.0.1", 1), ("127.0.0.1", 2)
-    hosts: Any = SimpleNamespace(address=old, is_lost=False, gave_up=False, check_host=lambda: None)
+    hosts: Any = SimpleNamespace(address=old, is_lost=False, gave_up=False, check_host=lambda _: None)
     hosts.locate = lambda *about: hosts.address
     job.hosts, job.address = hosts, old
 
@@ -210,7 +210,7 @@ def test_a_host_that_ends_just_before_a_worker_connects_to_it(monkeypatch: pytes
         with Rendezvous.host() as new:
             job = TrainingJob(1, 300.0)
             sights = iter([old, old])  # it was seen to live, and has ended since
-            hosts: Any = SimpleNamespace(address=new.address, is_lost=False, gave_up=False, check_host=lambda: None)
+            hosts: Any = SimpleNamespace(address=new.address, is_lost=False, gave_up=False, check_host=lambda _: None)
             hosts.locate = lambda *about: next(sights, new.address)
             job.hosts, job.address = hosts, old
             new.announce_session(job.session, "rpc", ["key"])

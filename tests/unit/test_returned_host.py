@@ -50,14 +50,20 @@ def test_it_begins_once_all_others_have_come(rendezvous: Rendezvous) -> None:
 def test_it_begins_without_them_after_a_while(rendezvous: Rendezvous) -> None:
     found, after = arrive(rendezvous, {0.1: comes(rendezvous, 1)})
     assert found is None
-    assert 2.9 < after < 3.2
+    assert 4.9 < after < 5.2
 
 
-def test_it_goes_where_the_servers_are(rendezvous: Rendezvous) -> None:
-    events = {0.1: comes(rendezvous, 3), 1.0: note(rendezvous, ["127.0.0.1", 4711, 2, 3, "train.py 4"])}
-    found, after = arrive(rendezvous, events)
+def test_it_goes_where_the_servers_are_and_the_others_follow(rendezvous: Rendezvous) -> None:
+    third = Arrival(3, {0, 1, 2}, THERE.program)
+    noted = note(rendezvous, ["127.0.0.1", 4711, 2, 3, "train.py 4"])
+    undecided = []
+    events = {0.1: comes(rendezvous, 3), 1.0: lambda: (noted(), undecided.append(third.follows(rendezvous)))}
+    found, after = arrive(rendezvous, events)  # type: ignore[arg-type]
     assert found == THERE, "worker 3 has been started again, too"
     assert after < 1.2
+    assert undecided == [None]
+    assert third.follows(rendezvous) == THERE
+    assert Arrival(2, {0, 1, 3}, THERE.program).follows(rendezvous) is None, "it was there itself before"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,7 @@ def test_it_goes_where_the_servers_are(rendezvous: Rendezvous) -> None:
         ["127.0.0.1", 4711, 2, 3, "other.py 4"],
         ["127.0.0.1", 4711, 2, 3],
         ["127.0.0.1", "4711", 2, 3, "train.py 4"],
+        ["127.0.0.1", 70000, 2, 3, "train.py 4"],
         [],
     ],
 )
@@ -79,11 +86,14 @@ def test_a_whole_job_that_is_started_again_is_another_job(rendezvous: Rendezvous
 
 
 def test_the_host_notes_it_where_a_process_listens(rendezvous: Rendezvous) -> None:
-    signpost = Signpost(rendezvous.address, lambda: THERE)
+    hosts = [False]
+    signpost = Signpost(rendezvous.address, lambda: THERE if hosts[0] else None)
     try:
-        arrival, deadline = Arrival(0, range(1, 4), THERE.program), time.monotonic() + 10
-        while arrival.moved(rendezvous) is None and time.monotonic() < deadline:
+        time.sleep(1.2)
+        assert rendezvous.peek("moved") is None, "it hosts nothing"
+        hosts[0], deadline = True, time.monotonic() + 10
+        while rendezvous.peek("moved") is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert arrival.moved(rendezvous) == THERE
+        assert rendezvous.peek("moved") == ["127.0.0.1", 4711, 2, 3, "train.py 4"]
     finally:
         signpost.close()

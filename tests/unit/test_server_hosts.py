@@ -96,16 +96,37 @@ def test_the_lowest_living_rank_hosts_the_servers_and_the_others_follow(make: An
 
 
 def test_a_host_that_was_started_again_is_lost_no_longer(make: Any) -> None:
-    workers = make(3)
+    workers = make(4)
     workers.ends(0)
-    assert workers.moves(1, 2) == [1, 2]
+    assert workers.moves(1, 2, 3) == [1, 2, 3]
     first = workers.hosts[1]
-    assert first.hear((0, 1, 2), ()) == [], "the servers that are lost may have said so before"
-    workers.now += 10
-    assert first.hear((1, 2), (0,)) == []
+    first.hear((1, 2, 3), (0,))
+    assert not first.has_returned(0)
     assert list(first.lost) == [0]
-    assert first.hear((0, 1, 2), ()) == [0]
+    workers.replace(0)
+    first.hear((1, 2, 3), (0,))
+    assert first.has_returned(0)
     assert first.lost == {}
+    assert first.moved
+    workers.hosts[0].follow(1, first.address, 1)
+    workers.cut(2, 3)  # from 0 and 1
+    workers.sight.update({(rank, len(workers.rendezvous) - 1): None for rank in (2, 3)})
+    assert workers.moves(2, 3) == [], "worker 0 counts again: half of them are with the servers"
+    workers.ends(1)
+    assert workers.moves(2, 3) == [2, 3]
+    assert workers.rendezvous[2].peek("lost host 0", bool), "for workers that were suspended since worker 0 was lost"
+
+
+def test_a_host_whose_process_was_started_again_is_lost(make: Any) -> None:
+    workers = make(3)
+    workers.rendezvous[0].put("job", "the job")
+    workers.hosts[1].check_host("the job")
+    assert not workers.hosts[1].is_lost
+    workers.rendezvous[0].put("job", "another one")
+    workers.now += 2
+    with pytest.raises(LaunchError, match="Worker 0 hosts the servers no longer"):
+        workers.hosts[1].check_host("the job")
+    assert workers.hosts[1].is_lost
 
 
 def test_one_of_two_continues_if_the_other_process_has_ended(make: Any) -> None:
@@ -195,7 +216,7 @@ def test_a_worker_that_has_failed_hosts_nothing_even_if_its_process_lives(make: 
     assert workers.moves(1, 2, 3) == []
     for worker in workers.hosts[1:]:
         with pytest.raises(LaunchError, match="Worker 0 hosts the servers no longer"):
-            worker.check_host()
+            worker.check_host("")
     workers.hosts[1].resign()
     assert workers.moves(2, 3, rounds=6) == [2, 3]
     assert workers.hosted == [(2, dict.fromkeys((1, 0), "it has failed"))]
@@ -216,7 +237,7 @@ def test_a_worker_that_failed_as_host_finds_the_one_after_it_in_the_next_session
     workers.hosts[0].resign()
     for worker in workers.hosts[1:]:
         with pytest.raises(LaunchError):
-            worker.check_host()
+            worker.check_host("")
     assert workers.moves(1, 2) == [1, 2]
     for worker in workers.hosts:
         worker.begin_session()
@@ -271,7 +292,7 @@ def test_a_resignation_heard_late_is_not_taken_for_the_next_host_s(make: Any) ->
     before = workers.hosts[2].places[0]
     for worker in workers.hosts[1:]:
         with pytest.raises(LaunchError):
-            worker.check_host()
+            worker.check_host("")
     assert workers.moves(1, 2) == [1, 2]
     assert workers.hosts[2].places[0] == before
     assert not workers.hosts[2].is_lost
