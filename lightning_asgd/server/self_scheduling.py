@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = ["Load", "finish_s", "steps_to_grant"]
 
-_CHUNK_S = 0.25  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
+_CHUNK_S = 0.5  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
 _TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
 _LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others
 # A worker that needs many times as long per unit saves the others almost nothing by training one, and delays them if

@@ -20,6 +20,7 @@ import ctypes
 import importlib
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,7 +217,18 @@ def listening_sockets() -> int:
     TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
     scanner, or of a worker that was killed while it joined.
     """
-    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
+    return sum(map(_listens, map(int, os.listdir("/proc/self/fd"))))
+
+
+def _listens(number: int) -> bool:
+    """Whether a file descriptor is a listening TCP socket. To ask psutil takes a hundred times as long."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(number)) as found:
+            return found.family != socket.AF_UNIX and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _await_network(interface: str) -> None:

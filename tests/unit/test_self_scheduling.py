@@ -15,7 +15,7 @@ def test_units_are_trained_in_whole_steps() -> None:
 
 def test_a_worker_alone_is_granted_half_of_what_is_left_within_a_chunk() -> None:
     assert steps_to_grant(Load(0.0, 0.01, 1), [], 20, 0.0, must=False) == 10
-    assert steps_to_grant(Load(0.0, 0.01, 1), [], 1000, 0.0, must=False) == 25  # 0.25 s of work
+    assert steps_to_grant(Load(0.0, 0.01, 1), [], 1000, 0.0, must=False) == 50  # 0.5 s of work
 
 
 def test_a_worker_is_granted_enough_until_the_next_answer() -> None:
