@@ -21,10 +21,12 @@ class Member:
     Attributes:
         optimizer: takes the steps, and exchanges.
         exchanges: tells how often it has exchanged.
+        first: exchanges before its window starts.
     """
 
     optimizer: Any
     exchanges: Callable[[], int]
+    first: int = 1
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def unconnected(layers: Any, optimizer: Any, rank: int, workers: int, period: in
         period: steps between two exchanges.
         batch: samples in a step.
     """
-    yield Member(optimizer, lambda: 0)
+    yield Member(optimizer, lambda: 0, first=0)
 
 
 @contextlib.contextmanager

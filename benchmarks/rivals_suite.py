@@ -4,8 +4,9 @@
     python benchmarks/rivals_suite.py --repeats 5      # other options of throughput.py, too
 
 The first call installs both into results/programs/overlays/rivals, on top of this environment: all systems use the same
-torch. The rest is throughput.py's. torchft and hivemind train in plain loops of torch, as bare local SGD does; DDP and
-A-SGD in a Trainer. hivemind is measured with two periods: that of the others, and one ten times as long.
+torch. The rest is throughput.py's. torchft and hivemind train in plain loops of torch, as bare local SGD does, and are
+to be compared with bare torch; DDP and A-SGD train in a Trainer, and are to be compared with "unconnected". hivemind is
+measured with two periods: that of the others, and one ten times as long.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from libraries.overlay import OverlayError, overlay
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "results" / "programs" / "overlays" / "rivals"
 REQUIREMENTS = (rivals_torchft.REQUIREMENT, rivals_hivemind.REQUIREMENT)
-SYSTEMS = ("DDP", "bare local SGD", "torchft", "hivemind", "A-SGD")
-OPTIONS = ("--rivals", "--bare", "--seconds=12", "--repeats=3", "--systems", *SYSTEMS)
+SYSTEMS = ("unconnected", "DDP", "A-SGD", "bare torch", "bare local SGD", "torchft", "hivemind")
+OPTIONS = ("--unconnected", "--bare", "--rivals", "--seconds=10", "--repeats=3", "--systems", *SYSTEMS)
 PR_SET_CHILD_SUBREAPER = 36
 
 

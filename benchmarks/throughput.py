@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import mmap
 import os
 import platform
@@ -291,10 +292,11 @@ def train_bare(scenario: Scenario, system: System, rank: int, last_step: mmap.mm
     before: dict[str, float] = {}
     over = False
     with LOOPS[system.kind](layers, optimizer, rank, scenario.workers, int(system.nsync), scenario.batch) as member:
-        warm = time.monotonic() + WARM_UP_S
+        begun, warm = time.monotonic(), math.inf
         while not over:
-            if not before and time.monotonic() >= warm:
+            if not before and time.monotonic() >= begun + WARM_UP_S and member.exchanges() >= member.first:
                 before = _loop_figures(member.exchanges())
+                warm = before["at_s"]
             slowness.before_step(slow=rank == 1)
             member.optimizer.zero_grad()
             nn.functional.cross_entropy(layers(images), labels).backward()
@@ -477,7 +479,8 @@ def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: st
 def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the scenario's tables."""
     speeds = Table(title=f"{scenario.name}: {scenario.describe()}, medians (min-max)", title_justify="left")
-    bases = [base for base in ("DDP", "local SGD", "unconnected") if any(name.startswith(base) for name in runs)]
+    possible = ("DDP", "local SGD", "unconnected", "bare torch")
+    bases = [base for base in possible if any(name.startswith(base) for name in runs)]
     titles = ["samples/s", *(f"/ {base}" for base in bases)]
     if "one alone" in runs:
         bases.append("ideal")
