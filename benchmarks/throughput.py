@@ -9,6 +9,7 @@ DDP all ranks take the same number of steps: rank 0 chooses the last one, a few 
 every worker stops by its own clock. Local SGD is DDP with PyTorch's post-local-SGD hook and averager; its period is
 A-SGD's nsync. "unconnected" is a Trainer per worker, all at once, that exchange nothing: no strategy can be faster.
 "bare torch" and "bare local SGD" are plain loops without Lightning and data loader; the second averages the weights.
+So are torchft and hivemind, which rivals_suite.py installs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import mmap
 import os
 import platform
@@ -36,14 +38,18 @@ from ranks import Slowness, clean_environment, run_ranks, servers_of, told_of_er
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rivals import local_sgd
+from rivals import averaging, local_sgd, unconnected
+from rivals_hivemind import peer
+from rivals_torchft import replica_group
 
 WARM_UP_S = 1.5  # training before the window starts
 AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
 NETWORKS = ("cnn", "alexnet", "googlenet")
-KINDS = ("one alone", "unconnected", "bare torch", "bare local SGD", "DDP", "local SGD", "A-SGD")
-TOGETHER = ("DDP", "local SGD", "A-SGD", "bare local SGD")  # their ranks belong to one job
-IN_STEP = ("DDP", "local SGD", "bare local SGD")  # all their ranks take the same number of steps
+# Plain loops of torch, and how their ranks join.
+LOOPS = {"bare torch": unconnected, "bare local SGD": averaging, "torchft": replica_group, "hivemind": peer}
+KINDS = ("one alone", "unconnected", *LOOPS, "DDP", "local SGD", "A-SGD")
+TOGETHER = ("DDP", "local SGD", "A-SGD", "bare local SGD", "torchft", "hivemind")  # their ranks belong to one job
+IN_STEP = ("DDP", "local SGD", "bare local SGD", "torchft")  # all their ranks take the same number of steps
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -66,6 +72,7 @@ class Scenario:
     repeats: int = 5
     unconnected: bool = False  # also: all workers at once, each for itself
     bare: bool = False  # also: the same without Lightning and data loader, unconnected and with local SGD
+    rivals: bool = False  # also: torchft and hivemind
     num_servers: int = 1
     compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
@@ -88,6 +95,9 @@ class Scenario:
         if self.bare:
             alone += [System("bare torch"), *(System("bare local SGD", n) for n in periods)]
         local = [System("local SGD", n) for n in periods]
+        if self.rivals:  # hivemind is made for long periods
+            for n in periods:
+                local += [System("torchft", n), System("hivemind", n), System("hivemind", 10 * int(n))]
         systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
         return [system for system in systems if not self.kinds or system.kind in self.kinds]
 
@@ -266,56 +276,44 @@ def train(
 
 
 def train_bare(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -> dict[str, Any]:
-    """Take the same steps on the same batch until the time is up, with local SGD if the system says so.
+    """Take the same steps on the same batch until the time is up, without Lightning and data loader.
 
     Arguments and result are as for :func:`train`.
     """
     import torch
-    import torch.distributed as dist
     from torch import nn
 
     torch.set_num_threads(1)
     layers = build_module(scenario.params, scenario.network).layers
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
     images, labels = build_loader(scenario.batch, scenario.batch, scenario.batch, scenario.pixels).dataset.tensors
-    averages = system.kind == "bare local SGD"
-    if averages:
-        dist.init_process_group("gloo", rank=rank, world_size=scenario.workers)
-    warm = time.monotonic() + WARM_UP_S
+    slowness = scenario.slowness
     ends: list[float] = []
     before: dict[str, float] = {}
-    slowness = scenario.slowness
     over = False
-    while not over:
-        if not before and time.monotonic() >= warm:
-            before = _figures(None)
-        slowness.before_step(slow=rank == 1)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(layers(images), labels).backward()
-        optimizer.step()
-        slowness.after_step()
-        if averages and (len(ends) + 1) % int(system.nsync) == 0:
-            _average(layers, scenario.workers)
-        ends.append(time.monotonic())
-        over = ends[-1] >= warm + scenario.seconds
-        if averages:
-            over = _all_over(over, system, rank, len(ends), last_step)
-    after = _figures(None)
-    if averages:
-        dist.destroy_process_group()
+    with LOOPS[system.kind](layers, optimizer, rank, scenario.workers, int(system.nsync), scenario.batch) as member:
+        begun, warm = time.monotonic(), math.inf
+        while not over:
+            if not before and time.monotonic() >= begun + WARM_UP_S and member.exchanges() >= member.first:
+                before = _loop_figures(member.exchanges())
+                warm = before["at_s"]
+            slowness.before_step(slow=rank == 1)
+            member.optimizer.zero_grad()
+            nn.functional.cross_entropy(layers(images), labels).backward()
+            member.optimizer.step()
+            slowness.after_step()
+            ends.append(time.monotonic())
+            over = ends[-1] >= warm + scenario.seconds
+            if system.kind in IN_STEP:
+                over = _all_over(over, system, rank, len(ends), last_step)
+        after = _loop_figures(member.exchanges())
     return {"rank": rank, "warm": warm, "ends": ends, **{key: after[key] - before[key] for key in after}}
 
 
-def _average(layers: Any, workers: int) -> None:
-    """Replace the weights by their mean over all ranks, in one all-reduce."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.utils import parameters_to_vector, vector_to_parameters
-
-    with torch.no_grad():
-        weights = parameters_to_vector(layers.parameters())
-        dist.all_reduce(weights)
-        vector_to_parameters(weights.div_(workers), layers.parameters())
+def _loop_figures(exchanges: int) -> dict[str, float]:
+    """Those of a plain loop, and the CPU time of the processes that its rank has started."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return _figures(None) | {"exchanges": exchanges, "helper_cpu_s": sum(t.user + t.system for t in times)}
 
 
 def _all_over(over: bool, system: System, rank: int, step: int, last_step: mmap.mmap) -> bool:
@@ -364,7 +362,7 @@ def run(
     """
     last_step = mmap.mmap(-1, 8)  # shared with the ranks
     ranks = range(1 if system.kind == "one alone" else scenario.workers)
-    if system.kind.startswith("bare"):
+    if system.kind in LOOPS:
         job = train_bare
     jobs = [partial(job, scenario, system, rank, last_step) for rank in ranks]
     try:
@@ -384,15 +382,16 @@ def _evaluate(scenario: Scenario, answers: list[dict[str, Any]]) -> dict[str, An
     result: dict[str, Any] = {"samples_per_s": sum(rates), "per_rank": rates, "window_s": stop - start}
     total_s = sum(a["at_s"] for a in answers)
     result["cpu_share"] = sum(a["cpu_s"] for a in answers) / total_s
-    ours_s = sum(a["cpu_s"] for a in answers) + answers[0].get("server_cpu_s", 0.0)
+    ours_s = sum(a["cpu_s"] + a.get("helper_cpu_s", 0.0) for a in answers) + answers[0].get("server_cpu_s", 0.0)
     result["other_cpu_share"] = max(0.0, answers[0]["busy_s"] - ours_s) / answers[0]["at_s"]
     if "hooks" in answers[0]:
         result["hooks"] = max(a["hooks"] for a in answers)
     if "exchanges" in answers[0]:
-        pushes = sum(a["pushes"] for a in answers)
         exchanges = sum(a["exchanges"] for a in answers)
+        result["exchanges_per_s"] = sum(a["exchanges"] / a["at_s"] for a in answers)
+    if "pushes" in answers[0]:
+        pushes = sum(a["pushes"] for a in answers)
         result |= {
-            "exchanges_per_s": sum(a["exchanges"] / a["at_s"] for a in answers),
             "wait_share": sum(a["wait_s"] for a in answers) / total_s,
             "deferred": sum(a["deferred"] for a in answers),
             "steps_per_push": sum(a["steps"] for a in answers) / pushes if pushes else 0.0,
@@ -480,7 +479,8 @@ def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: st
 def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the scenario's tables."""
     speeds = Table(title=f"{scenario.name}: {scenario.describe()}, medians (min-max)", title_justify="left")
-    bases = [base for base in ("DDP", "local SGD", "unconnected") if any(name.startswith(base) for name in runs)]
+    possible = ("DDP", "local SGD", "unconnected", "bare torch")
+    bases = [base for base in possible if any(name.startswith(base) for name in runs)]
     titles = ["samples/s", *(f"/ {base}" for base in bases)]
     if "one alone" in runs:
         bases.append("ideal")
@@ -672,6 +672,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--accelerator", default="cpu", help="of the Trainer, with a device for each worker")
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
     parser.add_argument("--bare", action="store_true", help="plain loops of torch, with local SGD and without")
+    parser.add_argument("--rivals", action="store_true", help="torchft and hivemind, which rivals_suite.py installs")
     parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")
@@ -705,6 +706,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         repeats=args.repeats,
         unconnected=args.unconnected,
         bare=args.bare,
+        rivals=args.rivals,
         num_servers=args.servers,
         kinds=tuple(args.systems or ()),
         accelerator=args.accelerator,

@@ -66,6 +66,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "zmq": ("python", "-c", "import zmq"),
     "wandb": ("python", "-c", "import pathlib; assert list(pathlib.Path('wandb').glob('offline-run-*'))"),
     "examples": ("python", "-c", "import sklearn, torchvision, jsonargparse"),
+    "docs": ("python", "-c", "import sphinx, myst_parser, furo"),
+    "screenshots": ("python", "-c", "import playwright.sync_api, pyte"),
+    "dev": ("python", "-c", "import hypothesis, lightning, mlflow, mypy, nbclient, pytest, tensorboard"),
 }
 
 

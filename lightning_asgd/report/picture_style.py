@@ -59,6 +59,8 @@ SYSTEM_COLOURS = {
     "unconnected": PAPER["rest"],
     "bare torch": PAPER["line"],
     "bare local SGD": PAPER["calm"],
+    "torchft": PAPER["teal"],
+    "hivemind": PAPER["gold"],
 }
 """Colours of the systems that are compared, in every picture."""
 

@@ -12,6 +12,7 @@ import pytest
 import pytorch_lightning
 from packaging.requirements import Requirement
 
+from benchmarks.wheels import EXTRAS
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.class_trees import MALICIOUS
 from lightning_asgd.errors import ConfigurationError
@@ -33,6 +34,12 @@ def test_no_requirement_is_met_by_a_malicious_release() -> None:
         assert requirement.specifier.contains("2.6.1")
         assert requirement.specifier.contains("2.6.4")
         assert not [version for version in MALICIOUS if requirement.specifier.contains(version)], str(requirement)
+
+
+def test_each_extra_is_tried_in_an_empty_environment() -> None:
+    extras = re.search(r"(?ms)^\[project\.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text())
+    assert extras is not None
+    assert {"", *re.findall(r"^(\w+) = \[", extras[1], re.MULTILINE)} == set(EXTRAS)
 
 
 @pytest.mark.parametrize("version", MALICIOUS)
