@@ -145,7 +145,12 @@ def insider(chance: random.Random, number: int) -> list[bytes]:
 
 
 def memory_mb(process: psutil.Process) -> float:
-    status = kilobytes(Path(f"/proc/{process.pid}/status"))
+    try:
+        status = kilobytes(Path(f"/proc/{process.pid}/status"))
+    except FileNotFoundError as error:
+        raise psutil.NoSuchProcess(process.pid) from error
+    if "RssAnon" not in status:
+        raise psutil.ZombieProcess(process.pid)
     return (status["RssAnon"] + status["RssShmem"]) / 1e3
 
 

@@ -207,13 +207,14 @@ class TrainingJob:
 
     def _begin_or_follow(self, arrival: Arrival) -> None:
         """Announce the servers that worker 0 has started, unless the job has moved while it was lost."""
-        rendezvous, overseer = self._rendezvous(), supervisor.current()
-        moved = arrival.await_moved(rendezvous)
-        if moved is not None:
-            supervisor.ensure(0, None)  # ends these servers
-            self._follow(moved)
-        elif overseer is not None:
-            self._announce(rendezvous, overseer)
+        overseer = supervisor.ensure_watch()
+        with self._rendezvous() as rendezvous:
+            moved = arrival.await_moved(rendezvous)
+            if moved is None:
+                self._announce(rendezvous, overseer)
+            else:
+                overseer.end_servers()
+                self._follow(moved)
 
     def find_run(self) -> None:
         """Find the servers of the run, which are running already."""

@@ -167,7 +167,22 @@ class Supervisor:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)  # it may be starting a server
-        servers = [*self._servers, *([self._standby] if self._standby is not None else [])]
+        self._end([*self._servers, *([self._standby] if self._standby is not None else [])])
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+        # Workers may still be finishing: the reaper stays for them and goes with this process.
+        if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
+            if self._reaper.stdin is not None:
+                self._reaper.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(_STOP_S)
+
+    def end_servers(self) -> None:
+        """Stop the servers, which no worker uses, and watch over the workers only."""
+        servers, self._servers, self.rendezvous = self._servers, [], None
+        self._end(servers)
+
+    def _end(self, servers: list[ServerHandle]) -> None:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()
@@ -181,14 +196,6 @@ class Supervisor:
                 server.process.wait()
             with self._lock:
                 server.close()
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
-        # Workers may still be finishing: the reaper stays for them and goes with this process.
-        if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
-            if self._reaper.stdin is not None:
-                self._reaper.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._reaper.wait(_STOP_S)
 
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
@@ -211,7 +218,7 @@ class Supervisor:
 
     def _replace(self, server: ServerHandle) -> None:
         """Start another server in the place of one that has ended."""
-        if self._closing.is_set():
+        if self._closing.is_set() or server not in self._servers:
             return
         with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
             failed_start = server.rendezvous.peek(server.key) is None
