@@ -41,7 +41,9 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
 
 
 @pytest.fixture
-def guest(main: Rendezvous) -> Iterator[Rendezvous]:
+def guest(main: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
+    # On a busy machine ZeroMQ's greeting takes longer than usual: then torch's store is tried, in a thread that stays.
+    monkeypatch.setattr(rendezvous, "_GREETING_S", 10.0)
     with Rendezvous.connect(*main.address, timeout_s=10.0) as connected:
         yield connected
 
