@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
-__all__ = ["are_in_order", "common", "merged"]
+__all__ = ["are_in_order", "common", "merged", "without"]
 
 
 def are_in_order(ranges: Iterable[tuple[int, int]], end: float) -> bool:
@@ -27,3 +27,9 @@ def merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> lis
 def common(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     """The intersection of two lists of ranges."""
     return [(max(a, first), min(b, last)) for a, b in ranges if a < last and first < b]
+
+
+def without(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """Ranges, in their order, without what lies in one range."""
+    parts = (part for a, b in ranges for part in ((a, min(b, first)), (max(a, last), b)))
+    return [(a, b) for a, b in parts if a < b]

@@ -50,8 +50,9 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 30 are devices without CUDA's names: which have a lane, what they can pin, and the way out on MPS.
 # 20 of the core are a MASTER_PORT that is no port. 510 of the tools are what a machine has, and what is refused there.
 # 225 are a run's logs in one file, without secrets and in the order of time. 70 are wrong values on the command line.
+# 1,381 are leases of data that are read shard by shard, and the libraries that have such data.
 # 297 are a worker 0 that is started again while another worker hosts the servers.
-LINES = {"core": 21_487, "tools": 6_550}
+LINES = {"core": 22_868, "tools": 6_550}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -12,7 +12,15 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.worker.leased_sampler import LeasedBatches
 
-__all__ = ["accumulation", "batch_size_of", "count_in", "when_data_are_set_up", "why_split"]
+__all__ = [
+    "accumulation",
+    "batch_size_of",
+    "count_in",
+    "set_length",
+    "when_data_are_set_up",
+    "why_not_shared",
+    "why_split",
+]
 
 
 def batch_size_of(trainer: Any) -> int:
@@ -29,17 +37,21 @@ def count_in(trainer: Any, batch: int) -> None:
 
     Not where every worker trains a part of its own: there its own batches count.
     """
-    limit, before = trainer.limit_train_batches, (expected_batches(trainer), validates_after(trainer))
+    before = expected_batches(trainer), validates_after(trainer)
     (loader,) = training_loaders(trainer)
-    batches = len(loader.batch_sampler.sampler) / batch
-    length = math.floor(batches) if loader.drop_last else math.ceil(batches)
-    expected = min(length, limit) if isinstance(limit, int) else int(length * limit)
-    expected_batches.set(trainer, expected)
-    if isinstance(trainer.val_check_interval, float):
-        validates_after.set(trainer, max(1, int(expected * trainer.val_check_interval)))
+    set_length(trainer, len(loader.batch_sampler.sampler) / batch, whole=loader.drop_last)
     if why_split(trainer, batch) is not None:
         expected_batches.set(trainer, before[0])
         validates_after.set(trainer, before[1])
+
+
+def set_length(trainer: Any, batches: float, *, whole: bool) -> None:
+    """Have Lightning count an epoch of ``batches``; without the last, if batches must be ``whole``."""
+    limit, length = trainer.limit_train_batches, math.floor(batches) if whole else math.ceil(batches)
+    expected = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    expected_batches.set(trainer, expected)
+    if isinstance(trainer.val_check_interval, float) and validates_after(trainer) != float("inf"):
+        validates_after.set(trainer, max(1, int(expected * trainer.val_check_interval)))
 
 
 def why_split(trainer: Any, batch: int = 0) -> str | None:
@@ -55,19 +67,26 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
         return "use_distributed_sampler=False"
     if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
         return f"the sampler divides the samples among {sampler.num_replicas} instead of {workers} workers"
-    if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
-        return "training_step takes the dataloader's iterator"
-    if private_names.validation_interval_s(trainer) is not None:
-        return "validations are scheduled by time"
     batches = expected_batches(trainer)
     if batches == float("inf"):
         return "the training dataloader has no length"
-    if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
-        return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
+    if (reason := why_not_shared(trainer)) is not None:
+        return reason
     # All batches there are: what Lightning has counted for one worker may be padded.
     batches = min(workers * batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
     if batches // accumulation(trainer, trainer.current_epoch) < workers:
         return f"{batches} batches per epoch are too few for {workers} workers"
+    return None
+
+
+def why_not_shared(trainer: Any) -> str | None:
+    """Why the workers of a fit cannot share data of any kind; None if they can."""
+    if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
+        return "training_step takes the dataloader's iterator"
+    if private_names.validation_interval_s(trainer) is not None:
+        return "validations are scheduled by time"
+    if trainer.max_steps != -1 and not trainer.lightning_module.automatic_optimization:
+        return "max_steps counts optimizer steps, and only the module knows how many it takes per batch"
     return None
 
 

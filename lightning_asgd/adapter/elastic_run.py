@@ -158,6 +158,10 @@ class ElasticFleet(Fleet):
         """This worker's own value: there is no collective in an elastic run."""
         return mine
 
+    def all_have(self, data: bytes) -> bool:
+        """Whether this worker has data to share: who opens an epoch is checked to have those of the others."""
+        return bool(data)
+
     def publish_chief_state(self, trainer: Any) -> None:
         """Publish the state of the chief's checkpoint callbacks, for the next chief."""
         if self.is_chief:

@@ -18,14 +18,14 @@ from lightning_asgd.adapter.checkpointing import (
     entry_of,
     follow_progress,
     progress_of,
-    restart_epochs,
 )
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
-from lightning_asgd.adapter.data_mode import batch_size_of, count_in, when_data_are_set_up, why_split
+from lightning_asgd.adapter.data_choice import DataChoice
+from lightning_asgd.adapter.data_mode import when_data_are_set_up
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fit_messages import FitMessages
 from lightning_asgd.adapter.fixed_fleet import FixedFleet
-from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
+from lightning_asgd.adapter.fixed_split import FixedSplit
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
@@ -59,7 +59,6 @@ class FitSession:
 
     Attributes:
         synchronizer: shares the worker's weights.
-        data: the loop over the training data; another object may take its place at the start of an epoch.
         samples: what the servers have collected of the weights, on worker 0 at the end.
 
     Raises:
@@ -79,13 +78,11 @@ class FitSession:
         self.samples: list[dict[str, Tensor]] = []
         self.last: LastState | None = None  # set when the main process is gone
         waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
-        self._splits = split or waits or membership.alone
         self._messages = FitMessages(trainer, membership, config, self._waited)
-        self._split = FixedSplit(trainer, membership)
-        self.data: FixedSplit | LeasedLoop = self._split
         collective_s = config.timeouts.collective_s
         self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
-        self._reference_batch = 0  # samples of the batches in which all workers count progress
+        split = split or waits or membership.alone
+        self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
@@ -96,8 +93,13 @@ class FitSession:
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
-            when_data_are_set_up(trainer, self._agree_on_batches),
+            when_data_are_set_up(trainer, self._choice.on_data),
         ]
+
+    @property
+    def data(self) -> FixedSplit | LeasedLoop:
+        """The loop over the training data; another object may take its place at the start of an epoch."""
+        return self._choice.loop
 
     @property
     def _module(self) -> Any:
@@ -173,28 +175,11 @@ class FitSession:
 
         Called when training and epochs begin.
         """
-        if not self._splits and not self.data.installed:
-            self._choose_loop()
+        self._choice.choose()
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._trainer.strategy.announce()
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts")
-
-    def _choose_loop(self) -> None:
-        trainer, run, leased, entry = self._trainer, self._run, self.data, self._membership.entry
-        if leased is self._split and entry is not None and entry.between_epochs:
-            restart_epochs(trainer)
-        reason = why_split(trainer, self._reference_batch)
-        if reason is not None:
-            if run is not None:
-                run.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
-            self.data.restore()
-            self.data = self._split
-            self._split.explain(reason)
-            return
-        if not isinstance(leased, LeasedLoop):
-            leased = self.data = LeasedLoop(trainer, self._membership, self._leases, self._resume.take_data())
-        leased.install(self._reference_batch)
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
@@ -341,14 +326,6 @@ class FitSession:
         should_stop = self._trainer.should_stop
         self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
 
-    def _agree_on_batches(self) -> None:
-        """Have all workers count progress in batches of the same size."""
-        batch = self._leases.batch = batch_size_of(self._trainer)
-        if not self._splits:
-            self._reference_batch = self._membership.reference_batch(batch)
-            if batch and self._reference_batch not in (0, batch):
-                count_in(self._trainer, self._reference_batch)
-
     def _progress(self) -> dict[str, Any]:
         """The progress that a joining worker needs."""
         progress = progress_of(self._trainer)
@@ -364,8 +341,7 @@ class FitSession:
         make_identical(self._collectives, named_state(self._module), mean=True)
         if self._run is not None and not self._trainer.is_global_zero:
             self._run.adopt_checkpoints(self._trainer)
-        self.data.restore()
-        self.data = self._split
+        self._choice.end()
         self._membership.end_entries()
         self._note_losses()
         if not self.in_search:

@@ -22,7 +22,14 @@ from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig, Timeouts
-from lightning_asgd.errors import ASGDError, LaunchError, LayoutMismatchError, ServerLostError, WorkerLostError
+from lightning_asgd.errors import (
+    ASGDError,
+    ConfigurationError,
+    LaunchError,
+    LayoutMismatchError,
+    ServerLostError,
+    WorkerLostError,
+)
 from lightning_asgd.layout import Layout
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
@@ -323,6 +330,22 @@ class FixedFleet(Fleet):
     def of_first_worker(self, mine: int) -> int:
         """The chief's value. All workers call it together."""
         return self._of_first("batches per step", mine)
+
+    def all_have(self, data: bytes) -> bool:
+        """Whether all workers have the same training data, named by a digest; empty if a worker has none to share."""
+        mine = int.from_bytes(data[:7], "big")
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            theirs = self.entry.firsts.get("data", 0)
+            if theirs not in (0, mine):
+                raise ConfigurationError(
+                    f"Worker {self.collectives.rank} has other training data than the job that it joins. Expected the "
+                    "same data set on every worker."
+                )
+            return theirs == mine != 0
+        values = self.collectives.gather("all_gather", "data", mine)
+        same = mine if set(values.values()) == {mine} else 0
+        self._start = replace(self._start, firsts={**self._start.firsts, "data": same})
+        return same != 0
 
     def _of_first(self, what: str, mine: int) -> int:
         if self.entry is not None and self.collectives.phase is Phase.ENTERING:

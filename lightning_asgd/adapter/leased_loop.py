@@ -8,8 +8,8 @@ batches that it will probably train in the epoch.
 
 Where batch sizes differ, progress counts in batches of the *reference* size, the first worker's.
 
-Set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: the loader's batch sampler,
-``expected_batches``, ``validates_after``, ``last_batch_flag``, the fetcher's length and whether it is done, the
+Set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: ``expected_batches``, ``validates_after``,
+``last_batch_flag``, the fetcher's length and whether it is done, the
 ``frequency`` of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.data_mode import accumulation, batch_size_of
+from lightning_asgd.adapter.data_mode import accumulation
 from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.loop_counters import (
     NEVER,
@@ -31,6 +31,8 @@ from lightning_asgd.adapter.loop_counters import (
     set_global_step,
     show_expected,
     steps_to_next_mark,
+    sync_intervals,
+    validation_marks,
 )
 from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
@@ -40,15 +42,15 @@ from lightning_asgd.adapter.private_names import (
     expected_batches,
     keep_loading,
     last_batch_flag,
-    replace_batch_sampler,
     resumes_epoch,
-    training_loaders,
     validates_after,
 )
+from lightning_asgd.adapter.sampled_data import SampledData
+from lightning_asgd.adapter.streamed_data import StreamedData
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.ranges import merged
-from lightning_asgd.worker.lease_client import DataLeases, Plan
-from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.synchronizer import Synchronizer, run
 
 __all__ = ["LeasedLoop"]
@@ -64,17 +66,23 @@ class LeasedLoop:
     checkpoint says of the epoch that it was written in: see :meth:`save`.
     """
 
-    def __init__(self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any]) -> None:
-        self.trainer, self.leases = trainer, leases
+    def __init__(
+        self,
+        trainer: Any,
+        membership: AnyFleet,
+        leases: DataLeases,
+        resumed: Mapping[str, Any],
+        data: SampledData | StreamedData,
+    ) -> None:
+        self.trainer, self.leases, self._data = trainer, leases, data
         self._membership = membership
         self.workers: int = trainer.world_size
         self._share = 1 / self.workers  # this worker's part of the batches that are left, as known last
         self._batch = 1  # units
         self._resumed = dict(resumed)
-        self._loader: Any = None
         self._begins = False  # whether an epoch has begun, and none of its batches was fetched
-        self._dealt: dict[str, Any] = {}  # how its sampler split the samples
-        self._most = self._batches = 0  # of an epoch per worker, of the reference size, if all are equally fast
+        self._most = self._expected = 0.0  # batches of an epoch per worker that Lightning counts; infinity if unknown
+        self._batches = 0  # the same; of the reference size, if all are equally fast
         self._interval: Any = 0  # batches between two validations
         self._schedules = BatchSchedules(trainer)
         self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
@@ -103,26 +111,18 @@ class LeasedLoop:
     @property
     def installed(self) -> bool:
         """Whether the training dataloader is still the same."""
-        return self._loader is not None and training_loaders(self.trainer) == [self._loader]
+        return self._data.installed
 
-    def install(self, batch: int) -> None:
+    def install(self, data: SampledData | StreamedData, batch: int) -> None:
         """Have the training dataloader, a new one, yield what is granted. To be called when an epoch begins."""
         self._batch = batch or 1
-        (loader,) = training_loaders(self.trainer)
-        self._uninstall()
-        self._loader = loader
-        self._most = self._batches = int(expected_batches(self.trainer))
-        inner, length = loader.batch_sampler, len(loader)
-        if isinstance(inner, LeasedBatches):  # of a fit that failed
-            inner = inner.inner
-        sampler = inner.sampler  # splits the samples between workers: have it yield all of them
-        self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
-        sampler.num_replicas, sampler.rank = 1, 0
-        sampler.num_samples = sampler.total_size = len(sampler.dataset)
-        sampler.set_epoch(epochs_begun(self.trainer))
-        replace_batch_sampler(loader, LeasedBatches(inner, self.leases, self._opened, self._part, length))
+        self._data.uninstall()
+        self._data = data
+        self._data.install(self._batch, self._opened)
+        self._most = expected_batches(self.trainer)
+        self._batches = self._data.count(self._most)
         self._begins = True
-        iter(private_names.fetcher(self.trainer))
+        self._data.start()
         self._begins = False
 
     def begin_epoch(self) -> None:
@@ -133,24 +133,6 @@ class LeasedLoop:
         """The epoch that begins now; None if the program iterates over the data."""
         return self._plan() if self._begins else None
 
-    def _part(self) -> list[Any]:
-        """This worker's batches of the present epoch if all were equally fast: DDP's."""
-        inner = self._loader.batch_sampler.inner
-        kept = {name: getattr(inner.sampler, name) for name in self._dealt}
-        vars(inner.sampler).update(self._dealt)
-        try:
-            return list(inner)
-        finally:
-            vars(inner.sampler).update(kept)
-
-    def _uninstall(self) -> None:
-        """Restore the training dataloader: it may be the user's own."""
-        if self._loader is not None:
-            inner = self._loader.batch_sampler.inner
-            vars(inner.sampler).update(self._dealt)
-            replace_batch_sampler(self._loader, inner)
-            self._loader = None
-
     def _plan(self) -> Plan:
         """The epoch that begins now."""
         trainer, leases = self.trainer, self.leases
@@ -158,16 +140,13 @@ class LeasedLoop:
         key = f"{self._membership.session}/{number}"
         if leases.opened == key:
             return leases.plan
-        sampler, mine = self._loader.batch_sampler.inner, batch_size_of(trainer)
-        items = in_common_order(sampler.sampler if mine else sampler, private_names.program_seed() + number)
-        whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
-        items = items[: min(whole, self.workers * self._batches * self._batch)]
-        order = digest(items)
-        self._batches = min(self._most, int(expected_batches(trainer)))  # callbacks may have changed it
+        units, order, shards = self._data.begin_epoch(number, self.workers * self._data.count(self._most))
+        self._expected = min(self._most, expected_batches(trainer))  # callbacks may have changed it
+        self._batches = self._data.count(self._expected)
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
         self._accumulate, self._uniform = self._membership.of_first_worker(own), True
-        accumulate = self._per_step(self._accumulate, len(items))
+        accumulate = self._per_step(self._accumulate, units)
         # A checkpoint that was written within an epoch has the position.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
         self._schedules.stepped = position if position < self._batches else 0
@@ -179,16 +158,16 @@ class LeasedLoop:
         self._steps_before = resumed.get("steps_before", counted) if resumes else counted
         self._own, self._idle, self._given = (0, 0), True, own
         self._interval_done = self._epoch_done = self._stopped = False
-        ends, self._validates = self._sync_intervals(len(items), accumulate)
+        ends, self._validates = self._sync_intervals(units, accumulate)
         units, step = ends[-1], self._batch * accumulate
         done: tuple[tuple[int, int], ...] = ()
-        if resumes and resumed.get("units") == units:
+        if resumes and resumed.get("units") == (shards[-1] if shards else units):
             done = tuple((first, last) for first, last in resumed["done"])
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        elif self._schedules.stepped:  # the checkpoint is of another kind of run
+        elif self._schedules.stepped and not shards:  # the checkpoint is of another kind of run
             trained = round(self._schedules.stepped * self.workers / accumulate) * step
             done = ((0, trained),) if trained <= units - self.workers * step else ()
-        return Plan(Epoch(key, units, ends, order, done, step), items, mine or None, self._per_step(own, len(items)))
+        return self._data.plan(Epoch(key, units, ends, order, done, step, shards), self._per_step(own, units))
 
     def _per_step(self, batches: int, units: int) -> int:
         """Batches per step of what is granted: every worker needs one in each sync interval."""
@@ -196,30 +175,16 @@ class LeasedLoop:
 
     def _sync_intervals(self, units: int, accumulate: int) -> tuple[tuple[int, ...], frozenset[int]]:
         """Ends of the sync intervals in units; and which intervals a validation follows."""
-        trainer, workers = self.trainer, self.workers
-        step = self._batch * accumulate
-        steps = math.ceil(units / step)  # of all workers
-        every = self._interval
-        marks: list[int] = []  # in batches of a worker
-        if private_names.validates_this_epoch(trainer)() and every != float("inf"):
-            across = trainer.check_val_every_n_epoch is None
-            first = every - (self._batches_before % every if across else 0)
-            marks = list(range(first, self._batches + 1, every))
-        # The last batches are not always enough for all workers: the last sync interval ends with the epoch.
-        wanted = {steps if mark == self._batches else min(steps, round(mark * workers / accumulate)) for mark in marks}
-        self._cut = False
+        trainer, workers, most = self.trainer, self.workers, None
         if trainer.max_steps != -1:
             left = trainer.max_steps - int(self._steps_before)
-            self._cut = left < math.ceil(self._batches / self._accumulate)
-            steps = max(workers, min(steps, workers * left * self._accumulate // accumulate))
-        ends: list[int] = []
-        for end in sorted({*(w for w in wanted if w <= steps), steps}):
-            # Too few for every worker to get one: they belong to the interval before.
-            if ends and end - ends[-1] < workers and ends.pop() in wanted:
-                wanted.add(end)
-            ends.append(end)
-        validates = frozenset(i for i, end in enumerate(ends) if end in wanted)
-        return tuple(min(units, end * step) for end in ends), validates
+            most = workers * left * self._accumulate // accumulate
+        self._cut = most is not None and left < math.ceil(self._batches / self._accumulate)
+        step = self._batch * accumulate
+        marks = validation_marks(trainer, self._interval, self._batches, self._batches_before)
+        last = {mark: math.ceil(units / step) for mark in marks if mark == self._batches}
+        wanted = {last.get(mark, round(mark * workers / accumulate)) for mark in marks}
+        return sync_intervals(units, step, workers, wanted, most)
 
     # ------------------------------------------------------------------ every batch
 
@@ -276,7 +241,9 @@ class LeasedLoop:
                 run(synchronizer.flush())
             more = resumes = leases.wait(steps - synchronizer.unacknowledged)
         self._interval_done = not more
-        self._epoch_done = self._interval_done and leases.last and not (self._cut or leases.halted)
+        self._epoch_done = self._interval_done and self._over and not leases.halted
+        if self._interval_done and leases.exhausted:  # now it is known how many there are
+            self._batches = math.ceil(leases.reached / self._batch / self.workers)
         last_batch_flag.set(self.trainer, self._epoch_done)
         self._step_schedules()
         if more and leases.dry:
@@ -296,8 +263,8 @@ class LeasedLoop:
         self._set_global_step(self._next_step())
         if not self._interval_done or leases.halted:
             return
-        self._trained = leases.plan.epoch.ends[leases.segment]
-        if leases.segment in self._validates:
+        self._trained = leases.reached
+        if self._validates_now:
             across = trainer.check_val_every_n_epoch is None
             latest = private_names.latest_batch_ever if across else private_names.latest_batch
             validates_after.set(trainer, 1 + latest(trainer))
@@ -339,7 +306,7 @@ class LeasedLoop:
         if self._stopped or self.leases.halted:  # else it is known where all are
             epoch = self.leases.plan.epoch
             self._trained = sum(last - first for first, last in self.leases.done())
-            self._epoch_done = self._trained == epoch.units and not self._cut
+            self._epoch_done = self._over if self.leases.exhausted else self._trained == epoch.units and not self._cut
         self._counted = batches
         if self.trainer.lightning_module.automatic_optimization and self._uniform:  # else each worker has its own count
             step = max(step, self._next_step())
@@ -358,9 +325,23 @@ class LeasedLoop:
         last_batch_flag.set(self.trainer, self._epoch_done)
         self._restore_counts()
 
+    @property
+    def _over(self) -> bool:
+        """Whether all data of the epoch have been trained once the present sync interval is over."""
+        return self.leases.exhausted or (self.leases.last and not self._cut)
+
+    @property
+    def _validates_now(self) -> bool:
+        """Whether a validation follows the present sync interval."""
+        leases = self.leases
+        if leases.reached == leases.plan.epoch.ends[leases.segment]:
+            return leases.segment in self._validates
+        every = math.inf if self.trainer.val_check_interval == 1.0 else self._interval  # a length was too large
+        return self._batches in validation_marks(self.trainer, every, self._batches, self._batches_before)
+
     def _restore_counts(self) -> None:
         if self.installed:
-            expected_batches.set(self.trainer, self._batches)
+            expected_batches.set(self.trainer, self._expected)
             validates_after.set(self.trainer, self._interval)
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
@@ -376,8 +357,11 @@ class LeasedLoop:
 
     @property
     def place(self) -> dict[str, Any] | None:
-        """What :meth:`save` adds, between two sync intervals of an epoch, without asking a server; else empty."""
-        return {} if self._idle or not self._trained else self._about(((0, self._trained),))
+        """What :meth:`save` adds, between two sync intervals of an epoch; else empty."""
+        if self._idle or not self._trained:
+            return {}
+        shards = self.leases.plan.epoch.shards  # of which any units may have been trained
+        return self._about(self.leases.done() if shards else ((0, self._trained),))
 
     def _trained_of_epoch(self, held: Held | None, *, final: bool) -> dict[str, Any]:
         epoch = self.leases.plan.epoch
@@ -389,7 +373,7 @@ class LeasedLoop:
     def _about(self, done: tuple[tuple[int, int], ...]) -> dict[str, Any]:
         epoch = self.leases.plan.epoch
         number = int(epoch.key.rpartition("/")[2])
-        about = {"epoch": number, "order": epoch.order, "units": epoch.units, "steps_before": self._steps_before}
+        about = {"epoch": number, "order": epoch.order, "units": epoch.numbers, "steps_before": self._steps_before}
         return {**about, "done": done}
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
@@ -402,7 +386,7 @@ class LeasedLoop:
         """Restore Lightning's own dataloader and counts."""
         self.leases.reset()
         self._restore_counts()
-        self._uninstall()
+        self._data.uninstall()
         batches_begun.shift(self.trainer, self._batches_before - batches_begun(self.trainer))
         self._schedules.restore()
 

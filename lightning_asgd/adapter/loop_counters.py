@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from lightning_asgd.adapter import private_names
@@ -25,10 +27,15 @@ __all__ = [
     "set_global_step",
     "show_expected",
     "steps_to_next_mark",
+    "sync_intervals",
+    "validation_marks",
 ]
 
 NEVER = sys.maxsize
 """A number of batches or steps that is not reached."""
+
+_UNKNOWN = 1 << 31  # batches: more are no estimate, but the numbers of shards of unknown length
+_MOST_MARKS = 1 << 14
 
 
 def count_steps(trainer: Any, step: int) -> None:
@@ -46,17 +53,55 @@ def count_batches(trainer: Any, batches: int) -> None:
 
 
 def show_expected(bar: Any, batches: int) -> None:
-    """Set the number of batches that a progress bar expects.
+    """Set the number of batches that a progress bar expects, if it is known.
 
     Not by ``Progress.update(total=...)`` of rich, which forgets the batches that the speed is computed from: 0.00it/s
     would be shown until two more are trained, and after the last one for good.
     """
+    total = batches if batches < _UNKNOWN else None
     if tqdm_bar.of(bar) is not None:
-        tqdm_bar.of(bar).total = batches
+        tqdm_bar.of(bar).total = total
     elif rich_bar.of(bar) is not None and rich_task.of(bar) is not None:
         for task in rich_bar.of(bar).tasks:
             if task.id == rich_task.of(bar):
-                task.total = batches
+                task.total = total
+
+
+def validation_marks(trainer: Any, every: Any, batches: int, before: int) -> list[int]:
+    """After how many of an epoch's batches validations follow, if one follows ``every`` n of them.
+
+    ``before`` is the number of batches before the epoch. Without a length Lightning validates at the end.
+    """
+    if not private_names.validates_this_epoch(trainer)():
+        return []
+    if every == float("inf"):
+        return [batches]
+    across = trainer.check_val_every_n_epoch is None
+    first = every - (before % every if across else 0)
+    return list(range(first, min(batches, first + every * _MOST_MARKS) + 1, every))
+
+
+def sync_intervals(
+    units: int, step: int, workers: int, marks: Collection[int], most: int | None
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Where the sync intervals of an epoch end, in units; and which intervals a validation follows.
+
+    An epoch has ``units``, and at ``most`` that number of steps, of ``step`` units. ``marks`` are the numbers of steps,
+    of all workers, after which validations follow. Every worker needs a step in each interval.
+    """
+    steps = math.ceil(units / step)
+    # The last batches are not always enough for all workers: the last sync interval ends with the epoch.
+    wanted = {min(steps, mark) for mark in marks}
+    if most is not None:
+        steps = max(workers, min(steps, most))
+    ends: list[int] = []
+    for end in sorted({*(mark for mark in wanted if mark <= steps), steps}):
+        # Too few for every worker to get one: they belong to the interval before.
+        if ends and end - ends[-1] < workers and ends.pop() in wanted:
+            wanted.add(end)
+        ends.append(end)
+    validates = frozenset(i for i, end in enumerate(ends) if end in wanted)
+    return tuple(min(units, end * step) for end in ends), validates
 
 
 class BatchSchedules:

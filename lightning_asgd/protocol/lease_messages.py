@@ -9,7 +9,10 @@ from typing import ClassVar
 from lightning_asgd.protocol.request import Request
 from lightning_asgd.ranges import are_in_order
 
-__all__ = ["Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
+__all__ = ["UNKNOWN", "Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
+
+UNKNOWN = 1 << 32
+"""Numbers that a shard of unknown length has; those beyond its last sample do not exist."""
 
 
 def is_key(key: str) -> bool:
@@ -20,10 +23,14 @@ def is_key(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What workers share of an epoch. A unit is a sample; or a batch, where a sampler of the user's own makes them."""
+    """What workers share of an epoch. A unit is a sample; or a batch, where a sampler of the user's own makes them.
+
+    Units have numbers from 0 on. Where data are read shard by shard, each shard has a range of numbers. They are
+    trained in any order of shards, and ``ends`` count how many have been trained.
+    """
 
     expected: ClassVar[str] = (
-        "a key with a slash and a number at its end, ascending ends, ranges in order, a step from 1"
+        "a key with a slash and a number at its end, ascending ends, shards and ranges in order, a step from 1"
     )
 
     key: str  # which epoch of which fit it is: the fit's name, a slash, and the epoch's number
@@ -33,6 +40,12 @@ class Epoch:
     # Ranges of units that had been trained when the checkpoint was written that the fit resumes from.
     done: tuple[tuple[int, int], ...] = ()
     step: int = 1  # units of one optimizer step, in the batch size that all count in
+    shards: tuple[int, ...] = ()  # where each shard's numbers end, ascending; empty where data have no shards
+
+    @property
+    def numbers(self) -> int:
+        """One past the last number of a unit."""
+        return self.shards[-1] if self.shards else self.units
 
     @property
     def fit(self) -> str:
@@ -49,7 +62,8 @@ class Epoch:
         """Whether there can be such an epoch."""
         ends = self.ends
         ascend = ends[-1:] == (self.units,) and (ends == (0,) or all(a < b for a, b in pairwise((0, *ends))))
-        return ascend and are_in_order(self.done, self.units) and self.step >= 1 and is_key(self.key)
+        in_order = are_in_order(self.done, self.numbers) and all(a < b for a, b in pairwise((0, *self.shards)))
+        return ascend and in_order and self.step >= 1 and is_key(self.key)
 
 
 @dataclass(frozen=True)
@@ -62,11 +76,13 @@ class LeaseHoldings:
     granted: tuple[tuple[int, int], ...]  # ranges of units, in the order in which they were granted
     trained: int  # number of these units that it has trained
     served: int  # the last sync interval in which it was granted units
+    ended: tuple[int, ...] = ()  # see `LeaseRequest`; all of the epoch that it has found
 
     @property
     def can_be(self) -> bool:
         """Whether the epoch has such units."""
-        return self.trained >= 0 and all(are_in_order([each], self.epoch.units) for each in self.granted)
+        ends = self.trained >= 0 and all(0 <= number < self.epoch.numbers for number in self.ended)
+        return ends and all(are_in_order([each], self.epoch.numbers) for each in self.granted)
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,8 @@ class LeaseRequest(Request):
     halt: bool = False  # whether the others are to be granted no more of the epoch either
     size: int = 1  # units of one of its optimizer steps
     opens: Epoch | None = None  # in a job, the epoch that the first request opens: see `OpenEpoch`
+    ended: tuple[int, ...] = ()  # numbers from which on shards that it reads turned out to have no more samples
+    begun: int = 0  # units that it holds, beyond whole steps, where shards end within a step
 
 
 @dataclass(frozen=True)
@@ -115,5 +133,6 @@ class LeaseGrant:
     # Whether this is probably the worker's last grant of the sync interval. Then it pushes and waits.
     final: bool = False
     halted: bool = False  # whether the sync interval is over because a worker has halted the epoch
+    exhausted: bool = False  # whether it is over because all shards are, whatever its end
     incarnations: dict[int, int] = field(default_factory=dict)  # see `Reply`
     left: dict[int, str] = field(default_factory=dict)  # see `Reply`

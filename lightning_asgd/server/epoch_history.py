@@ -16,6 +16,7 @@ from lightning_asgd.ranges import common
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard_leases import leases_of
 
 __all__ = ["Epochs", "Ranges"]
 
@@ -127,16 +128,20 @@ class Epochs:
             fit, _, number = key.rpartition("/")
             if fit == self._fit:
                 self._latest = max(self._latest, int(number))
-        for worker, part in sorted(parts.items(), key=lambda item: -item[1].epoch.number):
+        for part in sorted(parts.values(), key=lambda part: -part.epoch.number):
             if part.epoch.fit == self._fit:
                 if part.epoch.number not in self._known:
                     self._keep(part.epoch, None, 0.0)
-                self._known[part.epoch.number].reinstate(worker, part)
+                self._known[part.epoch.number].learn_ends(part.ended)
+        for worker, part in sorted(parts.items()):
+            leases = self._known.get(part.epoch.number)
+            if leases is not None and part.epoch.fit == self._fit:
+                leases.reinstate(worker, part)
 
     def _keep(self, epoch: Epoch, before: Leases | None, now: float) -> None:
-        over = ((0, epoch.units),) if epoch.number < self._latest else epoch.done
-        epoch = replace(epoch, done=tuple(common(self._held.pop(epoch.key, over), 0, epoch.units)))
+        over = ((0, epoch.numbers),) if epoch.number < self._latest else epoch.done
+        epoch = replace(epoch, done=tuple(common(self._held.pop(epoch.key, over), 0, epoch.numbers)))
         self._latest = max(self._latest, epoch.number)
         for number in sorted(self._known)[: max(0, len(self._known) + 1 - _KEPT)]:
             del self._known[number]
-        self._known[epoch.number] = Leases(epoch, all_train=self._all_train, before=before, now=now)
+        self._known[epoch.number] = leases_of(epoch, all_train=self._all_train, before=before, now=now)

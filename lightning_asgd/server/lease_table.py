@@ -19,13 +19,13 @@ from lightning_asgd.ranges import common, merged
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.self_scheduling import Load, steps_to_grant
 
-__all__ = ["Leases"]
+__all__ = ["Leases", "WorkerLeases"]
 
 _LONGEST_S = 1e7  # of a duration that a worker reports
 
 
 @dataclass
-class _Worker:
+class WorkerLeases:
     """What is known of a worker in this epoch."""
 
     held: deque[tuple[int, int]] = field(default_factory=deque)  # granted and not yet applied, in the order of training
@@ -39,6 +39,8 @@ class _Worker:
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
+    next_unit: int = -1  # one past what it was granted last
+    begun: int = 0  # units that it has of a step which is to be completed
     stopped: bool = False
     waiting: LeaseRequest | None = None
 
@@ -64,15 +66,20 @@ class Leases:
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         self.epoch = epoch
         self._all_train = all_train
-        self._expected: dict[int, _Worker] = {}  # workers without a request yet, as in the previous epoch
+        self._expected: dict[int, WorkerLeases] = {}  # workers without a request yet, as in the previous epoch
         if before is not None:
             for number, w in (before._expected | before._workers).items():
                 if number in before._living:
-                    self._expected[number] = _Worker(unit_s=w.unit_s, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now)
+                    self._expected[number] = WorkerLeases(
+                        unit_s=w.unit_s, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now
+                    )
         self._free: list[tuple[int, int]] = []
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, WorkerLeases] = {}
         self._living: set[int] = set()
         self._finished: list[tuple[int, int]] = []
+        self._cuts = epoch.shards or epoch.ends  # where free ranges end at the latest
+        self._cut_at = frozenset(self._cuts)
+        self._ended: dict[int, int] = {}  # first number without a sample, by the end of its shard
         self._halted = False  # whether nothing is granted any more
         start = 0
         for first, last in sorted(epoch.done):
@@ -80,8 +87,8 @@ class Leases:
                 self._release(start, first)
             self._finish(first, last)
             start = max(start, last)
-        if start < epoch.units:
-            self._release(start, epoch.units)
+        if start < epoch.numbers:
+            self._release(start, epoch.numbers)
 
     @property
     def finished(self) -> tuple[tuple[int, int], ...]:
@@ -90,7 +97,7 @@ class Leases:
 
     def worker(self, number: int) -> tuple[float, int]:
         """Seconds per step of a worker, and how many it has trained; both 0 if nothing is known."""
-        worker = self._workers.get(number, _Worker())
+        worker = self._workers.get(number, WorkerLeases())
         size = worker.size or 1
         return worker.unit_s * size, -(-worker.trained // size)
 
@@ -107,7 +114,7 @@ class Leases:
                 f"Worker {worker} counts {other.step} samples per optimizer step in epoch {other.key}, the others "
                 f"{self.epoch.step}. Expected the same accumulate_grad_batches on every worker; batch sizes may differ."
             )
-        if (other.units, other.ends) != (self.epoch.units, self.epoch.ends):
+        if (other.units, other.ends, other.shards) != (self.epoch.units, self.epoch.ends, self.epoch.shards):
             raise ProtocolError(
                 f"Worker {worker} has {other.units} units in sync intervals that end at {other.ends[-3:]} for epoch "
                 f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
@@ -127,17 +134,21 @@ class Leases:
     def stop_waiting_for(self, numbers: Collection[int], now: float) -> list[Completion]:
         """Reserve nothing for workers that have finished the sync interval, as a lost server had announced."""
         for number in numbers:
-            self._workers.setdefault(number, _Worker()).stopped = True
+            self._workers.setdefault(number, WorkerLeases()).stopped = True
         return self.retry(now)
 
     def reinstate(self, number: int, part: LeaseHoldings) -> None:
         """Restore what a worker reports that a lost coordinator granted it."""
-        worker = self._workers[number] = _Worker(trained=part.trained, segment=part.served, served=part.served)
+        worker = self._workers[number] = WorkerLeases(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
+            worker.next_unit = last
             worker.applied += sum(b - a for a, b in common(self._finished, first, last))
             for a, b in common(self._free, first, last):
                 self._hold(worker, a, b)
+
+    def learn_ends(self, numbers: Collection[int]) -> None:
+        """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
 
     def applied(self, number: int, units: int) -> None:
         """Note how many of a worker's units are applied, at the moment when the push itself arrives.
@@ -164,9 +175,11 @@ class Leases:
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
-        worker = self._workers.setdefault(request.worker, _Worker())
+        worker = self._workers.setdefault(request.worker, WorkerLeases())
+        self._note_ends(request.worker, worker, request.ended)
         worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
-        worker.rtt_s, worker.flush, worker.size = request.rtt_s, request.flush, request.size
+        worker.rtt_s, worker.flush = request.rtt_s, request.flush
+        worker.size, worker.begun = request.size, request.begun % request.size
         answers: list[Completion] = []
         if worker.waiting is not None:
             answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
@@ -201,7 +214,7 @@ class Leases:
                     again = True
         return answers
 
-    def _answer(self, number: int, worker: _Worker, request: LeaseRequest, now: float) -> LeaseGrant | None:
+    def _answer(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant | None:
         """What a waiting worker is granted; None if it must wait on."""
         first, last = self._choose(number, worker, request, now)
         if first < last:
@@ -217,7 +230,7 @@ class Leases:
 
     # ------------------------------------------------------------------ choosing
 
-    def _choose(self, number: int, worker: _Worker, request: LeaseRequest, now: float) -> tuple[int, int]:
+    def _choose(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> tuple[int, int]:
         """Units for a worker; an empty range if there are none, or if others will finish them sooner."""
         units = self._units_for(number, worker, request.segment, now)
         if units == 0:
@@ -228,7 +241,7 @@ class Leases:
             return first, last  # too little would be left for a step
         return first, min(last, first + units)
 
-    def _units_for(self, number: int, worker: _Worker, segment: int, now: float) -> int:
+    def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
         """How many of the free units of a segment a worker should train next."""
         left = sum(last - first for first, last in self._free_in(segment))
         if not left or self._halted:
@@ -243,7 +256,7 @@ class Leases:
         least = min(worker.size, max(1, left // (1 + len(unserved))))
         return max(least, units) if all(w.unit_s for w in others) else least
 
-    def _steps(self, worker: _Worker, others: list[_Worker], left: int, now: float) -> int:
+    def _steps(self, worker: WorkerLeases, others: list[WorkerLeases], left: int, now: float) -> int:
         """How many steps to grant, from the workers' speeds."""
         known = [w.unit_s for w in (worker, *others) if w.unit_s]
         if not worker.unit_s:
@@ -262,10 +275,10 @@ class Leases:
         # If all wait, each would leave the rest to another: the worker that finishes first must take it.
         return steps_to_grant(mine, loads, left, worker.rtt_s, must=self._all_wait)
 
-    def _others(self, number: int) -> list[_Worker]:
+    def _others(self, number: int) -> list[WorkerLeases]:
         known = self._expected | self._workers
         if self._all_train:  # else a worker that has just joined may take long to set up; others do not wait for it
-            known = {n: _Worker() for n in self._living} | known
+            known = {n: WorkerLeases() for n in self._living} | known
         return [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
 
     @property
@@ -274,13 +287,18 @@ class Leases:
         there = (worker for number, worker in self._workers.items() if number in self._living)
         return all(worker.stopped or (worker.waiting is not None and worker.waiting.wait) for worker in there)
 
-    def _unserved(self, number: int, segment: int) -> list[_Worker]:
+    def _unserved(self, number: int, segment: int) -> list[WorkerLeases]:
         """The other workers without a unit of the segment, which would not notice its end."""
         return [w for w in self._others(number) if w.served < segment] if self._all_train else []
 
     def _free_in(self, segment: int) -> list[tuple[int, int]]:
         """The free ranges of the segments up to this one."""
         return [(first, last) for first, last in self._free if first < self.epoch.ends[segment]]
+
+    def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
+        """Take note of where a worker says that shards end."""
+        if ends:
+            raise ProtocolError(f"Worker {number} says that shards end in epoch {self.epoch.key}, which has none.")
 
     def _over(self, segment: int) -> bool:
         end = self.epoch.ends[segment]
@@ -290,13 +308,13 @@ class Leases:
     # ------------------------------------------------------------------ book-keeping
 
     def _grant(
-        self, worker: _Worker, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+        self, worker: WorkerLeases, first: int, last: int, now: float, *, over: bool = False, final: bool = False
     ) -> LeaseGrant:
         rates = [1 / w.unit_s for n, w in self._workers.items() if w.unit_s and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.unit_s if worker.unit_s and rates else float(max(1, len(self._living)))
         return LeaseGrant(first, last, over, self._progress(now), ratio, final=final)
 
-    def _dummy(self, worker: _Worker, request: LeaseRequest, now: float) -> LeaseGrant:
+    def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """A dummy batch, whose update is discarded."""
         worker.served, end = request.segment, self.epoch.ends[request.segment]
         begin = self.epoch.ends[request.segment - 1] if request.segment else 0
@@ -307,11 +325,12 @@ class Leases:
         done = sum(last - first for first, last in self._finished)
         return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
 
-    def _take(self, worker: _Worker, first: int, last: int) -> None:
+    def _take(self, worker: WorkerLeases, first: int, last: int) -> None:
         self._hold(worker, first, last)
         worker.granted += last - first
+        worker.next_unit = last
 
-    def _hold(self, worker: _Worker, first: int, last: int) -> None:
+    def _hold(self, worker: WorkerLeases, first: int, last: int) -> None:
         index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)
         a, b = self._free.pop(index)
         if a < first:
@@ -320,7 +339,7 @@ class Leases:
             insort(self._free, (last, b))
         worker.held.append((first, last))
 
-    def _apply(self, worker: _Worker, applied: int) -> None:
+    def _apply(self, worker: WorkerLeases, applied: int) -> None:
         """Note how many of the units granted to a worker have been applied, from the first on."""
         fresh = applied - worker.applied
         worker.applied = max(worker.applied, applied)
@@ -332,7 +351,7 @@ class Leases:
             if first + part < last:
                 worker.held.appendleft((first + part, last))
 
-    def _give_back(self, worker: _Worker, *, trained_too: bool) -> None:
+    def _give_back(self, worker: WorkerLeases, *, trained_too: bool) -> None:
         """Release what a worker holds: all of it, or what it has not trained yet."""
         keep = 0 if trained_too else worker.trained - worker.applied
         kept: deque[tuple[int, int]] = deque()
@@ -354,12 +373,14 @@ class Leases:
         return [Completion(worker.waiting, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
 
     def _release(self, first: int, last: int) -> None:
-        """Make units free, in ranges that end with segments at the latest."""
+        """Make units free, in ranges that end with segments, or shards, at the latest."""
         while first < last:
-            end = self.epoch.ends[bisect_right(self.epoch.ends, first)]
-            insort(self._free, (first, min(last, end)))
+            end = self._cuts[bisect_right(self._cuts, first)]
+            stop = min(last, self._ended.get(end, end))
+            if first < stop:
+                insort(self._free, (first, stop))
             first = min(last, end)
-        self._free = merged(self._free, self.epoch.ends)
+        self._free = merged(self._free, self._cut_at)
 
     def _finish(self, first: int, last: int) -> None:
         insort(self._finished, (first, last))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_asgd.protocol import Status, WorkerStatus
+from lightning_asgd.protocol import UNKNOWN, Status, WorkerStatus
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.shard import Shard
@@ -32,7 +32,7 @@ def view(members: Membership, shard: Shard | None, leases: Leases | None, now: f
         members.chief if workers else None,
         None if leases is None else leases.epoch.number,
         0 if leases is None else -(-sum(last - first for first, last in leases.finished) // leases.epoch.step),
-        0 if leases is None else -(-leases.epoch.units // leases.epoch.step),
+        0 if leases is None or leases.epoch.units >= UNKNOWN else -(-leases.epoch.units // leases.epoch.step),
         tuple(workers),
         tuple(members.events[-_EVENTS:]),
     )

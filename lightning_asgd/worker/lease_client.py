@@ -12,74 +12,23 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-from torch.futures import Future
 
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.ranges import without
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
+from lightning_asgd.worker.lease_plan import Asked, LeasedBatch, Plan, ShardPlan
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import WorkFeed
 
-__all__ = ["DataLeases", "Plan"]
+__all__ = ["DataLeases"]
 
 _SMOOTH = 0.3  # weight of the latest step in the unit_s
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One epoch on a worker."""
-
-    epoch: Epoch  # units and segments
-    items: Sequence[Any]  # the units of all workers, in order: samples, or batches
-    batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
-    accumulate: int = 1  # batches per optimizer step
-
-    @property
-    def step(self) -> int:
-        """Units per optimizer step of this worker."""
-        return (self.batch or 1) * self.accumulate
-
-    def batches(self, first: int, last: int) -> Iterator[_Batch]:
-        """A range of units as this worker trains it: in full steps, or in nearly equal ones."""
-        for begin, end in _even(first, last, self.step):
-            ranges = _even(begin, end, self.batch or 1)
-            for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
-                samples = self.items[a] if self.batch is None else list(self.items[a:b])
-                yield _Batch(samples, begin, end - begin, left)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    samples: Any
-    step: int  # the first unit of its step
-    units: int  # of that step
-    left: int  # batches of the step that follow
-    void: bool = False  # whether it was granted to others
-
-    @property
-    def closes(self) -> bool:
-        return not self.left
-
-
-@dataclass
-class _Asked:
-    """A lease request in flight."""
-
-    future: Future[Any]
-    trained: int
-    begun: float
-    timeout_s: float | None
-    stop: bool
-    halt: bool
-    client: SessionClient  # it was sent over: a new layout brings another one
-    restored: int  # how often the coordinator had been restored
-    answered: list[float] = field(default_factory=list)
 
 
 class DataLeases(WorkFeed):
@@ -103,18 +52,25 @@ class DataLeases(WorkFeed):
         self.granted_wait_s = 0.0  # in which training waited for a lease
         self.others_wait_s = 0.0  # in which it waited for the others to train their leases
         self._exchange_s = 0.0  # round trip of a request
+        self._plan: Plan | None = None
         self.reset()
 
     def reset(self, plan: Plan | None = None) -> None:
         """Forget the present epoch."""
+        if self._plan is not None:
+            self._plan.close()
         self._plan = plan
         self.segment = 0
         self.halted = False  # whether a worker has ended the present epoch early for all
-        self._waiting: deque[_Batch] = deque()  # granted, not yet given to the loader
-        self._loading: deque[_Batch] = deque()  # given to the loader, not yet trained
+        self.exhausted = False  # whether its shards are, whatever the end of the segment
+        self._waiting: deque[LeasedBatch] = deque()  # granted, not yet given to the loader
+        self._loading: deque[LeasedBatch] = deque()  # given to the loader, not yet trained
         self._unapplied: deque[tuple[int, int]] = deque()  # per trained step, those taken until then, and its units
         self._granted: list[tuple[int, int]] = []  # ranges of units, without those of void grants
         self._served = -1  # the last segment of which anything was
+        self._fed = -1  # the last segment of which there was a batch
+        self._ended: list[int] = []  # see `LeaseRequest`; of the present epoch
+        self._unreported: list[int] = []  # those that the coordinator may not know
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
         self._dry = False  # whether the loader knows that the sync interval is over
@@ -122,7 +78,7 @@ class DataLeases(WorkFeed):
         self._progress, self._ratio, self._since = 0.0, 1.0, 0
         self._reached = 0.0
         self._begun: float | None = None
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         self._opens: Epoch | None = None  # the epoch that the next request opens
         self.unit_s = self._trip = 0.0
         self._flushes: deque[float] = deque(maxlen=3)  # durations of the latest flushes
@@ -145,8 +101,9 @@ class DataLeases(WorkFeed):
         else:  # without sync points a late worker skips segments that are over
             done = self._open(plan.epoch)
         first = next((last for start, last in sorted(done) if start == 0), 0)  # first unit that is not done
-        self.segment = min(bisect_right(plan.epoch.ends, first), len(plan.epoch.ends) - 1)
         self._progress = float(sum(last - first for first, last in done))
+        reached = int(self._progress) if plan.epoch.shards else first
+        self.segment = min(bisect_right(plan.epoch.ends, reached), len(plan.epoch.ends) - 1)
 
     def take(self) -> Any:
         """Samples of the next batch to load; None if there is none now."""
@@ -157,13 +114,15 @@ class DataLeases(WorkFeed):
         batch = self._waiting.popleft()
         self._loading.append(batch)
         # Request early enough that there is still work while the answer is in flight, also on a slow network.
-        if self._lasts_s(len(self._waiting)) <= _AHEAD * self._trip:
+        reader = self.plan.reader
+        if self._lasts_s() <= _AHEAD * self._trip or (reader is not None and reader.left < 2 * self.plan.step):
             self._ask_early()
         return batch.samples
 
-    def _lasts_s(self, batches: int) -> float:
-        """Expected seconds to train a number of batches."""
-        return batches * (self.plan.batch or 1) * self.unit_s
+    def _lasts_s(self, loading: int = 0) -> float:
+        """Expected seconds to train what was granted, with some of the batches that are being loaded."""
+        reader, units = self.plan.reader, (len(self._waiting) + loading) * (self.plan.batch or 1)
+        return (units if reader is None else units + reader.left) * self.unit_s
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -186,7 +145,12 @@ class DataLeases(WorkFeed):
     @property
     def last(self) -> bool:
         """Whether the present segment is the epoch's last."""
-        return self.segment + 1 == len(self.plan.epoch.ends)
+        return self.exhausted or self.segment + 1 == len(self.plan.epoch.ends)
+
+    @property
+    def reached(self) -> int:
+        """Units that all workers have trained once the present segment is over."""
+        return int(self._progress) if self.exhausted else self.plan.epoch.ends[self.segment]
 
     @property
     def dry(self) -> bool:
@@ -196,7 +160,7 @@ class DataLeases(WorkFeed):
     @property
     def closes(self) -> bool:
         """Whether the batch that is trained now is the last one of its optimizer step."""
-        return bool(self._loading) and self._loading[0].closes
+        return bool(self._loading) and not self._loading[0].left
 
     def accumulate(self, batches: int) -> None:
         """Set the number of batches per optimizer step for future grants."""
@@ -236,11 +200,11 @@ class DataLeases(WorkFeed):
         if not self._loading:
             return True
         batch = self._loading.popleft()
-        self._unfinished = None if batch.closes else batch.step
+        self._unfinished = batch.step if batch.left else None
         if batch.void:
             self._begun = None
             return False
-        if not batch.closes:
+        if batch.left:
             return True
         now = self._clock()
         if self._begun is not None:
@@ -270,7 +234,7 @@ class DataLeases(WorkFeed):
         """This worker's part of the present epoch, for the replacement of a lost coordinator."""
         if self._plan is None:
             return None
-        return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served)
+        return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served, tuple(self._ended))
 
     def revoke(self) -> None:
         """Drop all leases after this worker was fenced: the others have them, and its counts start over.
@@ -289,8 +253,10 @@ class DataLeases(WorkFeed):
         self._trained = self._applied = self._since = 0
         self._final = False
         self._begun = None
+        self._unreported.clear()
         if self._plan is not None:  # a server that was restored meanwhile may not know of it
             self._opens = self._plan.epoch
+            self._plan.drop()
 
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch in this segment, as far as is known without waiting.
@@ -310,7 +276,7 @@ class DataLeases(WorkFeed):
         self._exchange_s = seconds
         if self._plan is None:
             return
-        if not seconds or self._lasts_s(len(self._loading) + len(self._waiting)) < seconds:
+        if not seconds or self._lasts_s(len(self._loading)) < seconds:
             self._ask_early(seconds)
 
     @contextmanager
@@ -324,9 +290,12 @@ class DataLeases(WorkFeed):
         """Wait until all have trained the segment. Returns whether there is another batch. Updates must be flushed."""
         self._note(acknowledged)
         more = self._take(self._ask(wait=True))
+        while more and not self._waiting and not self._get():  # none of what was granted exists
+            self._note(acknowledged)
+            more = self._take(self._ask(wait=True))
         self._begun = None
         if not more and not self.halted:
-            self._reached = float(self.plan.epoch.ends[self.segment])
+            self._reached = float(self.reached)
         return more
 
     def next_interval(self) -> None:
@@ -342,6 +311,7 @@ class DataLeases(WorkFeed):
         self._take_prefetched()  # else it could arrive after what follows
         self._waiting.clear()
         self._loading.clear()
+        self.plan.drop()
         self._take(self._ask(stop=True, halt=halt))
         self._granted = self.own
 
@@ -365,6 +335,38 @@ class DataLeases(WorkFeed):
             self._applied += self._unapplied.popleft()[1]
 
     def _get(self) -> bool:
+        """Whether there is another batch for this worker, as far as is known without waiting for others."""
+        return self._read(self.plan) if isinstance(self.plan, ShardPlan) else self._request()
+
+    def _read(self, plan: ShardPlan) -> bool:
+        """Read a step's samples from shards; fewer, if others hold the rest. Returns whether there are any."""
+        last = False
+        while (end := plan.fill()) is not None or (plan.wants_more and not last):
+            if end is not None:
+                self._report_end(plan, end)
+            elif plan.has_step and not (self._final or (self._asked is not None and self._asked.future.done())):
+                break  # what follows is asked for while this step is trained
+            else:
+                last = not self._request()
+        batches, left_out = plan.next_steps(self._trained, last=last, void=self._fed < self.segment)
+        self._waiting.extend(batches)
+        if left_out:
+            self._trained += left_out  # with the steps before
+            self._unapplied.append((0, left_out))
+        if batches:
+            self._fed = self.segment
+        return bool(batches)
+
+    def _report_end(self, plan: ShardPlan, number: int) -> None:
+        """Report the end of a shard. Nothing that was granted later may be trained before the coordinator knows it."""
+        self._take_prefetched()  # it may hold more of the shard
+        if any(first <= number <= last for first, last in self._granted):  # else all was revoked meanwhile
+            self._granted = without(self._granted, number, plan.reader.end(number))
+            self._ended.append(number)
+            self._unreported.append(number)
+            self._take(self._ask())
+
+    def _request(self) -> bool:
         """Whether there are more units for this worker, as far as is known without waiting for others."""
         if self._asked is not None:
             return self._take_prefetched()
@@ -375,7 +377,7 @@ class DataLeases(WorkFeed):
         asked, self._asked = self._asked, None
         return asked is not None and self._take(asked)
 
-    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> _Asked:
+    def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
         connection, restored = client.connection, client.connection.restored[COORDINATOR]
         message = LeaseRequest(
@@ -392,13 +394,15 @@ class DataLeases(WorkFeed):
             halt=halt,
             size=self.plan.step,
             opens=self._opens,
+            ended=tuple(self._unreported),
+            begun=0 if self.plan.reader is None else self.plan.reader.left % self.plan.step,
         )
         future = connection.post(COORDINATOR, message, None if timeout_s is None else timeout_s + GRACE_S)
-        asked = _Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored)
+        asked = Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored, message.ended)
         future.add_done_callback(lambda _: asked.answered.append(self._clock()))
         return asked
 
-    def _take(self, asked: _Asked) -> bool:
+    def _take(self, asked: Asked) -> bool:
         """Take a grant. Returns whether it holds any units."""
         client, grant, waiting_since = asked.client, None, self._clock()
         try:
@@ -421,15 +425,17 @@ class DataLeases(WorkFeed):
             self._trip = max(took, (1 - _SMOOTH) * self._trip)
         self._progress, self._ratio, self._since, self._final = grant.progress, grant.ratio, asked.trained, grant.final
         self.halted |= grant.halted
-        granted = self.plan.batches(grant.first, grant.last)
-        self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
+        self.exhausted |= grant.exhausted
+        self._unreported = [number for number in self._unreported if number not in asked.ended]
         if grant.last > grant.first:
+            granted = self.plan.batches(grant.first, grant.last)
+            self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
             self._served = self.segment
             if not grant.void:
                 self._granted.append((grant.first, grant.last))
         return grant.last > grant.first
 
-    def _grant(self, asked: _Asked) -> LeaseGrant:
+    def _grant(self, asked: Asked) -> LeaseGrant:
         """Wait for a lease request's answer; after a time-out nothing is granted, and the segment counts as over."""
         connection = asked.client.connection
         if asked.timeout_s is not None and not connection.wait(asked.future, asked.timeout_s):
@@ -439,9 +445,3 @@ class DataLeases(WorkFeed):
         members.incarnations |= grant.incarnations
         members.left = dict(grant.left)
         return grant
-
-
-def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
-    """Cut a range into as few nearly equal parts of at most a size as possible."""
-    parts, length = math.ceil((last - first) / size), last - first
-    return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
+from lightning_asgd.worker.random_numbers import same_random_numbers
 
-from lightning_asgd.worker.lease_client import DataLeases, Plan
-
-__all__ = ["LeasedBatches", "digest", "in_common_order"]
+__all__ = ["LeasedBatches", "LeasedSteps", "digest", "in_common_order"]
 
 
 class LeasedBatches:
@@ -48,11 +47,11 @@ class LeasedBatches:
         if plan is None:
             return iter(self._part())
         self._leases.open(plan)
-        return _Granted(self._leases)
+        return LeasedSteps(self._leases)
 
 
-class _Granted(Iterator[Any]):
-    """Not a generator: it may yield again after it was exhausted."""
+class LeasedSteps(Iterator[Any]):
+    """What is granted. Not a generator: it may yield again after it was exhausted."""
 
     def __init__(self, leases: DataLeases) -> None:
         self._leases = leases
@@ -65,23 +64,9 @@ class _Granted(Iterator[Any]):
 
 
 def in_common_order(sampler: Any, seed: int) -> list[Any]:
-    """All that a sampler yields, in the order that every worker gets with the same seed.
-
-    Whatever random numbers it draws from torch's, Python's and NumPy's global generators begin at the seed; the state
-    of these is afterwards as before.
-    """
-    import numpy
-
-    python, array = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-            return list(sampler)
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
+    """All that a sampler yields, in the order that every worker gets with the same seed."""
+    with same_random_numbers(seed):
+        return list(sampler)
 
 
 def digest(items: Sequence[Any]) -> bytes:

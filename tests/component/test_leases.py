@@ -21,7 +21,8 @@ from torch.utils.data import RandomSampler
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest, OpenEpoch
 from lightning_asgd.server.lease_table import Leases
-from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.leased_sampler import in_common_order
 from lightning_asgd.worker.session_client import Members
 

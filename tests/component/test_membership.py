@@ -34,7 +34,8 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient

@@ -48,7 +48,8 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.lease_client import DataLeases, Plan
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.synchronizer import Training, run

@@ -297,7 +297,7 @@ SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield th
 @pytest.mark.parametrize(
     ("data", "line", "reason", "warned"),
     [
-        (lambda: DataLoader(Stream(), batch_size=BATCH), OWN, "no distributed sampler", 1),
+        (lambda: DataLoader(Stream(), batch_size=BATCH), OWN, "Stream has no open_shard(epoch, shard, start)", 1),
         (lambda: DataLoader(Stream(divided=True), batch_size=BATCH), OWN, "Expected Stream to give each worker", 0),
         (lambda: [loader(32), loader(32)], PART, "there are 2 training dataloaders", 0),
         (lambda: loader(4, batch_size=4), PART, "1 batches per epoch are too few for 2 workers", 0),

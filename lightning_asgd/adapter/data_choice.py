@@ -1,0 +1,106 @@
+"""Which loop over the training data a fit uses: one that leases samples or shards, or one with a part per worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.checkpointing import restart_epochs
+from lightning_asgd.adapter.data_mode import batch_size_of, count_in, set_length, why_not_shared, why_split
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
+from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.private_names import training_loaders
+from lightning_asgd.adapter.sampled_data import SampledData
+from lightning_asgd.adapter.streamed_data import StreamedData
+from lightning_asgd.shards.find import batch_of, is_streamed, is_whole, shards_of
+from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.worker.lease_client import DataLeases
+
+__all__ = ["DataChoice"]
+
+
+class DataChoice:
+    """The choice of one fit of one worker. All workers make it together.
+
+    Args:
+        leases: the worker's.
+        resumed: returns what a checkpoint says of the epoch that it was written in, once.
+        split: every worker is to have its own part.
+
+    Attributes:
+        loop: what is chosen; another object may take its place at the start of an epoch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        membership: AnyFleet,
+        leases: DataLeases,
+        resumed: Callable[[], Mapping[str, Any]],
+        *,
+        split: bool,
+    ) -> None:
+        self._trainer, self._membership, self._leases, self._resumed = trainer, membership, leases, resumed
+        self._splits = split
+        self._split = FixedSplit(trainer, membership)
+        self.loop: FixedSplit | LeasedLoop = self._split
+        self._batch = 0  # samples of the batches in which all workers count progress
+        self._shards: ShardedData | str = ""  # of the training data, or why there are none
+        self._name = b""  # digest of them
+
+    def on_data(self) -> None:
+        """New training data were set up: have all workers count progress in batches of the same size."""
+        trainer = self._trainer
+        batch = self._leases.batch = batch_size_of(trainer)
+        if self._splits:
+            return
+        self._find_shards()
+        if isinstance(self._shards, ShardedData):
+            batch = self._leases.batch = batch_of(training_loaders(trainer)[0], self._shards)
+        self._batch = self._membership.reference_batch(batch)
+        if not isinstance(self._shards, ShardedData):
+            if batch and self._batch not in (0, batch):
+                count_in(trainer, self._batch)
+        elif (samples := self._shards.samples) is not None:
+            batches = samples / (self._batch or 1) / trainer.world_size
+            set_length(trainer, batches, whole=is_whole(training_loaders(trainer)[0], self._shards))
+
+    def _find_shards(self) -> None:
+        """Find out whether all workers can read the same data by shards."""
+        self._shards, self._name, loaders = "", b"", training_loaders(self._trainer)
+        if len(loaders) != 1 or not is_streamed(loaders[0]):
+            return
+        self._shards = why_not_shared(self._trainer) or shards_of(loaders[0])
+        if isinstance(self._shards, ShardedData):
+            self._shards, self._name = self._shards.examined(private_names.program_seed())
+        if not self._membership.all_have(self._name) and isinstance(self._shards, ShardedData):
+            self._shards = "the workers' data differ" if self._name else "its samples cannot be pickled"
+
+    def choose(self) -> None:
+        """Choose for the epoch that begins."""
+        if self._splits or self.loop.installed:
+            return
+        trainer, loop, entry = self._trainer, self.loop, self._membership.entry
+        if loop is self._split and entry is not None and entry.between_epochs:
+            restart_epochs(trainer)
+        data: SampledData | StreamedData = SampledData(trainer, self._leases)
+        if isinstance(self._shards, ShardedData):
+            data = StreamedData(trainer, self._leases, self._shards, self._name)
+        elif (reason := self._shards or why_split(trainer, self._batch)) is not None:
+            if isinstance(self._membership, ElasticFleet):
+                self._membership.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
+            self.end()
+            self._split.explain(reason)
+            return
+        if isinstance(loop, LeasedLoop):
+            loop.install(data, self._batch)
+        else:
+            self.loop = LeasedLoop(trainer, self._membership, self._leases, self._resumed(), data)
+            self.loop.install(data, self._batch)
+
+    def end(self) -> None:
+        """Restore Lightning's own dataloader and counts."""
+        self.loop.restore()
+        self.loop = self._split

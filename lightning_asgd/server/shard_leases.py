@@ -1,0 +1,136 @@
+"""Which worker trains which units of an epoch whose data have shards. Pure: no network, no clock, no threads.
+
+Workers read the shards side by side, so that a sync interval ends when enough units have been trained, whichever these
+are. A worker is granted more of the shard that it reads; then of one that was left by another, of one that no worker
+has begun, and at last of one that another worker reads.
+
+A shard of unknown length has many more numbers than samples. Who finds its end reports that, before it trains anything
+that was granted to it later: so whatever counts as trained exists.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseRequest
+from lightning_asgd.ranges import without
+from lightning_asgd.server.lease_table import Leases, WorkerLeases
+
+__all__ = ["ShardLeases", "leases_of"]
+
+
+class ShardLeases(Leases):
+    """The units of one epoch, each of which lies in a shard; see :class:`Leases`."""
+
+    _done = 0
+    """Units that have been applied."""
+
+    @cached_property
+    def _begins(self) -> frozenset[int]:
+        """The first number of each shard."""
+        return frozenset((0, *self.epoch.shards))
+
+    def learn_ends(self, numbers: Collection[int]) -> None:
+        """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
+        for number in numbers:
+            self._end(number)
+
+    def _end(self, number: int) -> int:
+        """Note that a shard has no sample from a number on. Returns one past the shard's last number."""
+        end = self.epoch.shards[bisect_right(self.epoch.shards, number)]
+        self._ended[end] = min(number, self._ended.get(end, number))
+        self._free = without(self._free, number, end)
+        return end
+
+    def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
+        for each in ends:
+            if self._ended.get(self._shard_of(number, each), self.epoch.numbers) <= each:
+                continue  # a repeated call, or another worker has found it first
+            if not any(first <= each <= last for first, last in worker.held):
+                raise ProtocolError(
+                    f"Worker {number} says that a shard of epoch {self.epoch.key} ends at {each}. Expected a "
+                    "number that was granted to it, or the next."
+                )
+            self._end(each)
+        for each in ends:
+            end, before = self._shard_of(number, each), sum(last - first for first, last in worker.held)
+            worker.held = deque(without(worker.held, each, end))
+            worker.granted -= before - sum(last - first for first, last in worker.held)
+
+    def _shard_of(self, number: int, unit: int) -> int:
+        """One past the last number of a unit's shard."""
+        if not 0 <= unit < self.epoch.numbers:
+            raise ProtocolError(f"Worker {number} says that a shard ends at {unit}, of {self.epoch.numbers} numbers.")
+        return self.epoch.shards[bisect_right(self.epoch.shards, unit)]
+
+    def _free_in(self, segment: int) -> list[tuple[int, int]]:
+        """Free ranges, as many units as may still be trained in the segments up to this one."""
+        left, free = (
+            min(self._left_in(segment), UNKNOWN),
+            [],
+        )  # more is as good as endless, and there may be many shards
+        for first, last in self._free:
+            if left <= 0:
+                break
+            free.append((first, min(last, first + left)))
+            left -= last - first
+        return free
+
+    def _left_in(self, segment: int) -> int:
+        held = sum(last - first for worker in self._workers.values() for first, last in worker.held)
+        return self.epoch.ends[segment] - self._done - held
+
+    def _finish(self, first: int, last: int) -> None:
+        super()._finish(first, last)
+        self._done += last - first
+
+    def _over(self, segment: int) -> bool:
+        holds = any(worker.held for worker in self._workers.values() if worker.segment <= segment)
+        return not holds and (self._halted or not self._free_in(segment))
+
+    def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
+        units = super()._units_for(number, worker, segment, now)
+        if worker.begun and not self._halted and self._free_in(segment):  # else there would be a smaller step
+            units = max(units, worker.size) - worker.begun
+        return units
+
+    def _choose(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> tuple[int, int]:
+        others = [w for n, w in self._workers.items() if w is not worker and n in self._living and not w.stopped]
+        reserved = sum(-w.begun % w.size for w in others if w.begun)
+        left = self._left_in(request.segment) - reserved
+        units = min(self._units_for(number, worker, request.segment, now), left)
+        if units <= 0:
+            return 0, 0
+        worker.served = request.segment
+        place = bisect_left(self._free, (worker.next_unit, 0))
+        if place == len(self._free) or self._free[place][0] != worker.next_unit:
+            read = {w.next_unit for w in others}
+            firsts = [first for first, _ in self._free]
+            kinds = [1 if first in self._begins else 2 if first in read else 0 for first in firsts]
+            place = kinds.index(min(kinds))
+        first, last = self._free[place]
+        units = min(last - first, units)
+        worker.begun = (worker.begun + units) % worker.size
+        return first, first + units
+
+    def _grant(
+        self, worker: WorkerLeases, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+    ) -> LeaseGrant:
+        grant = super()._grant(worker, first, last, now, over=over, final=final)
+        held = any(each.held for each in self._workers.values())
+        return replace(grant, exhausted=over and not (self._free or held or self._halted))
+
+    def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
+        """No unit: a worker has samples of its own for a dummy batch."""
+        over = request.wait and self._over(request.segment)
+        return replace(self._grant(worker, 0, 0, now, over=over, final=True), halted=over and self._halted)
+
+
+def leases_of(epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> Leases:
+    """The leases of an epoch, with shards or without; the arguments are those of :class:`Leases`."""
+    return (ShardLeases if epoch.shards else Leases)(epoch, all_train=all_train, before=before, now=now)

@@ -1,0 +1,144 @@
+"""What there is to train in an epoch, and how a worker divides what it is granted into steps and batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.futures import Future
+
+from lightning_asgd.protocol import Epoch
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_reader import ShardReader
+
+__all__ = ["Asked", "LeasedBatch", "Plan", "ShardPlan"]
+
+
+@dataclass(frozen=True)
+class LeasedBatch:
+    """A batch of a worker, as it was granted."""
+
+    samples: Any
+    step: int  # the first unit of its step
+    units: int  # of that step
+    left: int  # batches of the step that follow
+    void: bool = False  # whether it was granted to others
+
+    @property
+    def closes(self) -> bool:
+        """Whether it is the last of its step."""
+        return not self.left
+
+
+@dataclass
+class Asked:
+    """A lease request in flight."""
+
+    future: Future[Any]
+    trained: int
+    begun: float
+    timeout_s: float | None
+    stop: bool
+    halt: bool
+    client: SessionClient  # it was sent over: a new layout brings another one
+    restored: int  # how often the coordinator had been restored
+    ended: tuple[int, ...]  # the ends of shards that it reported
+    answered: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One epoch on a worker."""
+
+    epoch: Epoch  # units and segments
+    items: Sequence[Any]  # the units of all workers, in order: samples, or batches
+    batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
+    accumulate: int = 1  # batches per optimizer step
+    reader: ShardReader | None = field(default=None, kw_only=True)  # where samples are read shard by shard
+
+    @property
+    def step(self) -> int:
+        """Units per optimizer step of this worker."""
+        return (self.batch or 1) * self.accumulate
+
+    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
+        """A range of units as this worker trains it: in full steps, or in nearly equal ones."""
+        for begin, end in _even(first, last, self.step):
+            yield from self._cut(self.items[begin:end], begin)
+
+    def drop(self) -> None:
+        """Forget what was granted and has not become batches yet."""
+
+    def close(self) -> None:
+        """The epoch is over."""
+
+    def _cut(self, items: Sequence[Any], first: int) -> Iterator[LeasedBatch]:
+        """The batches of one step; ``first`` is the number of its first unit."""
+        ranges = _even(0, len(items), self.batch or 1)
+        for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
+            samples = items[a] if self.batch is None else list(items[a:b])
+            yield LeasedBatch(samples, first, len(items), left)
+
+
+@dataclass(frozen=True)
+class ShardPlan(Plan):
+    """One epoch on a worker where samples are read shard by shard, and become batches once they have been read."""
+
+    items: Sequence[Any] = ()
+    reader: ShardReader = field(kw_only=True)
+    whole: bool = field(kw_only=True, default=False)  # whether samples that are too few for a batch are left out
+
+    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
+        """None yet: the units are to be read."""
+        self.reader.add(first, last)
+        return iter(())
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there are samples for a step."""
+        return len(self.reader.samples) >= self.step
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a step, and the smallest one that may follow, have too few samples."""
+        return len(self.reader.samples) < self._ahead
+
+    @property
+    def _ahead(self) -> int:
+        return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
+
+    def fill(self) -> int | None:
+        """Read the samples of a step, and more; see :meth:`ShardReader.fill`."""
+        return self.reader.fill(self._ahead)
+
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """The batches of a step, or of the ``last`` ones, and how many samples were left out as too few for a batch.
+
+        ``void``: if there are none, a batch whose update is discarded is needed; see ``LeaseGrant.void``.
+        """
+        samples, size = self.reader.take(self._ahead if last and self.wants_more else self.step), self.batch or 1
+        left_out = len(samples) % size if self.whole else 0
+        kept = len(samples) - left_out
+        steps = _even(0, kept, self.step)
+        if self.whole:  # equal parts would not be whole batches
+            steps = [(begin, min(begin + self.step, kept)) for begin in range(0, kept, self.step)]
+        batches = [batch for begin, end in steps for batch in self._cut(samples[begin:end], first + begin)]
+        if void and not batches:
+            batches = [replace(each, void=True) for each in self._cut(self.reader.any(size), first)]
+        return batches, left_out
+
+    def drop(self) -> None:
+        """Forget what was granted and has not become batches yet."""
+        self.reader.drop()
+
+    def close(self) -> None:
+        """The epoch is over."""
+        self.reader.close()
+
+
+def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
+    """Cut a range into as few nearly equal parts of at most a size as possible."""
+    parts, length = math.ceil((last - first) / size), last - first
+    return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]

@@ -1,0 +1,452 @@
+"""Data that are read shard by shard: every sample is applied once, whatever the shards' lengths and whoever is lost."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.futures import Future
+
+from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.ranges import without
+from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.shard_leases import ShardLeases, leases_of
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import ShardPlan
+from lightning_asgd.worker.session_client import Members
+from lightning_asgd.worker.shard_reader import ShardReader
+
+KEY = "fit/0"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Samples are (shard, position). A shard tells its length, or not."""
+
+    lengths: Sequence[int]
+    known: bool = False
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(n if self.known else UNKNOWN for n in self.lengths))
+
+    @property
+    def all(self) -> Counter[tuple[int, int]]:
+        return Counter((shard, i) for shard, length in enumerate(self.lengths) for i in range(length))
+
+    def read(self, shard: int, start: int) -> Iterator[tuple[int, int]]:
+        for i in range(start, self.lengths[shard]):
+            yield shard, i
+
+
+class Killed(BaseException):
+    """A worker's process is gone."""
+
+
+@dataclass
+class Worker:
+    number: int
+    pace: float
+    leases: DataLeases
+    thread: threading.Thread | None = None
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    killed: bool = False
+    away: bool = False
+    applied: list[tuple[int, int]] = field(default_factory=list)
+    unpushed: list[tuple[int, int]] = field(default_factory=list)
+    steps: int = 0
+    pushed: int = 0
+    met: list[int] = field(default_factory=list)  # batches at each sync point
+    batches: int = 0
+    failed: BaseException | None = None
+    sizes: list[int] = field(default_factory=list)  # of its batches
+
+
+class Job:
+    """One epoch in virtual time: every worker is a thread, and one of them runs at a time."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        paces: Sequence[float],
+        ends: Sequence[int] = (),
+        *,
+        batch: int = 4,
+        accumulate: int = 1,
+        push_every: int = 2,
+        whole: bool = False,
+    ) -> None:
+        self.shards, self.batch, self.push_every = shards, batch, push_every
+        units = shards.ends[-1]
+        ends = (*(end for end in ends if end < units), units)
+        self.epoch = Epoch(KEY, units, ends, b"", (), batch * accumulate, shards.ends)
+        self.server = ShardLeases(self.epoch)
+        self.restored = 0
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.scheduled = 0
+        self.waiting: dict[int, tuple[LeaseRequest, Future[Any]]] = {}
+        self.main = threading.Semaphore(0)
+        self.workers = [self._worker(number, pace, accumulate, whole) for number, pace in enumerate(paces)]
+        self.server.update_members(range(len(paces)), 0.0)
+
+    def _worker(self, number: int, pace: float, accumulate: int, whole: bool) -> Worker:
+        connection = Connection(self, number)
+        client = SimpleNamespace(connection=connection, members=[Members()])
+        leases = DataLeases(lambda: client, rejoin=lambda: self._rejoin(number), clock=lambda: self.now)  # type: ignore[arg-type, return-value]
+        reader = ShardReader(self.shards.read, self.shards.ends)
+        leases.open(ShardPlan(self.epoch, (), self.batch, accumulate, reader=reader, whole=whole))
+        return Worker(number, pace, leases)
+
+    # ---- time and turns
+
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        self.scheduled += 1
+        heapq.heappush(self.events, (time, self.scheduled, do))
+
+    def give_turn(self, worker: Worker) -> None:
+        worker.turn.release()
+        assert self.main.acquire(timeout=3), f"worker {worker.number} takes no end"
+
+    def hand_back(self, worker: Worker) -> None:
+        self.main.release()
+        worker.turn.acquire()
+        if worker.killed:
+            raise Killed
+
+    def sleep(self, worker: Worker, seconds: float) -> None:
+        self.at(self.now + seconds, lambda: self.give_turn(worker))
+        self.hand_back(worker)
+
+    def run(self) -> Job:
+        for worker in self.workers:
+            worker.thread = threading.Thread(target=self._train, args=(worker,), daemon=True)
+            worker.thread.start()
+            self.at(0.0, lambda w=worker: self.give_turn(w))  # type: ignore[misc]
+        count = 0
+        while self.events:
+            self.now, _, do = heapq.heappop(self.events)
+            do()
+            count += 1
+            assert count < 20_000, "it does not end"
+        for worker in self.workers:
+            if worker.thread is not None and worker.thread.is_alive() and not worker.killed:
+                self.stop_all()
+                raise AssertionError(f"worker {worker.number} waits for ever, at {self.now}")
+        self.stop_all()
+        for worker in self.workers:
+            if worker.failed is not None:
+                raise worker.failed
+        return self
+
+    def stop_all(self) -> None:
+        for worker in self.workers:
+            worker.killed = True
+            worker.turn.release()
+        for worker in self.workers:
+            if worker.thread is not None:
+                worker.thread.join(5)
+
+    # ---- the training
+
+    def _train(self, worker: Worker) -> None:
+        worker.turn.acquire()
+        try:
+            if not worker.killed:
+                self._epoch(worker)
+        except Killed:
+            pass
+        except BaseException as error:
+            worker.failed = error
+        self.main.release()
+
+    def _epoch(self, worker: Worker) -> None:
+        leases = worker.leases
+        batches: list[Any] = []
+        while True:
+            samples = leases.take()
+            if samples is None:
+                return  # Lightning's loop would end here
+            leases.begin_batch()
+            closes = leases.closes
+            self.sleep(worker, worker.pace)
+            worker.batches += 1
+            batches += samples
+            worker.sizes.append(len(samples))
+            if closes:
+                worker.steps += 1
+            valid = leases.end_batch(worker.steps)
+            if not valid:
+                batches = []
+                worker.unpushed = []
+            elif closes:
+                worker.unpushed += batches
+                batches = []
+            if closes and worker.steps % self.push_every == 0:
+                self._push(worker)
+            more = leases.more(worker.pushed)
+            if not more:
+                self._push(worker)
+                more = leases.wait(worker.pushed)
+            if not more:
+                worker.met.append(worker.batches)
+                if leases.last:
+                    return
+                leases.next_interval()
+
+    def _push(self, worker: Worker) -> None:
+        if worker.away:  # the update is refused
+            self._rejoin(worker.number)
+            worker.leases.revoke()
+            worker.unpushed = []
+            return
+        worker.applied += worker.unpushed
+        worker.unpushed = []
+        worker.pushed = worker.steps
+        self.server.applied(worker.number, worker.leases.trained[1])
+        self._answer(self.server.retry(self.now))
+
+    # ---- faults
+
+    def kill(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.thread is not None and not worker.thread.is_alive():
+            return
+        worker.killed = True
+        self.waiting.pop(number, None)
+        living = [w.number for w in self.workers if not w.killed]
+        self._answer(self.server.update_members(living, self.now))
+
+    def fence(self, number: int) -> None:
+        """It was silent: what it holds is granted to others, and it is told so."""
+        if not self.workers[number].killed:
+            self.workers[number].away = True
+            self._answer(self.server.forget(number, self.now))
+
+    def _rejoin(self, number: int) -> None:
+        worker = self.workers[number]
+        worker.away = False
+        self._answer(self.server.forget(number, self.now))
+        worker.unpushed = []
+        worker.leases.revoke()
+
+    def replace_server(self) -> None:
+        """The coordinator is lost: another is made from the weights' units and what the workers report."""
+        finished = self.server.finished
+        self.server = ShardLeases(replace(self.epoch, done=finished))
+        self.restored += 1
+        living = [w for w in self.workers if not w.killed]
+        parts: dict[int, LeaseHoldings] = {}
+        for worker in living:
+            part = worker.leases.part
+            if part is not None and not worker.away:
+                parts[worker.number] = part
+                self.server.learn_ends(part.ended)
+        for number, part in parts.items():
+            self.server.reinstate(number, part)
+        self.server.update_members([w.number for w in living], self.now)
+        for number in list(self.waiting):
+            _, future = self.waiting.pop(number)
+            future.set_result(LeaseGrant())  # it is repeated, since the server was restored
+            self.at(self.now, lambda w=self.workers[number]: self.give_turn(w))  # type: ignore[misc]
+
+    # ---- the coordinator
+
+    def serve(self, request: LeaseRequest, future: Future[Any]) -> None:
+        if self.workers[request.worker].away:
+            future.set_exception(WorkerAwayError("away"))
+            return
+        self.waiting[request.worker] = request, future
+        self._answer(self.server.serve(replace(request, opens=None), self.now), request.worker)
+
+    def _answer(self, answers: Sequence[Completion], runs: int | None = None) -> None:
+        for answered, grant in answers:
+            request, future = self.waiting.pop(answered.worker, (None, None))
+            if future is None or request is None:
+                continue
+            if isinstance(grant, BaseException):
+                future.set_exception(grant)
+            else:
+                future.set_result(grant)
+            if answered.worker != runs:
+                self.at(self.now, lambda w=self.workers[answered.worker]: self.give_turn(w))  # type: ignore[misc]
+
+    @property
+    def applied(self) -> Counter[tuple[int, int]]:
+        return Counter(sample for worker in self.workers for sample in worker.applied)
+
+
+class Connection:
+    """Of a worker to the coordinator."""
+
+    world_size = 2
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.number = job, number
+        self.sender = ("s", number)
+
+    @property
+    def restored(self) -> tuple[int]:
+        return (self.job.restored,)
+
+    def ask(self, server: int, message: OpenEpoch) -> tuple[tuple[int, int], ...]:
+        return self.job.server.finished
+
+    def post(self, server: int, message: LeaseRequest, timeout_s: float | None) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.job.serve(message, future)
+        return future
+
+    def wait(self, future: Future[Any], seconds: float) -> bool:
+        while not future.done():
+            self.job.hand_back(self.job.workers[self.number])
+        return True
+
+    def result(self, server: int, future: Future[Any]) -> LeaseGrant:
+        self.wait(future, 0.0)
+        grant: LeaseGrant = future.wait()
+        return grant
+
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+PACES = st.lists(st.sampled_from([0.01, 0.05, 0.1, 0.3, 1.0]), min_size=1, max_size=4)
+ENDS = st.lists(st.integers(8, 150), max_size=3).map(lambda e: tuple(sorted(set(e))))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    known = draw(st.booleans())
+    lengths = draw(LENGTHS)
+    lengths = [max(1, n) for n in lengths] if known else lengths
+    return Job(
+        Shards(lengths, known),
+        draw(PACES),
+        draw(ENDS),
+        accumulate=draw(st.integers(1, 3)),
+        push_every=draw(st.integers(1, 4)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_every_sample_is_trained_once(job: Job) -> None:
+    job.run()
+    assert job.applied == job.shards.all
+    total, reached = sum(job.shards.lengths), [end for end in job.epoch.ends if end < sum(job.shards.lengths)]
+    if total:
+        for worker in job.workers:
+            assert len(worker.met) >= len(reached), "every worker meets the others at every sync point"
+            assert worker.leases.reached in (total, *job.epoch.ends)
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs(), st.lists(st.tuples(st.sampled_from(["kill", "fence", "server"]), st.integers(0, 3), st.floats(0, 8))))
+def test_every_sample_is_trained_once_whoever_is_lost(job: Job, faults: list[tuple[str, int, float]]) -> None:
+    killed: set[int] = set()
+    for fault, number, time in sorted(faults, key=lambda f: f[2]):
+        number %= len(job.workers)
+        if fault == "kill" and len(killed | {number}) < len(job.workers):
+            killed.add(number)
+            job.at(time, lambda n=number: job.kill(n))  # type: ignore[misc]
+        elif fault == "fence":
+            job.at(time, lambda n=number: job.fence(n))  # type: ignore[misc]
+        elif fault == "server":
+            job.at(time, job.replace_server)
+    job.run()
+    assert job.applied == job.shards.all
+
+
+def test_a_killed_worker_whose_shard_others_finish() -> None:
+    job = Job(Shards((10, 10, 9, 11, 2, 4, 5)), [1, 0.05, 0.1, 0.1], (32,), batch=4, accumulate=3)
+    job.at(0.8926, lambda: job.kill(1))
+    assert job.run().applied == job.shards.all
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, PACES, ENDS)
+def test_where_batches_must_be_full_no_other_is_trained(lengths: list[int], paces: list[float], ends: Any) -> None:
+    job = Job(Shards(lengths), paces, ends, whole=True).run()
+    assert not job.applied - job.shards.all
+    left_out = sum((job.shards.all - job.applied).values())
+    assert left_out < 4 * len(paces) * len(job.epoch.ends)
+    assert sum(job.applied.values()) % 4 == 0
+    assert max(job.applied.values(), default=1) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, PACES, st.integers(1, 3))
+def test_batches_are_full_until_the_data_end(lengths: list[int], paces: list[float], every: int) -> None:
+    """Whatever ends within a batch: a shard, or a sync interval. Some modules cannot train a batch of one sample."""
+    step = 4 * len(paces) * every
+    ends = range(step, sum(lengths), step)
+    job = Job(Shards(lengths), paces, ends).run()
+    assert job.applied == job.shards.all
+    smaller = [size for worker in job.workers for size in worker.sizes if size < 4]
+    assert len(smaller) <= 2 * len(paces)  # one at the end of the data, and one whose update is discarded
+
+
+def test_a_slow_worker_costs_nothing() -> None:
+    """The last samples are trained by whoever is ready, though they lie in the shard that a slow worker reads."""
+    fast, slow = 0.02, 0.4
+    lengths = (4000, 4000, 2000)
+    job = Job(Shards(lengths), [fast, slow], push_every=10).run()
+    assert job.applied == job.shards.all
+    ideal = sum(lengths) / 4 / (1 / fast + 1 / slow)
+    assert job.now < 1.05 * ideal
+    assert len(job.workers[1].applied) > 0.8 * ideal / slow * 4
+
+
+def test_a_shard_is_read_by_one_worker_until_no_other_is_left() -> None:
+    reads: Counter[int] = Counter()
+
+    @dataclass(frozen=True)
+    class Counted(Shards):
+        def read(self, shard: int, start: int) -> Iterator[tuple[int, int]]:
+            reads[shard] += 1
+            return super().read(shard, start)
+
+    job = Job(Counted([100] * 12), [0.1, 0.15, 0.2]).run()
+    assert job.applied == job.shards.all
+    assert sorted(reads) == list(range(12))
+    assert sum(reads.values()) <= 12 + 2 * 3
+
+
+def test_a_worker_may_end_only_a_shard_that_it_reads() -> None:
+    epoch = Epoch(KEY, 2 * UNKNOWN, (2 * UNKNOWN,), b"", (), 4, (UNKNOWN, 2 * UNKNOWN))
+    leases = leases_of(epoch)
+    leases.update_members((0, 1), 0.0)
+    (first,) = leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4), 0.0)
+    assert (first.reply.first, first.reply.last) == (0, 4)
+    for number in (UNKNOWN + 3, 5, -1, 2 * UNKNOWN):
+        with pytest.raises(ProtocolError, match="shard"):
+            leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4, ended=(number,)), 0.0)
+    (second,) = leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4, ended=(3,)), 0.0)
+    assert second.reply.first == UNKNOWN, "the first shard has ended"
+    leases.serve(LeaseRequest("s", 0, KEY, 0, 3, 3, 0.0, size=4, ended=(3,)), 0.0)  # a repeated call changes nothing
+    assert leases.finished == ((0, 3),)
+
+
+def test_an_epoch_without_shards_has_no_ends_of_shards() -> None:
+    leases = leases_of(Epoch(KEY, 8, (8,)))
+    leases.update_members((0,), 0.0)
+    with pytest.raises(ProtocolError, match="has none"):
+        leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, ended=(3,)), 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=5), st.integers(0, 40), st.integers(0, 20))
+def test_without_removes_what_lies_in_a_range(pieces: list[tuple[int, int]], first: int, length: int) -> None:
+    ranges = [(a, a + n) for a, n in pieces]
+    left = without(ranges, first, first + length)
+    assert [n for a, b in left for n in range(a, b)] == [
+        n for a, b in ranges for n in range(a, b) if not first <= n < first + length
+    ]
