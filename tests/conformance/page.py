@@ -11,7 +11,8 @@ __all__ = ["PAGE", "page"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-PROGRAMS = ROOT / "benchmarks" / "libraries" / "page.md"  # written by benchmarks/programs.py --page
+# Written by benchmarks/programs.py --page and benchmarks/streams.py --page.
+PROGRAMS = [ROOT / "benchmarks" / "libraries" / name for name in ("page.md", "streams.md")]
 ORDER = (
     "Optimization",
     "Modules",
@@ -68,7 +69,7 @@ def page() -> str:
         parts += [f"## {group}", "", "| feature | A-SGD | compared with DDP | note |", "|---|---|---|---|"]
         parts += [*(_row(case) for case in cases), *MORE.get(group, [])]
         parts.append("")
-    return "\n".join([*parts, LAUNCHERS, PROGRAMS.read_text()])
+    return "\n".join([*parts, LAUNCHERS, *(file.read_text() for file in PROGRAMS)])
 
 
 def _row(case: Case) -> str:

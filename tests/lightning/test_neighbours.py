@@ -173,7 +173,12 @@ if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
     from lightning_asgd.processes import supervisor
     trainer.strategy.barrier()
     servers = supervisor.current().server_pids
-    while any("script.py" in p.cmdline() for p in psutil.Process().children() if p.pid not in servers):
+    def runs(process):
+        try:
+            return "script.py" in process.cmdline()
+        except psutil.Error:  # it has just ended
+            return False
+    while any(runs(p) for p in psutil.Process().children() if p.pid not in servers):
         time.sleep(0.1)
     time.sleep(0.5)
 """
