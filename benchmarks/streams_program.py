@@ -182,10 +182,7 @@ def geometric(folder: Path, samples: int) -> Any:
         def __getitem__(self, number: int) -> Any:
             return Data(x=torch.zeros(2, 1), edge_index=torch.tensor([[0], [1]]), number=torch.tensor([number]))
 
-    class Numbers(GraphLoader):
-        """Batches of graphs; the module trains their numbers."""
-
-    return Numbers(Graphs(), batch_size=BATCH, shuffle=True)
+    return GraphLoader(Graphs(), batch_size=BATCH, shuffle=True)
 
 
 DATA: dict[str, Callable[[Path, int], Any]] = {
