@@ -30,7 +30,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs streams compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -80,6 +80,9 @@ algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, fo
 
 programs: $(VENV)/.installed-examples ## other people's libraries and data sets beside one process and DDP; ONLY=<name>, PAGE=1
 	@$(RUN) -m benchmarks.programs $(if $(ONLY),--only '$(ONLY)') $(if $(PAGE),--page)
+
+streams: $(VENV)/.installed-examples ## data sets with shards, of other people's libraries: samples counted, epochs timed
+	@$(RUN) benchmarks/streams.py
 
 regress: $(VENV)/.installed-examples ## speed and memory beside another commit's; BASE=<commit> (as root)
 	@$(RUN) benchmarks/regress.py $(or $(BASE),$(error Say which commit to compare with: make regress BASE=<commit>))

@@ -36,8 +36,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("streams_program.py")
 PAGE = Path(__file__).parent / "libraries" / "streams.md"  # a part of docs/compatibility.md: see make compatibility
-HEAD = """
-## Data, counted
+HEAD = """## Data, counted
 
 Made by `python benchmarks/streams.py`, not by the tests: real libraries, without loader processes; 400 samples, two
 epochs. Every other worker is five times slower. The module counts what the servers have applied: *exact* says that

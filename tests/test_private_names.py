@@ -51,9 +51,9 @@ TORCH: dict[str, set[str]] = {
     "_try_put_index": {"adapter.private_names"},
     "owner._buffers": {"worker.replica"},
     # data sets with shards
-    "_ex_iterable": {"shards.hugging_face"},
-    "_starting_state_dict": {"shards.hugging_face"},
-    "dataset._state_dict": {"shards.random_access"},
+    "_ex_iterable": {"streams.hugging_face"},
+    "_starting_state_dict": {"streams.hugging_face"},
+    "dataset._state_dict": {"streams.random_access"},
     # processes
     "_prctl_pr_set_pdeathsig": {"adapter.process_launcher"},
     # torch.distributed

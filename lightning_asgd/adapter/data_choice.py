@@ -1,4 +1,4 @@
-"""Which loop over the training data a fit uses: one that leases samples or shards, or one with a part per worker."""
+"""The choice of a training loop for a fit: it leases the data to the workers, or gives each worker a fixed part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.private_names import training_loaders
 from lightning_asgd.adapter.sampled_data import SampledData
 from lightning_asgd.adapter.streamed_data import StreamedData
-from lightning_asgd.shards.find import batch_of, is_streamed, is_whole, shards_of
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, shards_of
+from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.lease_client import DataLeases
 
 __all__ = ["DataChoice"]
@@ -65,7 +65,7 @@ class DataChoice:
                 count_in(trainer, self._batch)
         elif (samples := self._shards.samples) is not None:
             batches = samples / (self._batch or 1) / trainer.world_size
-            set_length(trainer, batches, whole=is_whole(training_loaders(trainer)[0], self._shards))
+            set_length(trainer, batches, drop_last=drops_last(training_loaders(trainer)[0], self._shards))
 
     def _find_shards(self) -> None:
         """Find out whether all workers can read the same data by shards."""
@@ -94,11 +94,9 @@ class DataChoice:
             self.end()
             self._split.explain(reason)
             return
-        if isinstance(loop, LeasedLoop):
-            loop.install(data, self._batch)
-        else:
-            self.loop = LeasedLoop(trainer, self._membership, self._leases, self._resumed(), data)
-            self.loop.install(data, self._batch)
+        if not isinstance(loop, LeasedLoop):
+            loop = self.loop = LeasedLoop(trainer, self._membership, self._leases, self._resumed(), data)
+        loop.install(data, self._batch)
 
     def end(self) -> None:
         """Restore Lightning's own dataloader and counts."""

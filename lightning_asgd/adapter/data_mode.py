@@ -39,15 +39,15 @@ def count_in(trainer: Any, batch: int) -> None:
     """
     before = expected_batches(trainer), validates_after(trainer)
     (loader,) = training_loaders(trainer)
-    set_length(trainer, len(loader.batch_sampler.sampler) / batch, whole=loader.drop_last)
+    set_length(trainer, len(loader.batch_sampler.sampler) / batch, drop_last=loader.drop_last)
     if why_split(trainer, batch) is not None:
         expected_batches.set(trainer, before[0])
         validates_after.set(trainer, before[1])
 
 
-def set_length(trainer: Any, batches: float, *, whole: bool) -> None:
-    """Have Lightning count an epoch of ``batches``; without the last, if batches must be ``whole``."""
-    limit, length = trainer.limit_train_batches, math.floor(batches) if whole else math.ceil(batches)
+def set_length(trainer: Any, batches: float, *, drop_last: bool) -> None:
+    """Have Lightning count an epoch of ``batches``; with ``drop_last`` without a last one that is not full."""
+    limit, length = trainer.limit_train_batches, math.floor(batches) if drop_last else math.ceil(batches)
     expected = min(length, limit) if isinstance(limit, int) else int(length * limit)
     expected_batches.set(trainer, expected)
     if isinstance(trainer.val_check_interval, float) and validates_after(trainer) != float("inf"):

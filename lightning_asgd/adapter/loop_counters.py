@@ -68,9 +68,10 @@ def show_expected(bar: Any, batches: int) -> None:
 
 
 def validation_marks(trainer: Any, every: Any, batches: int, before: int) -> list[int]:
-    """After how many of an epoch's batches validations follow, if one follows ``every`` n of them.
+    """The numbers of batches in an epoch after which validations run.
 
-    ``before`` is the number of batches before the epoch. Without a length Lightning validates at the end.
+    ``every`` is the number of batches between two of them: infinity, if Lightning knows no length and validates at the
+    end. ``before`` is the number of batches before the epoch.
     """
     if not private_names.validates_this_epoch(trainer)():
         return []

@@ -11,12 +11,12 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.loop_counters import NEVER
 from lightning_asgd.adapter.private_names import combined_loader, loaders, training_loaders
 from lightning_asgd.protocol import UNKNOWN, Epoch
-from lightning_asgd.shards.find import batch_of, is_whole, loader_of
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.find import batch_of, drops_last, loader_of
+from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan, ShardPlan
+from lightning_asgd.worker.lease_plan import Plan, StreamPlan
 from lightning_asgd.worker.leased_sampler import LeasedSteps, digest
-from lightning_asgd.worker.shard_reader import ShardReader
+from lightning_asgd.worker.stream_reader import StreamReader
 
 __all__ = ["StreamedData"]
 
@@ -71,9 +71,9 @@ class StreamedData:
         order, number, loader = self._order, epoch.number, self._loader
         if loader is None:
             raise RuntimeError("no dataloader was replaced")
-        reader = ShardReader(lambda shard, start: self._data.read(number, order[shard], start), epoch.shards)
+        reader = StreamReader(lambda shard, start: self._data.read(number, order[shard], start), epoch.shards)
         batch = batch_of(loader.inner, self._data) or None
-        return ShardPlan(epoch, (), batch, accumulate, reader=reader, whole=loader.whole)
+        return StreamPlan(epoch, (), batch, accumulate, reader=reader, drop_last=loader.drop_last)
 
 
 class StreamedLoader:
@@ -99,9 +99,9 @@ class StreamedLoader:
         return NEVER if self.begins else len(self.inner)
 
     @property
-    def whole(self) -> bool:
-        """Whether batches that are not full are left out."""
-        return is_whole(self.inner, self._data)
+    def drop_last(self) -> bool:
+        """Whether a batch that is not full is left out."""
+        return drops_last(self.inner, self._data)
 
     def __iter__(self) -> Iterator[Any]:
         plan = self._new_plan()
@@ -110,7 +110,7 @@ class StreamedLoader:
         self._leases.open(plan)
         inner: Any = loader_of(self.inner)
         # A loader of torch's collates and pins as the program's own would.
-        steps: Any = _Steps(self._leases)
+        steps: Any = LeasedSteps(self._leases)
         how = {"batch_size": None, "sampler": steps} if plan.batch is None else {"batch_sampler": steps}
         collate, convert = self._data.collate, inner.collate_fn
         if collate is not None:  # the data set made batches, which the loader has converted
@@ -134,11 +134,3 @@ class _Samples:
 
     def __getitem__(self, sample: Any) -> Any:
         return sample
-
-
-class _Steps:
-    def __init__(self, leases: DataLeases) -> None:
-        self._leases = leases
-
-    def __iter__(self) -> LeasedSteps:
-        return LeasedSteps(self._leases)

@@ -16,7 +16,7 @@ from lightning_asgd.ranges import common
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.shard_leases import leases_of
+from lightning_asgd.server.stream_leases import leases_of
 
 __all__ = ["Epochs", "Ranges"]
 

@@ -21,7 +21,8 @@ from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.ranges import without
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
-from lightning_asgd.worker.lease_plan import Asked, LeasedBatch, Plan, ShardPlan
+from lightning_asgd.worker.lease_plan import LeasedBatch, Plan, StreamPlan
+from lightning_asgd.worker.lease_request import Asked
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import WorkFeed
 
@@ -335,10 +336,10 @@ class DataLeases(WorkFeed):
             self._applied += self._unapplied.popleft()[1]
 
     def _get(self) -> bool:
-        """Whether there is another batch for this worker, as far as is known without waiting for others."""
-        return self._read(self.plan) if isinstance(self.plan, ShardPlan) else self._request()
+        """Make sure that a batch is ready. Returns False if only units that other workers hold are left."""
+        return self._read(self.plan) if isinstance(self.plan, StreamPlan) else self._request()
 
-    def _read(self, plan: ShardPlan) -> bool:
+    def _read(self, plan: StreamPlan) -> bool:
         """Read a step's samples from shards; fewer, if others hold the rest. Returns whether there are any."""
         last = False
         while (end := plan.fill()) is not None or (plan.wants_more and not last):
@@ -357,7 +358,7 @@ class DataLeases(WorkFeed):
             self._fed = self.segment
         return bool(batches)
 
-    def _report_end(self, plan: ShardPlan, number: int) -> None:
+    def _report_end(self, plan: StreamPlan, number: int) -> None:
         """Report the end of a shard. Nothing that was granted later may be trained before the coordinator knows it."""
         self._take_prefetched()  # it may hold more of the shard
         if any(first <= number <= last for first, last in self._granted):  # else all was revoked meanwhile

@@ -7,13 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.futures import Future
-
 from lightning_asgd.protocol import Epoch
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_reader import ShardReader
+from lightning_asgd.worker.stream_reader import StreamReader
 
-__all__ = ["Asked", "LeasedBatch", "Plan", "ShardPlan"]
+__all__ = ["LeasedBatch", "Plan", "StreamPlan"]
 
 
 @dataclass(frozen=True)
@@ -26,27 +23,6 @@ class LeasedBatch:
     left: int  # batches of the step that follow
     void: bool = False  # whether it was granted to others
 
-    @property
-    def closes(self) -> bool:
-        """Whether it is the last of its step."""
-        return not self.left
-
-
-@dataclass
-class Asked:
-    """A lease request in flight."""
-
-    future: Future[Any]
-    trained: int
-    begun: float
-    timeout_s: float | None
-    stop: bool
-    halt: bool
-    client: SessionClient  # it was sent over: a new layout brings another one
-    restored: int  # how often the coordinator had been restored
-    ended: tuple[int, ...]  # the ends of shards that it reported
-    answered: list[float] = field(default_factory=list)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -56,7 +32,7 @@ class Plan:
     items: Sequence[Any]  # the units of all workers, in order: samples, or batches
     batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
     accumulate: int = 1  # batches per optimizer step
-    reader: ShardReader | None = field(default=None, kw_only=True)  # where samples are read shard by shard
+    reader: StreamReader | None = field(default=None, kw_only=True)  # where samples are read shard by shard
 
     @property
     def step(self) -> int:
@@ -83,12 +59,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class ShardPlan(Plan):
+class StreamPlan(Plan):
     """One epoch on a worker where samples are read shard by shard, and become batches once they have been read."""
 
     items: Sequence[Any] = ()
-    reader: ShardReader = field(kw_only=True)
-    whole: bool = field(kw_only=True, default=False)  # whether samples that are too few for a batch are left out
+    reader: StreamReader = field(kw_only=True)
+    drop_last: bool = field(kw_only=True, default=False)  # whether samples that are too few for a batch are left out
 
     def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
         """None yet: the units are to be read."""
@@ -102,7 +78,7 @@ class ShardPlan(Plan):
 
     @property
     def wants_more(self) -> bool:
-        """Whether a step, and the smallest one that may follow, have too few samples."""
+        """Whether more samples are to be read: there are too few for a step and half of the next one."""
         return len(self.reader.samples) < self._ahead
 
     @property
@@ -110,7 +86,7 @@ class ShardPlan(Plan):
         return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
 
     def fill(self) -> int | None:
-        """Read the samples of a step, and more; see :meth:`ShardReader.fill`."""
+        """Read the samples of a step, and more; see :meth:`StreamReader.fill`."""
         return self.reader.fill(self._ahead)
 
     def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
@@ -119,10 +95,10 @@ class ShardPlan(Plan):
         ``void``: if there are none, a batch whose update is discarded is needed; see ``LeaseGrant.void``.
         """
         samples, size = self.reader.take(self._ahead if last and self.wants_more else self.step), self.batch or 1
-        left_out = len(samples) % size if self.whole else 0
+        left_out = len(samples) % size if self.drop_last else 0
         kept = len(samples) - left_out
         steps = _even(0, kept, self.step)
-        if self.whole:  # equal parts would not be whole batches
+        if self.drop_last:  # equal parts would not be full batches
             steps = [(begin, min(begin + self.step, kept)) for begin in range(0, kept, self.step)]
         batches = [batch for begin, end in steps for batch in self._cut(samples[begin:end], first + begin)]
         if void and not batches:

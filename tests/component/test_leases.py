@@ -265,7 +265,7 @@ def test_what_is_granted_is_cut_into_steps_of_which_none_is_much_smaller_than_ne
     steps = [[b for b in batches if b.step == step] for step in dict.fromkeys(b.step for b in batches)]
     assert len(steps) == math.ceil(units / plan.step)
     for step in steps:
-        assert [b.closes for b in step] == [False] * (len(step) - 1) + [True]
+        assert [not b.left for b in step] == [False] * (len(step) - 1) + [True]
         assert {b.units for b in step} == {sum(len(b.samples) for b in step)}
         assert [b.left for b in step] == list(range(len(step) - 1, -1, -1))
         assert len(step) <= accumulate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ class Shards(IterableDataset[Any]):
             yield from self.open_shard(0, shard, 0)
 
 
+class Paced(Watching):
+    """Steps take a while on every worker: the end of a stream comes unannounced, and each is to have a part of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+
 def sharded(known: bool = False, **options: Any) -> DataLoader[Any]:
     return DataLoader(Shards(known=known), **{"batch_size": BATCH, **options})
 
@@ -54,7 +63,7 @@ def strategy(**options: Any) -> ASGDStrategy:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, known: bool) -> None:
-    module = Watching(tmp_path, slow_s=0.1)
+    module = Paced(tmp_path, slow_s=0.3)
     run = trainer(tmp_path, strategy(), val_check_interval=4, max_epochs=2)
     run.fit(module, sharded(known), loader(16))
     seen = Seen(tmp_path)
@@ -87,7 +96,7 @@ class Stopping(Callback):
 
 def test_without_an_interval_a_validation_follows_every_epoch_and_a_program_may_look(tmp_path: Path) -> None:
     run = trainer(tmp_path, strategy(), max_epochs=2, callbacks=[Stopping()])
-    run.fit(Watching(tmp_path), sharded(), loader(16))
+    run.fit(Paced(tmp_path), sharded(), loader(16))
     seen = Seen(tmp_path)
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
     assert [[step for step, _, _ in rank["validated"]] for rank in seen.by_rank] == [[16, 32]] * 2
@@ -103,7 +112,7 @@ class Long(Shards):
 @pytest.mark.parametrize(("interval", "marks"), [(8, [8, 16, 24, 32]), (1.0, [16, 32])])
 def test_data_that_end_before_their_length_end_the_epoch(tmp_path: Path, interval: Any, marks: list[int]) -> None:
     run = trainer(tmp_path, strategy(), max_epochs=2, val_check_interval=interval)
-    run.fit(Watching(tmp_path), DataLoader(Long(), batch_size=BATCH), loader(16))
+    run.fit(Paced(tmp_path), DataLoader(Long(), batch_size=BATCH), loader(16))
     seen = Seen(tmp_path)
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
     assert [[step for step, _, _ in rank["validated"]] for rank in seen.by_rank] == [marks] * 2
@@ -129,10 +138,10 @@ def test_resuming_in_mid_epoch_trains_the_rest_with_any_number_of_workers(
     options: dict[str, Any] = {"val_check_interval": interval, "max_epochs": 1}
     run = trainer(tmp_path, strategy(), devices=before, callbacks=[saver], enable_checkpointing=True, **options)
     (tmp_path / "first").mkdir()
-    run.fit(Watching(tmp_path / "first"), sharded(known), loader(16))
+    run.fit(Paced(tmp_path / "first"), sharded(known), loader(16))
     again = trainer(tmp_path, strategy(), devices=after, max_epochs=2)
     again.fit(
-        Watching(tmp_path), sharded(known), loader(16), ckpt_path=tmp_path / "ckpt" / f"epoch=0-step={interval}.ckpt"
+        Paced(tmp_path), sharded(known), loader(16), ckpt_path=tmp_path / "ckpt" / f"epoch=0-step={interval}.ckpt"
     )
     rest, whole = Seen(tmp_path, after), Seen(tmp_path / "first", before)
     assert whole.of_epoch(0) == rest.of_epoch(1) == ONCE
@@ -192,7 +201,7 @@ def test_batches_of_a_web_dataset_are_the_loaders(tmp_path: Path) -> None:
 
 def test_batches_that_must_be_full_are(tmp_path: Path) -> None:
     run = trainer(tmp_path, strategy(), max_epochs=1)
-    run.fit(Watching(tmp_path), sharded(batch_size=10, drop_last=True))
+    run.fit(Paced(tmp_path), sharded(batch_size=10, drop_last=True))
     seen = Seen(tmp_path)
     assert {len(numbers) for rank in seen.by_rank for _, numbers in rank["seen"]} == {10}
     assert not seen.of_epoch(0) - ONCE

@@ -14,13 +14,13 @@ from typing import Any
 
 from lightning_asgd.ranges import without
 
-__all__ = ["ShardReader"]
+__all__ = ["StreamReader"]
 
 _OPEN = 4  # shards at a time: one, and near the end of an epoch those that other workers read too
 _NOTHING = object()
 
 
-class ShardReader:
+class StreamReader:
     """Reads what is granted of one epoch.
 
     ``read`` returns the samples of a shard from a position on. ``ends`` tells where the shards' numbers end.

@@ -1,4 +1,4 @@
-"""Data that are read shard by shard: every sample is applied once, whatever the shards' lengths and whoever is lost."""
+"""Streams: every sample is applied once, for shards of any length, and if workers or the coordinator are lost."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.ranges import without
 from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.shard_leases import ShardLeases, leases_of
+from lightning_asgd.server.stream_leases import StreamLeases, leases_of
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import ShardPlan
+from lightning_asgd.worker.lease_plan import StreamPlan
 from lightning_asgd.worker.session_client import Members
-from lightning_asgd.worker.shard_reader import ShardReader
+from lightning_asgd.worker.stream_reader import StreamReader
 
 KEY = "fit/0"
 
@@ -69,6 +69,7 @@ class Worker:
     met: list[int] = field(default_factory=list)  # batches at each sync point
     batches: int = 0
     failed: BaseException | None = None
+    voids: list[int] = field(default_factory=list)  # batches whose update was discarded
     sizes: list[int] = field(default_factory=list)  # of its batches
 
 
@@ -84,28 +85,29 @@ class Job:
         batch: int = 4,
         accumulate: int = 1,
         push_every: int = 2,
-        whole: bool = False,
+        drop_last: bool = False,
     ) -> None:
         self.shards, self.batch, self.push_every = shards, batch, push_every
         units = shards.ends[-1]
         ends = (*(end for end in ends if end < units), units)
         self.epoch = Epoch(KEY, units, ends, b"", (), batch * accumulate, shards.ends)
-        self.server = ShardLeases(self.epoch)
+        self.server = StreamLeases(self.epoch)
         self.restored = 0
+        self.late_s = 0.0  # when the last worker begins
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.scheduled = 0
         self.waiting: dict[int, tuple[LeaseRequest, Future[Any]]] = {}
         self.main = threading.Semaphore(0)
-        self.workers = [self._worker(number, pace, accumulate, whole) for number, pace in enumerate(paces)]
+        self.workers = [self._worker(number, pace, accumulate, drop_last) for number, pace in enumerate(paces)]
         self.server.update_members(range(len(paces)), 0.0)
 
-    def _worker(self, number: int, pace: float, accumulate: int, whole: bool) -> Worker:
+    def _worker(self, number: int, pace: float, accumulate: int, drop_last: bool) -> Worker:
         connection = Connection(self, number)
         client = SimpleNamespace(connection=connection, members=[Members()])
         leases = DataLeases(lambda: client, rejoin=lambda: self._rejoin(number), clock=lambda: self.now)  # type: ignore[arg-type, return-value]
-        reader = ShardReader(self.shards.read, self.shards.ends)
-        leases.open(ShardPlan(self.epoch, (), self.batch, accumulate, reader=reader, whole=whole))
+        reader = StreamReader(self.shards.read, self.shards.ends)
+        leases.open(StreamPlan(self.epoch, (), self.batch, accumulate, reader=reader, drop_last=drop_last))
         return Worker(number, pace, leases)
 
     # ---- time and turns
@@ -132,7 +134,8 @@ class Job:
         for worker in self.workers:
             worker.thread = threading.Thread(target=self._train, args=(worker,), daemon=True)
             worker.thread.start()
-            self.at(0.0, lambda w=worker: self.give_turn(w))  # type: ignore[misc]
+            late = self.late_s if worker is self.workers[-1] else 0.0
+            self.at(late, lambda w=worker: self.give_turn(w))  # type: ignore[misc]
         count = 0
         while self.events:
             self.now, _, do = heapq.heappop(self.events)
@@ -187,6 +190,7 @@ class Job:
                 worker.steps += 1
             valid = leases.end_batch(worker.steps)
             if not valid:
+                worker.voids.append(worker.batches)
                 batches = []
                 worker.unpushed = []
             elif closes:
@@ -243,7 +247,7 @@ class Job:
     def replace_server(self) -> None:
         """The coordinator is lost: another is made from the weights' units and what the workers report."""
         finished = self.server.finished
-        self.server = ShardLeases(replace(self.epoch, done=finished))
+        self.server = StreamLeases(replace(self.epoch, done=finished))
         self.restored += 1
         living = [w for w in self.workers if not w.killed]
         parts: dict[int, LeaseHoldings] = {}
@@ -375,7 +379,7 @@ def test_a_killed_worker_whose_shard_others_finish() -> None:
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, PACES, ENDS)
 def test_where_batches_must_be_full_no_other_is_trained(lengths: list[int], paces: list[float], ends: Any) -> None:
-    job = Job(Shards(lengths), paces, ends, whole=True).run()
+    job = Job(Shards(lengths), paces, ends, drop_last=True).run()
     assert not job.applied - job.shards.all
     left_out = sum((job.shards.all - job.applied).values())
     assert left_out < 4 * len(paces) * len(job.epoch.ends)
@@ -395,8 +399,25 @@ def test_batches_are_full_until_the_data_end(lengths: list[int], paces: list[flo
     assert len(smaller) <= 2 * len(paces)  # one at the end of the data, and one whose update is discarded
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.booleans(), st.integers(2, 4))
+def test_a_late_worker_gets_a_full_batch_of_every_interval(lengths: list[int], known: bool, workers: int) -> None:
+    """Workers that complete a step, since a shard has ended within it, do not use what is kept for it."""
+    interval = 4 * workers * 2
+    lengths = [*lengths, -sum(lengths) % interval or interval, interval]  # the last one has no interval's end
+    intervals = sum(lengths) // interval - 1
+    job = Job(Shards(lengths, known), [0.01] * workers, range(interval, sum(lengths), interval))
+    job.late_s = 5.0
+    job.run()
+    assert job.applied == job.shards.all
+    late = job.workers[-1]
+    assert len(set(late.met[:intervals])) == intervals
+    assert set(late.sizes[: late.met[intervals - 1]]) == {4}
+    assert not [batch for batch in late.voids if batch <= late.met[intervals - 1]]
+
+
 def test_a_slow_worker_costs_nothing() -> None:
-    """The last samples are trained by whoever is ready, though they lie in the shard that a slow worker reads."""
+    """A fast worker trains the last samples of a shard that a slow worker is reading."""
     fast, slow = 0.02, 0.4
     lengths = (4000, 4000, 2000)
     job = Job(Shards(lengths), [fast, slow], push_every=10).run()

@@ -14,8 +14,8 @@ import webdataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_asgd.protocol import UNKNOWN
-from lightning_asgd.shards.find import batch_of, is_streamed, is_whole, loader_of, shards_of
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, loader_of, shards_of
+from lightning_asgd.streams.sharded_data import ShardedData
 
 SAMPLES, FILES = 30, 5
 
@@ -147,8 +147,8 @@ def test_batches_that_a_pipeline_makes_become_the_loaders(files: str) -> None:
     data = found(loader)
     assert data.collate is len
     assert batch_of(loader, data) == 7
-    assert not is_whole(loader, data)
-    assert is_whole(loader, found(DataLoader(dataset.batched(7, partial=False), batch_size=None)))
+    assert not drops_last(loader, data)
+    assert drops_last(loader, found(DataLoader(dataset.batched(7, partial=False), batch_size=None)))
     assert shards_of(DataLoader(dataset.batched(7), batch_size=2)) == "both the data set and its loader make batches"
     assert len(everything(data)) == SAMPLES
     assert loader_of(loader.shuffle(10)) is None
@@ -179,7 +179,7 @@ def test_a_length_changes_nothing(files: str) -> None:
 
 PROGRAM = """
 import torch
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.sharded_data import ShardedData
 class Thing:
     def __init__(self): self.values = [torch.arange(9.0)[3:6], {"a": (1, "b")}]
 def read(epoch, shard, start):

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asgd.shards.hugging_face import hugging_face
-from lightning_asgd.shards.random_access import lit_data, mosaic_ml
-from lightning_asgd.shards.sharded_data import ShardedData
-from lightning_asgd.shards.web_dataset import web_dataset
+from lightning_asgd.streams.hugging_face import hugging_face
+from lightning_asgd.streams.random_access import lit_data, mosaic_ml
+from lightning_asgd.streams.sharded_data import ShardedData
+from lightning_asgd.streams.web_dataset import web_dataset
 
-__all__ = ["batch_of", "is_streamed", "is_whole", "loader_of", "shards_of"]
+__all__ = ["batch_of", "drops_last", "is_streamed", "loader_of", "shards_of"]
 
 # By the names of their classes, so that none of these libraries is imported.
 _LIBRARIES = {
@@ -50,10 +50,10 @@ def batch_of(loader: Any, data: ShardedData) -> int:
     return data.batch or (inner.batch_size if inner is not None else 0) or 0
 
 
-def is_whole(loader: Any, data: ShardedData) -> bool:
-    """Whether a training dataloader leaves out batches that are not full."""
+def drops_last(loader: Any, data: ShardedData) -> bool:
+    """Whether a training dataloader leaves out a last batch that is not full."""
     inner = loader_of(loader)
-    return data.whole or (inner is not None and bool(inner.drop_last))
+    return data.drop_last or (inner is not None and bool(inner.drop_last))
 
 
 def shards_of(loader: Any) -> ShardedData | str:

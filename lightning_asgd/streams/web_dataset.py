@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.sharded_data import ShardedData
 
 __all__ = ["web_dataset"]
 
@@ -48,9 +48,9 @@ def web_dataset(dataset: Any) -> ShardedData | str:
     opener = next((i for i, name in enumerate(names) if name in _OPENERS), None)
     if opener is None:
         return "no stage opens its shards"
-    batch, collate, whole = None, None, False
+    batch, collate, drop_last = None, None, False
     if names[-1] == "batched":
-        batch, collate, whole = _batches(stages.pop())
+        batch, collate, drop_last = _batches(stages.pop())
         names.pop()
     foreign = [*set(names[:opener]) - _BEFORE, *set(names[opener + 1 :]) - _AFTER]
     if foreign:
@@ -64,7 +64,7 @@ def web_dataset(dataset: Any) -> ShardedData | str:
             samples = dataset.invoke(_repeatable(stage, f"{epoch} {shard} {number}"), samples)
         return islice(samples, start, None)
 
-    return ShardedData((None,) * len(urls.urls), read, shuffled, batch, collate, whole)
+    return ShardedData((None,) * len(urls.urls), read, shuffled, batch, collate, drop_last)
 
 
 def _name(stage: Any) -> str:
@@ -89,7 +89,7 @@ def _repeatable(stage: Any, seed: str) -> Any:
 
 
 def _batches(stage: Any) -> tuple[int, Any, bool]:
-    """Size and collation of a stage that makes batches, and whether it leaves out one that is not full."""
+    """Batch size, collate function and ``drop_last`` of a ``batched`` stage."""
     names = ("batchsize", "collation_fn", "partial")
     size, collate, partial = stage.f.__defaults__
     given = {"batchsize": size, "collation_fn": collate, "partial": partial}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.sharded_data import ShardedData
 
 __all__ = ["hugging_face"]
 

@@ -1,11 +1,12 @@
 """Which worker trains which units of an epoch whose data have shards. Pure: no network, no clock, no threads.
 
-Workers read the shards side by side, so that a sync interval ends when enough units have been trained, whichever these
-are. A worker is granted more of the shard that it reads; then of one that was left by another, of one that no worker
-has begun, and at last of one that another worker reads.
+These are shards of data, such as files; those of the weights are in :mod:`~lightning_asgd.server.shard`. Workers read
+several shards at once, so a sync interval ends when a number of units have been trained, in any order. A worker is
+granted more of the shard that it is reading. When that has ended, it continues a shard that another worker has left. If
+there is none, it begins a new shard, and near the end of the epoch it shares a shard with another worker.
 
-A shard of unknown length has many more numbers than samples. Who finds its end reports that, before it trains anything
-that was granted to it later: so whatever counts as trained exists.
+A shard of unknown length has many more numbers than samples. The worker that finds its end reports it before it trains
+anything that it was granted later. So every unit that counts as trained exists.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseRequest
 from lightning_asgd.ranges import without
 from lightning_asgd.server.lease_table import Leases, WorkerLeases
 
-__all__ = ["ShardLeases", "leases_of"]
+__all__ = ["StreamLeases", "leases_of"]
 
 
-class ShardLeases(Leases):
+class StreamLeases(Leases):
     """The units of one epoch, each of which lies in a shard; see :class:`Leases`."""
 
     _done = 0
@@ -38,14 +39,14 @@ class ShardLeases(Leases):
     def learn_ends(self, numbers: Collection[int]) -> None:
         """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
         for number in numbers:
-            self._end(number)
+            if number < self.epoch.numbers:
+                self._end(number)
 
-    def _end(self, number: int) -> int:
-        """Note that a shard has no sample from a number on. Returns one past the shard's last number."""
+    def _end(self, number: int) -> None:
+        """Note that a shard has no sample from a number on."""
         end = self.epoch.shards[bisect_right(self.epoch.shards, number)]
         self._ended[end] = min(number, self._ended.get(end, number))
         self._free = without(self._free, number, end)
-        return end
 
     def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
         for each in ends:
@@ -70,10 +71,8 @@ class ShardLeases(Leases):
 
     def _free_in(self, segment: int) -> list[tuple[int, int]]:
         """Free ranges, as many units as may still be trained in the segments up to this one."""
-        left, free = (
-            min(self._left_in(segment), UNKNOWN),
-            [],
-        )  # more is as good as endless, and there may be many shards
+        free: list[tuple[int, int]] = []
+        left = min(self._left_in(segment), UNKNOWN)  # more is as good as endless, and there may be many shards
         for first, last in self._free:
             if left <= 0:
                 break
@@ -133,4 +132,4 @@ class ShardLeases(Leases):
 
 def leases_of(epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> Leases:
     """The leases of an epoch, with shards or without; the arguments are those of :class:`Leases`."""
-    return (ShardLeases if epoch.shards else Leases)(epoch, all_train=all_train, before=before, now=now)
+    return (StreamLeases if epoch.shards else Leases)(epoch, all_train=all_train, before=before, now=now)

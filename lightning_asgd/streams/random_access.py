@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from lightning_asgd.shards.sharded_data import ShardedData
+from lightning_asgd.streams.sharded_data import ShardedData
 
 __all__ = ["lit_data", "mosaic_ml"]
 

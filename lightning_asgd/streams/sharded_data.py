@@ -31,7 +31,7 @@ class ShardedData:
         shuffled: whether every epoch visits the shards in another order.
         batch: samples per batch, if the data set itself makes them; None if its dataloader does.
         collate: how it makes one from a list of samples.
-        whole: whether batches of the data set that are not full are left out.
+        drop_last: whether the data set leaves out a last batch that is not full.
         name: what else must be equal on all workers, such as the state of random generators.
     """
 
@@ -40,7 +40,7 @@ class ShardedData:
     shuffled: bool = False
     batch: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    whole: bool = False
+    drop_last: bool = False
     name: str = ""
 
     @property
