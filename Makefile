@@ -8,7 +8,7 @@ NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
-# prints as it runs. The output of the others follows.
+# prints as it runs. The output of the others follows, and after it what failed in any group.
 GROUPS := 'tests/component' 'tests/conformance' 'tests/lightning/test_[a-l]*.py tests/transport' \
 	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[p-z]*.py'
 OTHERS := $(foreach folder,component conformance examples lightning transport,--ignore=tests/$(folder))
@@ -16,8 +16,9 @@ define run-tests
 @rm -f $(VENV)/tests-*.log; number=0; running=; \
 for group in $(GROUPS); do number=$$((number + 1)); \
 $(RUN) -m pytest $$group $(1) > $(VENV)/tests-$$number.log 2>&1 & running="$$running $$!"; done; \
-$(RUN) -m pytest tests $(OTHERS) $(1); code=$$?; \
-for group in $$running; do wait $$group || code=$$?; done; cat $(VENV)/tests-*.log; exit $$code
+{ $(RUN) -m pytest tests $(OTHERS) $(1); echo $$? > $(VENV)/tests-code; } | tee $(VENV)/tests.log; \
+code=$$(cat $(VENV)/tests-code); for group in $$running; do wait $$group || code=$$?; done; \
+cat $(VENV)/tests-*.log; grep -hE '^(FAILED|ERROR|E  ) ' $(VENV)/tests*.log | tail -n 40; exit $$code
 endef
 
 define install-beside
