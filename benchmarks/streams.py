@@ -67,6 +67,9 @@ KINDS = (
     "LitData",
     "MosaicML streaming",
     "StatefulDataLoader",
+    "CombinedLoader, min_size",
+    "CombinedLoader, max_size",
+    "CombinedLoader, max_size_cycle",
     "PyTorch Geometric",
 )
 LIMIT_S = 180.0

@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 warnings.filterwarnings("ignore")
@@ -38,8 +39,7 @@ class Counts(pl.LightningModule):
         last = self.global_rank == self.trainer.world_size - 1
         if self.args.kill and last and self.current_epoch == 0 and batch_idx == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        numbers = batch[0] if isinstance(batch, list) else batch
-        return -self.seen[numbers].sum()
+        return -self.seen[torch.cat(list(tensors(batch)))].sum()
 
     def on_train_epoch_start(self) -> None:
         self._begun = time.monotonic()
@@ -49,6 +49,15 @@ class Counts(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The numbers in a batch, which several loaders may have made: the lists and dictionaries of tensors that it is."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif batch is not None:
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors(part)
 
 
 class Own(IterableDataset[int]):
@@ -96,6 +105,17 @@ def weighted(folder: Path, samples: int) -> Any:
 def batches(folder: Path, samples: int) -> Any:
     sampler = BatchSampler(range(samples), BATCH, drop_last=False)
     return DataLoader(TensorDataset(torch.arange(samples)), batch_sampler=sampler)
+
+
+def combined(mode: str, share: float) -> Callable[[Path, int], Any]:
+    """Two loaders. One has a share of the samples, the other the rest."""
+
+    def make(folder: Path, samples: int) -> Any:
+        a, b = torch.arange(samples).split([int(share * samples), samples - int(share * samples)])
+        parts = {name: DataLoader(TensorDataset(part), BATCH, shuffle=True) for name, part in (("a", a), ("b", b))}
+        return CombinedLoader(parts, mode)
+
+    return make
 
 
 def stateful(folder: Path, samples: int) -> Any:
@@ -198,6 +218,9 @@ DATA: dict[str, Callable[[Path, int], Any]] = {
     "LitData": litdata,
     "MosaicML streaming": mosaic,
     "StatefulDataLoader": stateful,
+    "CombinedLoader, min_size": combined("min_size", 0.5),
+    "CombinedLoader, max_size": combined("max_size", 0.3),
+    "CombinedLoader, max_size_cycle": combined("max_size_cycle", 0.5),
     "PyTorch Geometric": geometric,
 }
 

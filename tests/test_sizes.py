@@ -52,7 +52,8 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 225 are a run's logs in one file, without secrets and in the order of time. 70 are wrong values on the command line.
 # 1,381 are leases of data that are read shard by shard, and the libraries that have such data.
 # 297 are a worker 0 that is started again while another worker hosts the servers.
-LINES = {"core": 22_868, "tools": 6_550}
+# 210 of the core are several training dataloaders, whose batches are leased together.
+LINES = {"core": 23_080, "tools": 6_550}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

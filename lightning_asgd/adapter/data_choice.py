@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import restart_epochs
+from lightning_asgd.adapter.combined_data import CombinedData
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, set_length, why_not_shared, why_split
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
-from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.leased_loop import LeasedData, LeasedLoop
 from lightning_asgd.adapter.private_names import training_loaders
 from lightning_asgd.adapter.sampled_data import SampledData
 from lightning_asgd.adapter.streamed_data import StreamedData
@@ -85,7 +86,8 @@ class DataChoice:
         trainer, loop, entry = self._trainer, self.loop, self._membership.entry
         if loop is self._split and entry is not None and entry.between_epochs:
             restart_epochs(trainer)
-        data: SampledData | StreamedData = SampledData(trainer, self._leases)
+        kind = SampledData if len(training_loaders(trainer)) == 1 else CombinedData
+        data: LeasedData = kind(trainer, self._leases)
         if isinstance(self._shards, ShardedData):
             data = StreamedData(trainer, self._leases, self._shards, self._name)
         elif (reason := self._shards or why_split(trainer, self._batch)) is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
@@ -56,26 +56,37 @@ def set_length(trainer: Any, batches: float, *, drop_last: bool) -> None:
 
 def why_split(trainer: Any, batch: int = 0) -> str | None:
     """Why the workers of a fit must each train a fixed part of the data; None if they can share it."""
-    loaders, workers = training_loaders(trainer), trainer.world_size
-    if len(loaders) != 1:
-        return f"there are {len(loaders)} training dataloaders"
-    (loader,) = loaders
-    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if not private_names.deals_samples_out(sampler):
-        return "the training dataloader has no distributed sampler from Lightning, or no batch sampler"
-    if not private_names.may_replace_samplers(trainer):
-        return "use_distributed_sampler=False"
-    if sampler.num_replicas != workers and not isinstance(loader.batch_sampler, LeasedBatches):
-        return f"the sampler divides the samples among {sampler.num_replicas} instead of {workers} workers"
-    batches = expected_batches(trainer)
+    loaders, batches = training_loaders(trainer), expected_batches(trainer)
+    if not loaders:
+        return "there is no training dataloader"
+    for loader in loaders:
+        if (reason := _why_undivided(trainer, loader, combined=len(loaders) > 1)) is not None:
+            return reason
     if batches == float("inf"):
         return "the training dataloader has no length"
     if (reason := why_not_shared(trainer)) is not None:
         return reason
-    # All batches there are: what Lightning has counted for one worker may be padded.
-    batches = min(workers * batches, math.ceil(len(sampler.dataset) / (batch or loader.batch_size or 1)))
-    if batches // accumulation(trainer, trainer.current_epoch) < workers:
-        return f"{batches} batches per epoch are too few for {workers} workers"
+    batches = batches * trainer.world_size  # of one worker, as Lightning has counted
+    if len(loaders) == 1:  # it may have padded them
+        (loader,) = loaders
+        batches = min(batches, math.ceil(len(loader.batch_sampler.sampler.dataset) / (batch or loader.batch_size or 1)))
+    if batches // accumulation(trainer, trainer.current_epoch) < trainer.world_size:
+        return f"{batches} batches per epoch are too few for {trainer.world_size} workers"
+    return None
+
+
+def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
+    """Why it is not known which samples one of the training dataloaders has for all workers together."""
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if not private_names.deals_samples_out(sampler):
+        return "the training dataloader has no distributed sampler from Lightning, or no batch sampler"
+    own = type(getattr(loader.batch_sampler, "inner", loader.batch_sampler)) is not BatchSampler
+    if own and not private_names.may_replace_samplers(trainer):
+        return "use_distributed_sampler=False, and the training dataloader has a batch sampler of its own"
+    if sampler.num_replicas != trainer.world_size:
+        return f"the sampler divides the samples among {sampler.num_replicas} instead of {trainer.world_size} workers"
+    if combined and type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__}, one of {len(training_loaders(trainer))}, has its own way to iterate"
     return None
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.combined_data import CombinedData
 from lightning_asgd.adapter.data_mode import accumulation
 from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.loop_counters import (
@@ -53,7 +54,10 @@ from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.synchronizer import Synchronizer, run
 
-__all__ = ["LeasedLoop"]
+__all__ = ["LeasedData", "LeasedLoop"]
+
+LeasedData = SampledData | CombinedData | StreamedData
+"""What there is to lease."""
 
 Held = tuple[str, tuple[tuple[int, int], ...]]
 """An epoch, and ranges of its units whose updates are in some weights: :attr:`Synchronizer.caught_up`."""
@@ -72,7 +76,7 @@ class LeasedLoop:
         membership: AnyFleet,
         leases: DataLeases,
         resumed: Mapping[str, Any],
-        data: SampledData | StreamedData,
+        data: LeasedData,
     ) -> None:
         self.trainer, self.leases, self._data = trainer, leases, data
         self._membership = membership
@@ -113,7 +117,7 @@ class LeasedLoop:
         """Whether the training dataloader is still the same."""
         return self._data.installed
 
-    def install(self, data: SampledData | StreamedData, batch: int) -> None:
+    def install(self, data: LeasedData, batch: int) -> None:
         """Have the training dataloader, a new one, yield what is granted. To be called when an epoch begins."""
         self._batch = batch or 1
         self._data.uninstall()

@@ -223,8 +223,9 @@ def is_between_epochs(loops: dict[str, Any]) -> bool:
 
 combined_loader = Name("fit_loop._combined_loader", INSTANCE, DATA)
 loaders = Name("utilities.combined_loader:CombinedLoader.flattened", CLASS, DATA)
+combination = Name("utilities.combined_loader:CombinedLoader([])._mode", INSTANCE, LEASES)
 loader_iterator = Name("utilities.combined_loader:CombinedLoader([])._iterator", INSTANCE, LEASES)
-iterators = Name("utilities.combined_loader:_ModeIterator([]).iterators", INSTANCE, LEASES)
+opened_loaders = Name("utilities.combined_loader:_ModeIterator([]).iterators", INSTANCE, LEASES)
 set_up_data = Name("fit_loop.setup_data()", SIGNATURE, DATA, changed="2.6.0, 2.6.4")
 expected_batches = Name("fit_loop.max_batches", INSTANCE, DATA)
 fetcher = Name("fit_loop._data_fetcher", INSTANCE, LEASES)
@@ -244,6 +245,12 @@ def training_loaders(trainer: Any) -> list[Any]:
     """The training dataloaders; none before they are set up, or while a search for a batch size has removed them."""
     combined = combined_loader(trainer)
     return [] if combined is None else list(loaders.of(combined))
+
+
+def replace_combined(trainer: Any, combined: Any) -> None:
+    """Have the training data be what another object yields in the place of the combined dataloaders."""
+    combined_loader.set(trainer, combined)
+    fetcher(trainer).setup(combined)
 
 
 def deals_samples_out(sampler: Any) -> bool:
@@ -275,7 +282,7 @@ def keep_loading(trainer: Any) -> None:
 
     By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.
     """
-    (iterator,) = iterators.of(loader_iterator.of(combined_loader(trainer)))
+    (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
         iterator._try_put_index()
 

@@ -11,7 +11,7 @@ from lightning_asgd.adapter.private_names import epochs_begun, replace_batch_sam
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order
+from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order, undivided
 
 __all__ = ["SampledData"]
 
@@ -23,7 +23,6 @@ class SampledData:
         self._trainer, self._leases = trainer, leases
         self._loader: Any = None
         self._batch = 1
-        self._dealt: dict[str, Any] = {}  # how its sampler split the samples
         self._items: list[Any] = []  # of the present epoch, of all workers
 
     @property
@@ -38,12 +37,9 @@ class SampledData:
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
-        sampler = inner.sampler  # splits the samples between workers: have it yield all of them
-        self._dealt = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
-        sampler.num_replicas, sampler.rank = 1, 0
-        sampler.num_samples = sampler.total_size = len(sampler.dataset)
-        sampler.set_epoch(epochs_begun(self._trainer))
-        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, self._part, length))
+        inner.sampler.set_epoch(epochs_begun(self._trainer))
+        # A program gets its worker's part of the data if all were equally fast: DDP's.
+        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, lambda: list(inner), length))
 
     def start(self) -> None:
         """Have Lightning begin to iterate."""
@@ -52,9 +48,7 @@ class SampledData:
     def uninstall(self) -> None:
         """Restore the training dataloader: it may be the user's own."""
         if self._loader is not None:
-            inner = self._loader.batch_sampler.inner
-            vars(inner.sampler).update(self._dealt)
-            replace_batch_sampler(self._loader, inner)
+            replace_batch_sampler(self._loader, self._loader.batch_sampler.inner)
             self._loader = None
 
     def count(self, expected: float) -> int:
@@ -64,7 +58,8 @@ class SampledData:
     def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
         """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
         sampler, mine = self._loader.batch_sampler.inner, batch_size_of(self._trainer)
-        items = in_common_order(sampler.sampler if mine else sampler, private_names.program_seed() + number)
+        with undivided(sampler.sampler):
+            items = in_common_order(sampler.sampler if mine else sampler, private_names.program_seed() + number)
         whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
         self._items = items[: min(whole, batches * self._batch)]
         return len(self._items), digest(self._items), ()
@@ -72,13 +67,3 @@ class SampledData:
     def plan(self, epoch: Epoch, accumulate: int) -> Plan:
         """The epoch as this worker trains it."""
         return Plan(epoch, self._items, batch_size_of(self._trainer) or None, accumulate)
-
-    def _part(self) -> list[Any]:
-        """This worker's batches of the present epoch if all were equally fast: DDP's."""
-        inner = self._loader.batch_sampler.inner
-        kept = {name: getattr(inner.sampler, name) for name in self._dealt}
-        vars(inner.sampler).update(self._dealt)
-        try:
-            return list(inner)
-        finally:
-            vars(inner.sampler).update(kept)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
 
-__all__ = ["LeasedBatches", "LeasedSteps", "digest", "in_common_order"]
+__all__ = ["LeasedBatches", "LeasedSteps", "digest", "in_common_order", "undivided"]
 
 
 class LeasedBatches:
@@ -61,6 +62,18 @@ class LeasedSteps(Iterator[Any]):
         if samples is None:
             raise StopIteration
         return samples
+
+
+@contextmanager
+def undivided(sampler: Any) -> Iterator[None]:
+    """Have a sampler that splits the samples between workers yield all of them."""
+    kept = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
+    sampler.num_replicas, sampler.rank = 1, 0
+    sampler.num_samples = sampler.total_size = len(sampler.dataset)
+    try:
+        yield
+    finally:
+        vars(sampler).update(kept)
 
 
 def in_common_order(sampler: Any, seed: int) -> list[Any]:

@@ -259,9 +259,12 @@ def test_data_that_are_loaded_anew_may_have_another_batch_size(tmp_path: Path, s
 
 @pytest.mark.parametrize("why", ["data", "sampler"])
 def test_with_a_fixed_split_batches_of_different_sizes_do_no_harm(tmp_path: Path, why: str) -> None:
+    class Mine(DistributedSampler[Any]):
+        pass
+
     class Sampled(Unequal):
         def train_dataloader(self) -> DataLoader[Any]:
-            sampler = DistributedSampler(Numbered(), num_replicas=2, rank=self.global_rank)
+            sampler = Mine(Numbered(), num_replicas=2, rank=self.global_rank)
             return DataLoader(Numbered(), batch_size=BATCH if self.global_rank == 0 else 10, sampler=sampler)
 
     if why == "data":
@@ -289,6 +292,11 @@ class Stream(IterableDataset[Any]):
         yield from (dataset(32)[i] for i in range(first, 32, step))
 
 
+class Loader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 PART = "Workers do not share the data, since "
 OWN = "Every worker trains what its own dataloader yields, since "
 SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield the same samples to each of them"
@@ -299,7 +307,7 @@ SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield th
     [
         (lambda: DataLoader(Stream(), batch_size=BATCH), OWN, "Stream has no open_shard(epoch, shard, start)", 1),
         (lambda: DataLoader(Stream(divided=True), batch_size=BATCH), OWN, "Expected Stream to give each worker", 0),
-        (lambda: [loader(32), loader(32)], PART, "there are 2 training dataloaders", 0),
+        (lambda: [loader(32), Loader(dataset(32), BATCH)], PART, "Loader, one of 2, has its own way to iterate", 0),
         (lambda: loader(4, batch_size=4), PART, "1 batches per epoch are too few for 2 workers", 0),
     ],
 )

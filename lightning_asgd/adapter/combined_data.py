@@ -1,0 +1,193 @@
+"""Training data of several dataloaders, which Lightning combines: the combined batches that are leased of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import apply_to_collection
+from lightning_asgd.adapter.private_names import (
+    combination,
+    combined_loader,
+    expected_batches,
+    loader_iterator,
+    loaders,
+    opened_loaders,
+)
+from lightning_asgd.protocol import Epoch
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
+from lightning_asgd.worker.leased_sampler import LeasedSteps, digest, in_common_order, undivided
+
+__all__ = ["CombinedData"]
+
+Item = tuple[int, list[Any]]
+"""A combined batch: its number, and for each loader the samples, or None."""
+
+
+class CombinedData:
+    """The data of one fit, whose combined dataloaders are replaced by one while they are leased.
+
+    Units are combined batches, of the same sizes on all workers.
+    """
+
+    def __init__(self, trainer: Any, leases: DataLeases) -> None:
+        self._trainer, self._leases = trainer, leases
+        self._combined: LeasedCombination | None = None
+        self._items: list[Item] = []  # of the present epoch, of all workers
+
+    @property
+    def installed(self) -> bool:
+        """Whether the training dataloaders are still the same."""
+        return self._combined is not None and combined_loader(self._trainer) is self._combined
+
+    def install(self, batch: int, opened: Callable[[], Plan | None]) -> None:
+        """Have the training dataloaders yield what is granted; see :class:`LeasedCombination`."""
+        combined = combined_loader(self._trainer)
+        inner = combined.inner if isinstance(combined, LeasedCombination) else combined  # of a fit that failed
+        self._combined = LeasedCombination(inner, int(expected_batches(self._trainer)), self._leases, opened)
+        private_names.replace_combined(self._trainer, self._combined)
+
+    def start(self) -> None:
+        """Have Lightning begin to iterate."""
+        iter(private_names.fetcher(self._trainer))
+
+    def uninstall(self) -> None:
+        """Restore the training dataloaders."""
+        if self._combined is not None and self.installed:
+            private_names.replace_combined(self._trainer, self._combined.inner)
+        self._combined = None
+
+    def count(self, expected: float) -> int:
+        """Batches of an epoch per worker, from the number that Lightning expects."""
+        return int(expected)
+
+    def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
+        """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
+        combined, workers, parts = combined_loader(self._trainer), self._trainer.world_size, []
+        for loader, limit in zip(loaders.of(combined), combined.limits, strict=True):  # of one worker's batches
+            with undivided(loader.batch_sampler.sampler):
+                part = in_common_order(loader.batch_sampler, private_names.program_seed() + number)
+            parts.append(part[: int(min(len(part), limit * workers))])
+        self._items = combined_batches(combination.of(combined), parts)[:batches]
+        return len(self._items), digest(self._items), ()
+
+    def plan(self, epoch: Epoch, accumulate: int) -> Plan:
+        """The epoch as this worker trains it."""
+        return Plan(epoch, self._items, None, accumulate)
+
+
+class LeasedCombination:
+    """Combined dataloaders that yield what is granted, and otherwise look like those that they replace.
+
+    One dataloader makes the batches of all, with as many processes as they had together. ``plan`` tells which epoch
+    begins if it is Lightning that begins to iterate, None if it is a program: that gets what they yield themselves.
+    """
+
+    def __init__(self, inner: Any, length: int, leases: DataLeases, plan: Callable[[], Plan | None]) -> None:
+        self.inner, self._length = inner, length
+        self._leases = leases
+        self._new_plan = plan
+        self._loader: DataLoader[Any] | None = None
+        self.batches: Any = None  # an iterator
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._new_plan()
+        if plan is None:
+            return iter(self.inner)
+        self._leases.open(plan)
+        if self._loader is None or not self._loader.persistent_workers:
+            self._loader = _joint(loaders.of(self.inner), LeasedSteps(self._leases))
+        self.batches = iter(self._loader)
+        opened_loaders.set_of(self, [self.batches])
+        loader_iterator.set_of(self, self)  # as of Lightning's, which have an object for that
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        """The batches in the loaders' structure, their number in the epoch, and 0."""
+        number, made = next(self.batches)
+        left = list(zip(loaders.of(self.inner), made, strict=True))
+
+        def of(loader: Any) -> Any:
+            return left.pop(next(n for n, (each, _) in enumerate(left) if each is loader))[1]
+
+        return apply_to_collection(self.inner.iterables, DataLoader, of), number, 0
+
+    def reset(self) -> None:
+        """End the loaders' processes."""
+        self._loader = self.batches = None
+        opened_loaders.set_of(self, [])
+        self.inner.reset()
+
+
+def combined_batches(mode: str, parts: Sequence[Sequence[Any]]) -> list[Item]:
+    """The combined batches of an epoch, from those of each loader. ``fit`` knows no mode that reads one by one."""
+    count = (min if mode == "min_size" else max)(map(len, parts))
+    cycle = mode == "max_size_cycle"
+    return [(n, [part[n % len(part)] if cycle or n < len(part) else None for part in parts]) for n in range(count)]
+
+
+def _joint(parts: Sequence[Any], steps: Any) -> DataLoader[Any]:
+    """One dataloader for the batches of several."""
+    busy = [loader for loader in parts if loader.num_workers]
+    options: dict[str, Any] = {}
+    if busy:
+        ahead, processes = max(each.num_workers * each.prefetch_factor for each in busy), _processes(busy)
+        options = {
+            "num_workers": processes,
+            "prefetch_factor": math.ceil(ahead / processes),
+            "persistent_workers": all(each.persistent_workers for each in busy),
+            "multiprocessing_context": busy[0].multiprocessing_context,
+            "timeout": max(each.timeout for each in busy),
+            "worker_init_fn": _Start([each.worker_init_fn for each in busy]),
+        }
+    pins = any(each.pin_memory for each in parts)
+    return DataLoader(_Batches(parts), batch_size=None, sampler=steps, collate_fn=_same, pin_memory=pins, **options)
+
+
+def _processes(busy: Sequence[Any]) -> int:
+    return sum(each.num_workers for each in busy)
+
+
+class _Batches(Dataset[Item]):
+    """A data set whose samples are the batches of several loaders."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = [(each.dataset, each.collate_fn) for each in parts]
+
+    def __getitem__(self, item: Item) -> Item:
+        number, parts = item
+        made = zip(self._parts, parts, strict=True)
+        return number, [None if samples is None else _batch(*part, samples) for part, samples in made]
+
+
+def _batch(dataset: Any, collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    many = getattr(dataset, "__getitems__", None)  # as torch does
+    return collate(many(samples) if many else [dataset[number] for number in samples])
+
+
+class _Start:
+    """What several loaders have their processes do first."""
+
+    def __init__(self, calls: Sequence[Callable[[int], None] | None]) -> None:
+        self._calls = [call for call in calls if call is not None]
+
+    def __call__(self, worker: int) -> None:
+        for call in self._calls:
+            call(worker)
+
+
+def _same(batch: Any) -> Any:
+    return batch
