@@ -42,8 +42,10 @@ class Watching2(Watching):
         return super().training_step(joined(batch), batch_idx)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [*((mode, {}) for mode in MODES), ("max_size_cycle", {"num_workers": 1, "persistent_workers": True})],
+)
 def test_every_batch_once_per_epoch_and_more_for_the_faster_worker(
     tmp_path: Path, mode: str, options: dict[str, Any]
 ) -> None:

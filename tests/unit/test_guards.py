@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,22 @@ def test_a_file_in_shared_memory_is_noticed() -> None:
             call_guarded(path.touch)
     finally:
         path.unlink()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory directory on this system")
+def test_a_semaphore_of_other_tests_is_no_leak() -> None:
+    own = Path("/dev/shm") / f"sem.{SemLock._make_name()[1:]}"  # type: ignore[attr-defined]
+    stranger = Path("/dev/shm") / f"sem.mp-{uuid.uuid4().hex}"  # as of another program
+    try:
+        with pytest.raises(AssertionError, match=own.name):
+            call_guarded(own.touch)
+        call_guarded(stranger.touch)
+        stranger.unlink()
+        with pytest.raises(AssertionError, match=stranger.name):
+            call_guarded(lambda: (stranger.touch(), subprocess.run(["true"], check=True)))
+    finally:
+        own.unlink()
+        stranger.unlink()
 
 
 def call_guarded(function: object) -> None:

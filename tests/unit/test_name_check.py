@@ -76,7 +76,9 @@ def test_a_module_that_is_gone(tree: Any, pl: Any, monkeypatch: pytest.MonkeyPat
 def test_an_attribute_that_a_class_lacks(tree: Any, pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(pl.utilities.combined_loader.CombinedLoader, "flattened")
     monkeypatch.setattr(
-        pl.utilities.combined_loader.CombinedLoader, "__init__", lambda self, _: setattr(self, "_iterator", 0)
+        pl.utilities.combined_loader.CombinedLoader,
+        "__init__",
+        lambda self, _: vars(self).update(_iterator=0, _mode=""),
     )
     said = refusal(lambda: check_tree(tree, no_warning))
     assert "lacks `CombinedLoader.flattened` (present 2.5.0 to 2.6.6; needed to find the training data)." in said
