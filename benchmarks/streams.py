@@ -38,13 +38,13 @@ PROGRAM = Path(__file__).with_name("streams_program.py")
 PAGE = Path(__file__).parent / "libraries" / "streams.md"  # a part of docs/compatibility.md: see make compatibility
 HEAD = """## Data, counted
 
-Made by `python benchmarks/streams.py`, not by the tests: real libraries, without loader processes; 400 samples, two
-epochs. Every other worker is five times slower. The module counts what the servers have applied: *exact* says that
-every sample was applied once per epoch.
+Made by `python benchmarks/streams.py`, not by the tests: real libraries; 400 samples, two epochs; no loader processes,
+unless the row says so. Every other worker is five times slower. The module counts what the servers have applied:
+*exact* says that every sample was applied once per epoch.
 
 """
 REQUIREMENTS = {
-    "MosaicML streaming": ("mosaicml-streaming>=0.11",),
+    "MosaicML": ("mosaicml-streaming>=0.11",),
     "": ("datasets>=4", "webdataset>=1", "litdata>=0.2.60", "torchdata>=0.11", "torch-geometric>=2.6"),
 }
 CELLS: dict[str, list[str]] = {
@@ -66,6 +66,11 @@ KINDS = (
     "WebDataset, batched, WebLoader",
     "LitData",
     "MosaicML streaming",
+    "own shards, 2 processes",
+    "datasets, iterable, 2 processes",
+    "WebDataset, 2 processes",
+    "LitData, 2 processes",
+    "MosaicML streaming, 2 processes",
     "StatefulDataLoader",
     "CombinedLoader, min_size",
     "CombinedLoader, max_size",
@@ -79,8 +84,8 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 def python_of(kind: str) -> Path:
     """The Python of the environment that has a kind's library."""
-    name = kind if kind in REQUIREMENTS else ""
-    folder = ROOT / "results" / "streams" / ("overlay-" + (name.partition(" ")[0].lower() or "all"))
+    name = kind.partition(" ")[0] if kind.partition(" ")[0] in REQUIREMENTS else ""
+    folder = ROOT / "results" / "streams" / ("overlay-" + (name.lower() or "all"))
     return overlay(folder, REQUIREMENTS[name])
 
 

@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ def first(sample: Any) -> Any:
     return sample[0]
 
 
-def own(folder: Path, samples: int) -> Any:
-    return DataLoader(Own(samples), batch_size=BATCH)
+def own(folder: Path, samples: int, *, processes: int = 0) -> Any:
+    return DataLoader(Own(samples), batch_size=BATCH, num_workers=processes)
 
 
 def mapped(folder: Path, samples: int) -> Any:
@@ -130,7 +131,7 @@ def datasets_map(folder: Path, samples: int) -> Any:
     return DataLoader(Dataset.from_dict({"number": list(range(samples))}), BATCH, shuffle=True, collate_fn=numbers)
 
 
-def datasets_iterable(folder: Path, samples: int, *, split: bool = False) -> Any:
+def datasets_iterable(folder: Path, samples: int, *, split: bool = False, processes: int = 0) -> Any:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
@@ -139,7 +140,7 @@ def datasets_iterable(folder: Path, samples: int, *, split: bool = False) -> Any
     if split:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         data = split_dataset_by_node(data, rank=rank, world_size=world)
-    return DataLoader(data, batch_size=BATCH, collate_fn=numbers)
+    return DataLoader(data, batch_size=BATCH, collate_fn=numbers, num_workers=processes)
 
 
 def datasets_split(folder: Path, samples: int) -> Any:
@@ -159,8 +160,8 @@ def web(folder: Path, samples: int) -> Any:
     return data.shuffle(20).decode().to_tuple("cls").map(first)
 
 
-def webdataset_loader(folder: Path, samples: int) -> Any:
-    return DataLoader(web(folder, samples), batch_size=BATCH)
+def webdataset_loader(folder: Path, samples: int, *, processes: int = 0) -> Any:
+    return DataLoader(web(folder, samples), batch_size=BATCH, num_workers=processes)
 
 
 def webdataset_batched(folder: Path, samples: int) -> Any:
@@ -169,7 +170,7 @@ def webdataset_batched(folder: Path, samples: int) -> Any:
     return webdataset.WebLoader(web(folder, samples).batched(BATCH, collation_fn=torch.tensor), batch_size=None)
 
 
-def litdata(folder: Path, samples: int) -> Any:
+def litdata(folder: Path, samples: int, *, processes: int = 0) -> Any:
     import litdata
 
     if not folder.exists():
@@ -177,10 +178,10 @@ def litdata(folder: Path, samples: int) -> Any:
             item, list(range(samples)), output_dir=str(folder), chunk_size=samples // SHARDS, num_workers=1
         )
     data = litdata.StreamingDataset(str(folder), shuffle=True)
-    return litdata.StreamingDataLoader(data, batch_size=BATCH, collate_fn=numbers)
+    return litdata.StreamingDataLoader(data, batch_size=BATCH, collate_fn=numbers, num_workers=processes)
 
 
-def mosaic(folder: Path, samples: int) -> Any:
+def mosaic(folder: Path, samples: int, *, processes: int = 0) -> Any:
     from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
     if not folder.exists():
@@ -188,7 +189,7 @@ def mosaic(folder: Path, samples: int) -> Any:
             for number in range(samples):
                 writer.write(item(number))
     data = StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
-    return StreamingDataLoader(data, batch_size=BATCH, collate_fn=numbers)
+    return StreamingDataLoader(data, batch_size=BATCH, collate_fn=numbers, num_workers=processes)
 
 
 def geometric(folder: Path, samples: int) -> Any:
@@ -217,6 +218,11 @@ DATA: dict[str, Callable[[Path, int], Any]] = {
     "WebDataset, batched, WebLoader": webdataset_batched,
     "LitData": litdata,
     "MosaicML streaming": mosaic,
+    "own shards, 2 processes": partial(own, processes=2),
+    "datasets, iterable, 2 processes": partial(datasets_iterable, processes=2),
+    "WebDataset, 2 processes": partial(webdataset_loader, processes=2),
+    "LitData, 2 processes": partial(litdata, processes=2),
+    "MosaicML streaming, 2 processes": partial(mosaic, processes=2),
     "StatefulDataLoader": stateful,
     "CombinedLoader, min_size": combined("min_size", 0.5),
     "CombinedLoader, max_size": combined("max_size", 0.3),

@@ -284,7 +284,12 @@ def keep_loading(trainer: Any) -> None:
     """
     (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
-        iterator._try_put_index()
+        load_next(iterator)
+
+
+def load_next(iterator: Any) -> None:
+    """Have a loader with worker processes ask its sampler, though no batch has arrived."""
+    iterator._try_put_index()
 
 
 # ---------------------------------------------------------------------- the epoch loop: batches and steps

@@ -8,14 +8,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.loader_processes import LoaderProcesses
 from lightning_asgd.adapter.loop_counters import NEVER
 from lightning_asgd.adapter.private_names import combined_loader, loaders, training_loaders
 from lightning_asgd.protocol import UNKNOWN, Epoch
-from lightning_asgd.streams.find import batch_of, drops_last, loader_of
+from lightning_asgd.streams.find import batch_of, collate_of, drops_last, loader_of
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan, StreamPlan
+from lightning_asgd.worker.lease_plan import ParallelPlan, Plan, StreamPlan
 from lightning_asgd.worker.leased_sampler import LeasedSteps, digest
+from lightning_asgd.worker.parallel_reader import ParallelReader
 from lightning_asgd.worker.stream_reader import StreamReader
 
 __all__ = ["StreamedData"]
@@ -54,6 +56,8 @@ class StreamedData:
         """Restore the training dataloader."""
         if self._loader is not None and self.installed:
             loaders.set_of(combined_loader(self._trainer), [self._loader.inner])
+        if self._loader is not None and self._loader.processes is not None:
+            self._loader.processes.stop()
         self._loader = None
 
     def count(self, expected: float) -> int:
@@ -71,8 +75,12 @@ class StreamedData:
         order, number, loader = self._order, epoch.number, self._loader
         if loader is None:
             raise RuntimeError("no dataloader was replaced")
-        reader = StreamReader(lambda shard, start: self._data.read(number, order[shard], start), epoch.shards)
         batch = batch_of(loader.inner, self._data) or None
+        if loader.processes is not None:
+            ahead = loader.processes.begin(number)
+            parallel = ParallelReader(loader.processes, epoch.shards, ahead)
+            return ParallelPlan(epoch, (), batch, accumulate, reader=parallel, ahead=ahead, drop_last=loader.drop_last)
+        reader = StreamReader(lambda shard, start: self._data.read(number, order[shard], start), epoch.shards)
         return StreamPlan(epoch, (), batch, accumulate, reader=reader, drop_last=loader.drop_last)
 
 
@@ -88,6 +96,9 @@ class StreamedLoader:
         self._data = data
         self._leases = leases
         self._new_plan = plan
+        torchs: Any = loader_of(inner)
+        seed = private_names.program_seed()
+        self.processes = LoaderProcesses(torchs, data, seed) if torchs.num_workers else None
         self.begins = False  # whether Lightning begins to iterate: without a length it would fetch a batch in advance
 
     def __getattr__(self, name: str) -> Any:
@@ -111,10 +122,11 @@ class StreamedLoader:
         inner: Any = loader_of(self.inner)
         # A loader of torch's collates and pins as the program's own would.
         steps: Any = LeasedSteps(self._leases)
-        how = {"batch_size": None, "sampler": steps} if plan.batch is None else {"batch_sampler": steps}
-        collate, convert = self._data.collate, inner.collate_fn
-        if collate is not None:  # the data set made batches, which the loader has converted
-            convert = lambda samples: inner.collate_fn(collate(samples))  # noqa: E731
+        if self.processes is not None or plan.batch is None:  # whole batches
+            how = {"batch_size": None, "sampler": steps}
+        else:
+            how = {"batch_sampler": steps}
+        convert = _same if self.processes is not None else collate_of(inner, self._data)
         made: Any = DataLoader(_Samples(), collate_fn=convert, pin_memory=inner.pin_memory, **how)  # type: ignore[arg-type]
         self.begins = True
         return _Batches(self, iter(made))
@@ -127,6 +139,10 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         self._loader.begins = False
         return next(self._batches)
+
+
+def _same(batch: Any) -> Any:
+    return batch
 
 
 class _Samples:

@@ -114,15 +114,16 @@ class LeaseRequest(Request):
     size: int = 1  # units of one of its optimizer steps
     opens: Epoch | None = None  # in a job, the epoch that the first request opens: see `OpenEpoch`
     ended: tuple[int, ...] = ()  # numbers from which on shards that it reads turned out to have no more samples
+    returned: tuple[tuple[int, int], ...] = ()  # what it has not trained, and is to be granted again, in full steps
     begun: int = 0  # units that it holds, beyond whole steps, where shards end within a step
+    places: tuple[int, ...] = ()  # per process that reads shards for it: one past what it reads; whose turn is, first
 
 
 @dataclass(frozen=True)
 class LeaseGrant:
     """Answer to :class:`LeaseRequest`."""
 
-    first: int = 0  # number of the first unit granted
-    last: int = 0  # one past the last; equal to `first` if there is none for this worker
+    ranges: tuple[tuple[int, int], ...] = ()  # of units, in the order of training; none if there is none for it
     # Whether all granted units of the sync interval are trained and applied, and no more will be granted.
     over: bool = False
     progress: float = 0.0  # units that all workers together have trained, by the latest reports

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
-from lightning_asgd.ranges import common, merged
+from lightning_asgd.ranges import common, merged, without
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.self_scheduling import Load, steps_to_grant
 
@@ -39,7 +39,7 @@ class WorkerLeases:
     at: float = 0.0  # when it reported last
     segment: int = 0
     served: int = -1  # the last segment of which it was granted something
-    next_unit: int = -1  # one past what it was granted last
+    places: list[int] = field(default_factory=lambda: [-1])  # see `LeaseRequest`
     begun: int = 0  # units that it has of a step which is to be completed
     stopped: bool = False
     waiting: LeaseRequest | None = None
@@ -142,7 +142,6 @@ class Leases:
         worker = self._workers[number] = WorkerLeases(trained=part.trained, segment=part.served, served=part.served)
         for first, last in part.granted:
             worker.granted += last - first
-            worker.next_unit = last
             worker.applied += sum(b - a for a, b in common(self._finished, first, last))
             for a, b in common(self._free, first, last):
                 self._hold(worker, a, b)
@@ -177,9 +176,11 @@ class Leases:
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(request.worker, WorkerLeases())
         self._note_ends(request.worker, worker, request.ended)
+        self._take_back(worker, request.returned)
         worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
         worker.rtt_s, worker.flush = request.rtt_s, request.flush
         worker.size, worker.begun = request.size, request.begun % request.size
+        worker.places = list(request.places) or [-1]
         answers: list[Completion] = []
         if worker.waiting is not None:
             answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
@@ -195,7 +196,7 @@ class Leases:
             worker.waiting = None
             # If others hold all that is left, a worker without a unit would not notice the end of the segment.
             late = worker.served < request.segment
-            grant = self._dummy(worker, request, now) if late else self._grant(worker, 0, 0, now, final=True)
+            grant = self._dummy(worker, request, now) if late else self._grant(worker, (), now, final=True)
             answers.append(Completion(request, grant))
         return answers
 
@@ -216,30 +217,35 @@ class Leases:
 
     def _answer(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant | None:
         """What a waiting worker is granted; None if it must wait on."""
-        first, last = self._choose(number, worker, request, now)
-        if first < last:
-            self._take(worker, first, last)
+        ranges = []
+        for first, last in self._choose(number, worker, request, now):
+            self._hold(worker, first, last)
+            worker.granted += last - first
+            ranges.append((first, last))
+        if ranges:
             worker.waiting = None  # or it would count as waiting
             final = not self._units_for(number, worker, request.segment, now)
-            return self._grant(worker, first, last, now, final=final)
+            return self._grant(worker, ranges, now, final=final)
         if not self._over(request.segment):
             return None
         if worker.served < request.segment:
             return self._dummy(worker, request, now)
-        return replace(self._grant(worker, 0, 0, now, over=True), halted=self._halted)
+        return replace(self._grant(worker, (), now, over=True), halted=self._halted)
 
     # ------------------------------------------------------------------ choosing
 
-    def _choose(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> tuple[int, int]:
-        """Units for a worker; an empty range if there are none, or if others will finish them sooner."""
+    def _choose(
+        self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float
+    ) -> Iterator[tuple[int, int]]:
+        """Ranges of units for a worker, each held before the next is chosen; none if others will finish them sooner."""
         units = self._units_for(number, worker, request.segment, now)
         if units == 0:
-            return 0, 0
+            return
         worker.served = request.segment
         first, last = self._free_in(request.segment)[0]
         if not self._unserved(number, request.segment) and 2 * (last - first - units) < worker.size:
-            return first, last  # too little would be left for a step
-        return first, min(last, first + units)
+            units = last - first  # else too little would be left for a step
+        yield first, min(last, first + units)
 
     def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
         """How many of the free units of a segment a worker should train next."""
@@ -300,6 +306,15 @@ class Leases:
         if ends:
             raise ProtocolError(f"Worker {number} says that shards end in epoch {self.epoch.key}, which has none.")
 
+    def _take_back(self, worker: WorkerLeases, ranges: Collection[tuple[int, int]]) -> None:
+        """Release what a worker holds of some ranges."""
+        for first, last in ranges:
+            held = list(common(worker.held, first, last))
+            worker.held = deque(without(worker.held, first, last))
+            for a, b in held:
+                worker.granted -= b - a
+                self._release(a, b)
+
     def _over(self, segment: int) -> bool:
         end = self.epoch.ends[segment]
         held = (first for worker in self._workers.values() for first, _ in worker.held)
@@ -308,27 +323,28 @@ class Leases:
     # ------------------------------------------------------------------ book-keeping
 
     def _grant(
-        self, worker: WorkerLeases, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+        self,
+        worker: WorkerLeases,
+        ranges: Sequence[tuple[int, int]],
+        now: float,
+        *,
+        over: bool = False,
+        final: bool = False,
     ) -> LeaseGrant:
         rates = [1 / w.unit_s for n, w in self._workers.items() if w.unit_s and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.unit_s if worker.unit_s and rates else float(max(1, len(self._living)))
-        return LeaseGrant(first, last, over, self._progress(now), ratio, final=final)
+        return LeaseGrant(tuple(ranges), over, self._progress(now), ratio, final=final)
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """A dummy batch, whose update is discarded."""
         worker.served, end = request.segment, self.epoch.ends[request.segment]
         begin = self.epoch.ends[request.segment - 1] if request.segment else 0
-        return replace(self._grant(worker, max(begin, end - request.size), end, now, final=True), void=True)
+        return replace(self._grant(worker, [(max(begin, end - request.size), end)], now, final=True), void=True)
 
     def _progress(self, now: float) -> float:
         """Units that have probably been trained by now."""
         done = sum(last - first for first, last in self._finished)
         return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
-
-    def _take(self, worker: WorkerLeases, first: int, last: int) -> None:
-        self._hold(worker, first, last)
-        worker.granted += last - first
-        worker.next_unit = last
 
     def _hold(self, worker: WorkerLeases, first: int, last: int) -> None:
         index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -98,36 +98,52 @@ class StreamLeases(Leases):
             units = max(units, worker.size) - worker.begun
         return units
 
-    def _choose(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> tuple[int, int]:
+    def _choose(
+        self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float
+    ) -> Iterator[tuple[int, int]]:
         others = [w for n, w in self._workers.items() if w is not worker and n in self._living and not w.stopped]
         reserved = sum(-w.begun % w.size for w in others if w.begun)
         left = self._left_in(request.segment) - reserved
         units = min(self._units_for(number, worker, request.segment, now), left)
-        if units <= 0:
-            return 0, 0
-        worker.served = request.segment
-        place = bisect_left(self._free, (worker.next_unit, 0))
-        if place == len(self._free) or self._free[place][0] != worker.next_unit:
-            read = {w.next_unit for w in others}
-            firsts = [first for first, _ in self._free]
-            kinds = [1 if first in self._begins else 2 if first in read else 0 for first in firsts]
-            place = kinds.index(min(kinds))
-        first, last = self._free[place]
-        units = min(last - first, units)
-        worker.begun = (worker.begun + units) % worker.size
-        return first, first + units
+        if units > 0:
+            worker.served = request.segment
+        read = frozenset(place for other in others for place in other.places)
+        turn, places = 0, worker.places
+        while units > 0 and self._free:
+            first, last = self._next_of(places[turn], read.union(places))
+            step = worker.size - worker.begun  # each reads whole steps, one after the other
+            taken = min(last - first, units if len(places) == 1 else min(units, step))
+            yield first, first + taken
+            units -= taken
+            places[turn] = first + taken
+            worker.begun = (worker.begun + taken) % worker.size
+            turn = (turn + (not worker.begun)) % len(places)
+
+    def _next_of(self, place: int, read: Collection[int]) -> tuple[int, int]:
+        """The free range at a place; else of a shard that was left, of a new one, or of one that others read."""
+        index = bisect_left(self._free, (place, 0))
+        if index == len(self._free) or self._free[index][0] != place:
+            kinds = [1 if first in self._begins else 2 if first in read else 0 for first, _ in self._free]
+            index = kinds.index(min(kinds))
+        return self._free[index]
 
     def _grant(
-        self, worker: WorkerLeases, first: int, last: int, now: float, *, over: bool = False, final: bool = False
+        self,
+        worker: WorkerLeases,
+        ranges: Sequence[tuple[int, int]],
+        now: float,
+        *,
+        over: bool = False,
+        final: bool = False,
     ) -> LeaseGrant:
-        grant = super()._grant(worker, first, last, now, over=over, final=final)
+        grant = super()._grant(worker, ranges, now, over=over, final=final)
         held = any(each.held for each in self._workers.values())
         return replace(grant, exhausted=over and not (self._free or held or self._halted))
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """No unit: a worker has samples of its own for a dummy batch."""
         over = request.wait and self._over(request.segment)
-        return replace(self._grant(worker, 0, 0, now, over=over, final=True), halted=over and self._halted)
+        return replace(self._grant(worker, (), now, over=over, final=True), halted=over and self._halted)
 
 
 def leases_of(epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> Leases:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -12,7 +12,7 @@ from lightning_asgd.streams.random_access import lit_data, mosaic_ml
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.web_dataset import web_dataset
 
-__all__ = ["batch_of", "drops_last", "is_streamed", "loader_of", "shards_of"]
+__all__ = ["batch_of", "collate_of", "drops_last", "is_streamed", "loader_of", "shards_in", "shards_of"]
 
 # By the names of their classes, so that none of these libraries is imported.
 _LIBRARIES = {
@@ -50,6 +50,14 @@ def batch_of(loader: Any, data: ShardedData) -> int:
     return data.batch or (inner.batch_size if inner is not None else 0) or 0
 
 
+def collate_of(loader: DataLoader[Any], data: ShardedData) -> Callable[[Any], Any]:
+    """What makes a batch of a list of samples, or of a sample that is one; of a torch dataloader."""
+    collate, convert = data.collate, loader.collate_fn
+    if collate is None:
+        return convert
+    return lambda samples: convert(collate(samples))  # the data set made batches, which the loader has converted
+
+
 def drops_last(loader: Any, data: ShardedData) -> bool:
     """Whether a training dataloader leaves out a last batch that is not full."""
     inner = loader_of(loader)
@@ -65,20 +73,22 @@ def shards_of(loader: Any) -> ShardedData | str:
     inner = loader_of(loader)
     if inner is None:
         return f"{type(loader).__name__} has its own way to iterate"
-    dataset: Any = inner.dataset
-    if inner.num_workers:
-        return f"num_workers={inner.num_workers}: shards are read in the worker's own process"
+    found = shards_in(inner.dataset)
+    if not isinstance(found, str) and found.batch and inner.batch_size is not None:
+        return "both the data set and its loader make batches"
+    return found if isinstance(found, str) or any(n != 0 for n in found.lengths) else "it has no samples"
+
+
+def shards_in(dataset: Any) -> ShardedData | str:
+    """The shards of a data set, or why it cannot be read shard by shard."""
     name = _known(dataset, _LIBRARIES)
     find = _own if hasattr(dataset, "open_shard") else _LIBRARIES[name] if name else None
     if find is None:
         return f"{type(dataset).__name__} has no open_shard(epoch, shard, start)"
     try:
-        found = find(dataset)
+        return find(dataset)
     except (AttributeError, TypeError) as error:  # of a release with other names
         return f"its shards were not found in this release of the library ({error})"
-    if not isinstance(found, str) and found.batch and inner.batch_size is not None:
-        return "both the data set and its loader make batches"
-    return found if isinstance(found, str) or any(n != 0 for n in found.lengths) else "it has no samples"
 
 
 def _known(thing: Any, names: Collection[str]) -> str | None:

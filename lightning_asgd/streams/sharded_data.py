@@ -33,6 +33,7 @@ class ShardedData:
         collate: how it makes one from a list of samples.
         drop_last: whether the data set leaves out a last batch that is not full.
         name: what else must be equal on all workers, such as the state of random generators.
+        seed: of the random numbers that its samples depend on, if they do; see :meth:`seeded`.
     """
 
     lengths: Sequence[int | None]
@@ -42,6 +43,7 @@ class ShardedData:
     collate: Callable[[list[Any]], Any] | None = None
     drop_last: bool = False
     name: str = ""
+    seed: int | None = None
 
     @property
     def samples(self) -> int | None:
@@ -82,12 +84,16 @@ class ShardedData:
                 total.update(_bytes(sample))
             except Exception:  # of the sample's own classes
                 return self, b""
+        return (self.seeded(seed) if drawn else self), total.digest()[:16]
+
+    def seeded(self, seed: int) -> ShardedData:
+        """The same with random numbers for every shard that are its own in every epoch, and begin at a seed."""
         read = self.read
 
         def repeatable(epoch: int, shard: int, start: int) -> Iterator[Any]:
             return _Drawing(lambda: read(epoch, shard, start), f"{seed} {epoch} {shard}")
 
-        return (replace(self, read=repeatable) if drawn else self), total.digest()[:16]
+        return replace(self, read=repeatable, seed=seed)
 
 
 class _Drawing(Iterator[Any]):

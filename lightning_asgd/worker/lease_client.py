@@ -21,7 +21,7 @@ from lightning_asgd.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.ranges import without
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
-from lightning_asgd.worker.lease_plan import LeasedBatch, Plan, StreamPlan
+from lightning_asgd.worker.lease_plan import LeasedBatch, Plan, ReadingPlan
 from lightning_asgd.worker.lease_request import Asked
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import WorkFeed
@@ -72,6 +72,7 @@ class DataLeases(WorkFeed):
         self._fed = -1  # the last segment of which there was a batch
         self._ended: list[int] = []  # see `LeaseRequest`; of the present epoch
         self._unreported: list[int] = []  # those that the coordinator may not know
+        self._returned: tuple[tuple[int, int], ...] = ()  # see `LeaseRequest`; it may not know this either
         self._trained = self._applied = 0  # units
         self._unfinished: int | None = None  # the step of the batch that was trained last, if it has more
         self._dry = False  # whether the loader knows that the sync interval is over
@@ -115,15 +116,14 @@ class DataLeases(WorkFeed):
         batch = self._waiting.popleft()
         self._loading.append(batch)
         # Request early enough that there is still work while the answer is in flight, also on a slow network.
-        reader = self.plan.reader
-        if self._lasts_s() <= _AHEAD * self._trip or (reader is not None and reader.left < 2 * self.plan.step):
+        if self._lasts_s() <= _AHEAD * self._trip or self.plan.runs_low:
             self._ask_early()
         return batch.samples
 
     def _lasts_s(self, loading: int = 0) -> float:
         """Expected seconds to train what was granted, with some of the batches that are being loaded."""
-        reader, units = self.plan.reader, (len(self._waiting) + loading) * (self.plan.batch or 1)
-        return (units if reader is None else units + reader.left) * self.unit_s
+        batches = len(self._waiting) + loading
+        return (batches * (self.plan.batch or 1) + self.plan.unread) * self.unit_s
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -255,6 +255,7 @@ class DataLeases(WorkFeed):
         self._final = False
         self._begun = None
         self._unreported.clear()
+        self._returned = ()
         if self._plan is not None:  # a server that was restored meanwhile may not know of it
             self._opens = self._plan.epoch
             self._plan.drop()
@@ -275,9 +276,7 @@ class DataLeases(WorkFeed):
     def ask_ahead(self, seconds: float) -> None:
         """Request enough units to last for an exchange (0 s: unknown), which is about to fill the network's queues."""
         self._exchange_s = seconds
-        if self._plan is None:
-            return
-        if not seconds or self._lasts_s(len(self._loading)) < seconds:
+        if self._plan is not None and (not seconds or self._lasts_s(len(self._loading)) < seconds):
             self._ask_early(seconds)
 
     @contextmanager
@@ -337,14 +336,15 @@ class DataLeases(WorkFeed):
 
     def _get(self) -> bool:
         """Make sure that a batch is ready. Returns False if only units that other workers hold are left."""
-        return self._read(self.plan) if isinstance(self.plan, StreamPlan) else self._request()
+        return self._read(self.plan) if isinstance(self.plan, ReadingPlan) else self._request()
 
-    def _read(self, plan: StreamPlan) -> bool:
+    def _read(self, plan: ReadingPlan) -> bool:
         """Read a step's samples from shards; fewer, if others hold the rest. Returns whether there are any."""
         last = False
-        while (end := plan.fill()) is not None or (plan.wants_more and not last):
+        while (end := plan.fill(last=last)) is not None or (plan.wants_more and not last):
             if end is not None:
                 self._report_end(plan, end)
+                last = False
             elif plan.has_step and not (self._final or (self._asked is not None and self._asked.future.done())):
                 break  # what follows is asked for while this step is trained
             else:
@@ -358,13 +358,16 @@ class DataLeases(WorkFeed):
             self._fed = self.segment
         return bool(batches)
 
-    def _report_end(self, plan: StreamPlan, number: int) -> None:
+    def _report_end(self, plan: ReadingPlan, number: int) -> None:
         """Report the end of a shard. Nothing that was granted later may be trained before the coordinator knows it."""
         self._take_prefetched()  # it may hold more of the shard
         if any(first <= number <= last for first, last in self._granted):  # else all was revoked meanwhile
-            self._granted = without(self._granted, number, plan.reader.end(number))
+            found = plan.end(number)
+            for first, last in ((number, found.end), *found.returned):
+                self._granted = without(self._granted, first, last)
             self._ended.append(number)
             self._unreported.append(number)
+            self._returned = found.returned
             self._take(self._ask())
 
     def _request(self) -> bool:
@@ -393,10 +396,10 @@ class DataLeases(WorkFeed):
             wait=wait,
             stop=stop,
             halt=halt,
-            size=self.plan.step,
             opens=self._opens,
             ended=tuple(self._unreported),
-            begun=0 if self.plan.reader is None else self.plan.reader.left % self.plan.step,
+            returned=self._returned,
+            **self.plan.wishes,
         )
         future = connection.post(COORDINATOR, message, None if timeout_s is None else timeout_s + GRACE_S)
         asked = Asked(future, self._trained, begun, timeout_s, stop, halt, client, restored, message.ended)
@@ -416,9 +419,7 @@ class DataLeases(WorkFeed):
             self.granted_wait_s += self._clock() - waiting_since
         else:
             self.others_wait_s += self._clock() - waiting_since
-        if (
-            grant is None or client.connection.restored[COORDINATOR] != asked.restored
-        ):  # a restored server does not know of it
+        if grant is None or client.connection.restored[COORDINATOR] != asked.restored:  # it does not know of it
             return self._take(self._ask(wait=asked.timeout_s is not None, stop=asked.stop, halt=asked.halt))
         self._opens = None
         if asked.timeout_s is None:  # else it was blocked
@@ -428,13 +429,14 @@ class DataLeases(WorkFeed):
         self.halted |= grant.halted
         self.exhausted |= grant.exhausted
         self._unreported = [number for number in self._unreported if number not in asked.ended]
-        if grant.last > grant.first:
-            granted = self.plan.batches(grant.first, grant.last)
+        self._returned = ()
+        for first, last in grant.ranges:
+            granted = self.plan.batches(first, last)
             self._waiting.extend(replace(batch, void=True) if grant.void else batch for batch in granted)
             self._served = self.segment
             if not grant.void:
-                self._granted.append((grant.first, grant.last))
-        return grant.last > grant.first
+                self._granted.append((first, last))
+        return bool(grant.ranges)
 
     def _grant(self, asked: Asked) -> LeaseGrant:
         """Wait for a lease request's answer; after a time-out nothing is granted, and the segment counts as over."""

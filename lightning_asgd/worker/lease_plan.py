@@ -8,9 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_asgd.protocol import Epoch
+from lightning_asgd.worker.parallel_reader import ParallelReader
 from lightning_asgd.worker.stream_reader import StreamReader
 
-__all__ = ["LeasedBatch", "Plan", "StreamPlan"]
+__all__ = ["Ended", "LeasedBatch", "ParallelPlan", "Plan", "ReadingPlan", "StreamPlan"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker has found the end of a shard."""
+
+    number: int  # the first without a sample
+    end: int  # one past the shard's last number
+    returned: tuple[tuple[int, int], ...] = ()  # units of steps that are no longer complete: to be granted again
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,6 @@ class Plan:
     items: Sequence[Any]  # the units of all workers, in order: samples, or batches
     batch: int | None = None  # units per batch of this worker, where they are samples; None where they are batches
     accumulate: int = 1  # batches per optimizer step
-    reader: StreamReader | None = field(default=None, kw_only=True)  # where samples are read shard by shard
 
     @property
     def step(self) -> int:
@@ -43,6 +52,21 @@ class Plan:
         """A range of units as this worker trains it: in full steps, or in nearly equal ones."""
         for begin, end in _even(first, last, self.step):
             yield from self._cut(self.items[begin:end], begin)
+
+    @property
+    def unread(self) -> int:
+        """Units that were granted and have not become batches yet."""
+        return 0
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What a :class:`~lightning_asgd.protocol.LeaseRequest` says of the units that suit this worker."""
+        return {"size": self.step}
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether more units are needed soon, whatever the speed."""
+        return False
 
     def drop(self) -> None:
         """Forget what was granted and has not become batches yet."""
@@ -59,12 +83,46 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class StreamPlan(Plan):
+class ReadingPlan(Plan):
     """One epoch on a worker where samples are read shard by shard, and become batches once they have been read."""
 
     items: Sequence[Any] = ()
-    reader: StreamReader = field(kw_only=True)
     drop_last: bool = field(kw_only=True, default=False)  # whether samples that are too few for a batch are left out
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there are samples for a step."""
+        raise NotImplementedError
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether more units are to be requested."""
+        raise NotImplementedError
+
+    def fill(self, *, last: bool) -> int | None:
+        """Read the samples of a step, fewer if they are the ``last`` ones.
+
+        Stops where a shard ends: returns the number that does not exist, which is then passed to :meth:`end`.
+        """
+        raise NotImplementedError
+
+    def end(self, number: int) -> Ended:
+        """Forget what was granted of a shard from a number on."""
+        raise NotImplementedError
+
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """The batches of a step, or of the ``last`` ones, and how many samples were left out as too few for a batch.
+
+        ``void``: if there are none, a batch whose update is discarded is needed; see ``LeaseGrant.void``.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StreamPlan(ReadingPlan):
+    """One epoch on a worker that reads shards in its own process."""
+
+    reader: StreamReader = field(kw_only=True)
 
     def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
         """None yet: the units are to be read."""
@@ -85,15 +143,31 @@ class StreamPlan(Plan):
     def _ahead(self) -> int:
         return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
 
-    def fill(self) -> int | None:
+    @property
+    def unread(self) -> int:
+        """Units that were granted and have not become batches yet."""
+        return self.reader.left
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What a request says of the units that suit this worker."""
+        return {"size": self.step, "begun": self.reader.left % self.step, "places": (self.reader.place,)}
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether there are too few units for two steps."""
+        return self.reader.left < 2 * self.step
+
+    def fill(self, *, last: bool) -> int | None:
         """Read the samples of a step, and more; see :meth:`StreamReader.fill`."""
         return self.reader.fill(self._ahead)
 
-    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
-        """The batches of a step, or of the ``last`` ones, and how many samples were left out as too few for a batch.
+    def end(self, number: int) -> Ended:
+        """Forget what was granted of a shard from a number on."""
+        return Ended(number, self.reader.end(number))
 
-        ``void``: if there are none, a batch whose update is discarded is needed; see ``LeaseGrant.void``.
-        """
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """See :meth:`ReadingPlan.next_steps`."""
         samples, size = self.reader.take(self._ahead if last and self.wants_more else self.step), self.batch or 1
         left_out = len(samples) % size if self.drop_last else 0
         kept = len(samples) - left_out
@@ -103,6 +177,73 @@ class StreamPlan(Plan):
         batches = [batch for begin, end in steps for batch in self._cut(samples[begin:end], first + begin)]
         if void and not batches:
             batches = [replace(each, void=True) for each in self._cut(self.reader.any(size), first)]
+        return batches, left_out
+
+    def drop(self) -> None:
+        """Forget what was granted and has not become batches yet."""
+        self.reader.drop()
+
+    def close(self) -> None:
+        """The epoch is over."""
+        self.reader.close()
+
+
+@dataclass(frozen=True)
+class ParallelPlan(ReadingPlan):
+    """One epoch on a worker whose loader processes read shards."""
+
+    reader: ParallelReader = field(kw_only=True)
+    ahead: int = field(kw_only=True)  # steps that are made in advance
+
+    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
+        """None yet: they are to be made."""
+        self.reader.add(first, last, self.step, self.batch, drop_last=self.drop_last)
+        return iter(())
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step is made."""
+        return self.reader.has_step
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a process has too little to do."""
+        return self.reader.steps < self.ahead
+
+    @property
+    def unread(self) -> int:
+        """Units that were granted and have not become batches yet."""
+        return self.reader.left
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What a request says of the units that suit this worker."""
+        return {"size": self.step, "begun": self.reader.begun, "places": self.reader.places}
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether a process has too little to do."""
+        return self.wants_more
+
+    def fill(self, *, last: bool) -> int | None:
+        """Wait for a step; see :meth:`ParallelReader.fill`."""
+        found = self.reader.fill(last=last)
+        if last and found is None and not self.has_step:  # nothing is on the way
+            self.reader.ask(self.batch, drop_last=self.drop_last)
+            found = self.reader.fill(last=True)
+        return found
+
+    def end(self, number: int) -> Ended:
+        """Forget what was granted of a shard from a number on."""
+        return Ended(number, *self.reader.end(number))
+
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """See :meth:`ReadingPlan.next_steps`."""
+        made, units, left_out = self.reader.take()
+        left = range(len(made) - 1, -1, -1)
+        batches = [LeasedBatch(batch, first, units, n) for batch, n in zip(made, left, strict=True)]
+        if void and not batches:
+            batches = [LeasedBatch(batch, first, 1, 0, void=True) for batch in self.reader.any(self.batch or 1)]
         return batches, left_out
 
     def drop(self) -> None:

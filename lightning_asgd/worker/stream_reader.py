@@ -14,10 +14,9 @@ from typing import Any
 
 from lightning_asgd.ranges import without
 
-__all__ = ["StreamReader"]
+__all__ = ["OpenShard", "OpenShards", "StreamReader"]
 
 _OPEN = 4  # shards at a time: one, and near the end of an epoch those that other workers read too
-_NOTHING = object()
 
 
 class StreamReader:
@@ -30,9 +29,10 @@ class StreamReader:
         self._read = read
         self._ends = ends
         self._granted: deque[tuple[int, int]] = deque()  # and not yet read
-        self._open: dict[int, _Opened] = {}  # shards
+        self._shards = OpenShards(read, ends)
         self._spare: list[Any] = []  # samples of the latest step
         self.samples: list[Any] = []  # read, and not yet taken
+        self.place = -1  # one past the last unit that was granted
 
     @property
     def left(self) -> int:
@@ -42,6 +42,7 @@ class StreamReader:
     def add(self, first: int, last: int) -> None:
         """Units were granted."""
         self._granted.append((first, last))
+        self.place = last
 
     def fill(self, count: int) -> int | None:
         """Read until there are ``count`` samples. Stops at the end of a shard: returns the number that does not exist.
@@ -50,13 +51,15 @@ class StreamReader:
         """
         while len(self.samples) < count and self._granted:
             first, last = self._granted.popleft()
-            if not self._find(first):
+            shard = self._shards.at(first)
+            sample = shard.take(1)
+            if not sample:
                 self._granted.appendleft((first, last))
                 return first
-            self.samples.append(self._read_found(first))
+            self.samples += sample
             if first + 1 < last:
                 self._granted.appendleft((first + 1, last))
-            elif last not in self._ends and not self._find(last):
+            elif last not in self._ends and not shard.has_next:
                 return last
         return None
 
@@ -89,59 +92,72 @@ class StreamReader:
 
     def close(self) -> None:
         """Close all shards."""
-        for shard in list(self._open):
-            self._close(shard)
+        self._shards.close()
 
-    def _find(self, number: int) -> bool:
-        """Read a shard up to a sample. Returns whether it exists."""
+
+class OpenShards:
+    """The shards that are being read; the arguments are those of :class:`StreamReader`."""
+
+    def __init__(self, read: Callable[[int, int], Iterator[Any]], ends: Sequence[int]) -> None:
+        self._read, self._ends = read, ends
+        self._open: dict[int, OpenShard] = {}  # in the order of their latest use
+
+    def at(self, number: int) -> OpenShard:
+        """A unit's shard. Read next from it is the unit, and nothing if the unit does not exist."""
         shard = bisect_right(self._ends, number)
         place = number - (self._ends[shard - 1] if shard else 0)
         opened = self._open.pop(shard, None)
         if opened is None or opened.place > place:
-            opened = _Opened(self._read(shard, place), place)
-        self._open[shard] = opened  # the latest
+            if opened is not None:
+                opened.close()
+            opened = OpenShard(self._read(shard, place), place)
+        self._open[shard] = opened
         if len(self._open) > _OPEN:
-            self._close(next(iter(self._open)))
-        if opened.skip_to(place):
-            return True
-        self._close(shard)
-        return False
+            self._open.pop(next(iter(self._open))).close()
+        opened.skip_to(place)
+        return opened
 
-    def _read_found(self, number: int) -> Any:
-        shard = bisect_right(self._ends, number)
-        sample = self._open[shard].take()
-        if number + 1 == self._ends[shard]:
-            self._close(shard)
-        return sample
-
-    def _close(self, shard: int) -> None:
-        _finish(self._open.pop(shard).samples)
+    def close(self) -> None:
+        """Close all shards."""
+        while self._open:
+            self._open.popitem()[1].close()
 
 
-class _Opened:
+class OpenShard:
     """A shard that is being read. ``place`` is the position of the next sample."""
 
     def __init__(self, samples: Iterator[Any], place: int) -> None:
-        self.samples, self.place = samples, place
-        self._next: Any = _NOTHING  # that sample, if it has been read
+        self._samples, self.place = samples, place
+        self._next: deque[Any] = deque()  # samples that have been read, from there on
 
-    def skip_to(self, place: int) -> bool:
-        """Whether there is a sample at a position."""
-        while self.place < place and self._has_next():
-            self.take()
-        return self.place == place and self._has_next()
+    @property
+    def has_next(self) -> bool:
+        """Whether there is another sample."""
+        if not self._next:
+            self._next.extend(islice(self._samples, 1))
+        return bool(self._next)
 
-    def take(self) -> Any:
-        """The next sample."""
-        self._has_next()
-        sample, self._next = self._next, _NOTHING
-        self.place += 1
-        return sample
+    def skip_to(self, place: int) -> None:
+        """Leave out what lies before a position, so far as it exists."""
+        while self.place < place and self.take(1):
+            pass
 
-    def _has_next(self) -> bool:
-        if self._next is _NOTHING:
-            self._next = next(self.samples, _NOTHING)
-        return self._next is not _NOTHING
+    def take(self, count: int) -> list[Any]:
+        """The next samples, as many as there are."""
+        taken: list[Any] = []
+        while len(taken) < count and self.has_next:
+            taken.append(self._next.popleft())
+        self.place += len(taken)
+        return taken
+
+    def give_back(self, samples: list[Any]) -> None:
+        """These samples, the last that were taken, are to be read again."""
+        self._next.extendleft(reversed(samples))
+        self.place -= len(samples)
+
+    def close(self) -> None:
+        """Read no more."""
+        _finish(self._samples)
 
 
 def _finish(samples: Any) -> None:

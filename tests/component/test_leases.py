@@ -27,6 +27,10 @@ from lightning_asgd.worker.leased_sampler import in_common_order
 from lightning_asgd.worker.session_client import Members
 
 
+def units(grant: LeaseGrant) -> int:
+    return sum(last - first for first, last in grant.ranges)
+
+
 @dataclass
 class Worker:
     """Trains what it is granted, one unit after the other, and claims when it has nothing left."""
@@ -89,9 +93,10 @@ class Run:
         worker = self.workers[number]
         waited, worker.waits = worker.waits, False
         worker.final = grant.final
-        if grant.last > grant.first:
+        if grant.ranges:
+            ((first, last),) = grant.ranges
             worker.in_vain = grant.void
-            worker.held.extend([] if grant.void else range(grant.first, grant.last))
+            worker.held.extend([] if grant.void else range(first, last))
             heapq.heappush(self.events, (self.now + worker.pace * len(worker.held[: worker.size]), number))
         elif grant.over:
             worker.met_at.append(self.now)
@@ -279,13 +284,13 @@ def test_a_worker_that_halts_an_epoch_halts_it_for_those_who_train_and_those_who
     leases.update_members([0, 1, 2], 0.0)
     for worker in (0, 1):
         ((_, grant),) = leases.serve(LeaseRequest("s", worker, "0", 0, 0, 0, 0.0), 0.0)
-        assert grant.last - grant.first == 1
+        assert units(grant) == 1
     ((_, last),) = leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, stop=True, halt=True), 0.1)
     assert last.over
     assert leases.serve(LeaseRequest("s", 1, "0", 0, 1, 0, 0.1, wait=True), 0.1) == []  # its own update is under way
     leases.applied(1, 1)
     ((_, last),) = leases.retry(0.2)
-    assert (last.first, last.last, last.over, last.halted) == (0, 0, True, True)
+    assert (last.ranges, last.over, last.halted) == ((), True, True)
     ((_, void),) = leases.serve(LeaseRequest("s", 2, "0", 0, 0, 0, 0.0), 0.3)
     assert void.void  # or it would not notice
     ((_, last),) = leases.serve(LeaseRequest("s", 2, "0", 0, 0, 0, 0.1, wait=True), 0.4)
@@ -300,14 +305,14 @@ def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() ->
     for _ in range(2):
         ((_, grant),) = leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.1, size=1), 0.0)
         assert grant is not None
-        assert (grant.last - grant.first, grant.void) == (1, False)
+        assert (units(grant), grant.void) == (1, False)
     leases.update_members({0, 1}, 0.0)
     ((_, late),) = leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert late is not None
-    assert (late.first, late.last, late.void) == (1, 2, True)
+    assert (late.ranges, late.void) == (((1, 2),), True)
     ((_, after),) = leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, size=1), 0.0)
     assert after is not None
-    assert (after.first, after.last, after.over) == (0, 0, False)
+    assert (after.ranges, after.over) == ((), False)
     assert leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.0, wait=True, size=1), 0.0) == []
     answers = leases.serve(LeaseRequest("s", 0, "0", 0, 2, 2, 0.1, wait=True, size=1), 0.2)
     assert sorted((claim.worker, grant is not None and grant.over) for claim, grant in answers) == [
@@ -407,12 +412,12 @@ def test_the_pace_of_the_epoch_before_counts_until_a_worker_has_claimed() -> Non
     leases = Leases(Epoch("1", 110, (110,)), before=before, now=1.0)
     leases.update_members([0, 1], 1.0)
     ((_, grant),) = leases.serve(LeaseRequest("s", 0, "1", 0, 0, 0, 0.01), 1.0)
-    assert grant.last - grant.first > 5
+    assert units(grant) > 5
     # Who was there in that epoch, and no longer is, has no part.
     leases = Leases(Epoch("2", 110, (110,)), before=leases, now=2.0)
     leases.update_members([0], 2.0)
     ((_, grant),) = leases.serve(LeaseRequest("s", 0, "2", 0, 0, 0, 0.01, size=110), 2.0)
-    assert (grant.first, grant.last, grant.ratio) == (0, 110, 1.0)
+    assert (grant.ranges, grant.ratio) == (((0, 110),), 1.0)
     with pytest.raises(WorkerAwayError):
         leases.serve(
             LeaseRequest("s", 1, "2", 0, 5, 0, 0.1), 2.0
@@ -435,7 +440,7 @@ def test_a_worker_that_saves_next_to_nothing_has_to_be_through_sooner(needs_s: f
     leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.002), 0.0)
     ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 1, 1, needs_s), 0.0)
     assert grant is not None
-    assert (grant.last > grant.first) is gets_it
+    assert bool(grant.ranges) is gets_it
 
 
 def test_no_epoch_of_a_far_worker_and_a_slow_one_ends_in_waiting() -> None:
@@ -459,7 +464,7 @@ def test_one_that_asks_ahead_does_not_wait() -> None:
     while now < 0.1:  # until the slow one is through with its step
         ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, trained, trained, 0.01), now)
         assert grant is not None
-        trained, now = grant.last - 1, now + 0.01 * (grant.last - grant.first)
+        trained, now = grant.ranges[0][1] - 1, now + 0.01 * units(grant)
     now -= 0.01
     assert leases.serve(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), now) == []
     answers = leases.serve(LeaseRequest("s", 1, "0", 0, trained - 1, 0, 0.01), now)
@@ -475,7 +480,7 @@ def test_nobody_waits_for_one_that_has_come_and_has_not_begun() -> None:
             LeaseRequest("s", 1, "0", 0, trained, trained, 0.01, flush=0.1, wait=trained > 0), 0.0
         )
         assert grant is not None
-        assert (grant.first, grant.last) == (trained, trained + 1)
+        assert grant.ranges == ((trained, trained + 1),)
 
 
 def test_units_that_a_checkpoint_has_are_not_trained_again() -> None:
@@ -701,4 +706,4 @@ def test_a_request_that_makes_no_sense_is_rejected_and_changes_nothing(nonsense:
     with pytest.raises(ProtocolError, match="Worker 1 asks for units with size="):
         leases.serve(replace(good, worker=1, **nonsense), 0.0)
     ((_, grant),) = leases.serve(good, 0.0)
-    assert grant.first < grant.last
+    assert grant.ranges

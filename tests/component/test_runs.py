@@ -244,10 +244,10 @@ def claim(service: Service, worker: int, key: str, trained: int, *, unit_s: floa
 
 def test_who_comes_in_the_midst_of_an_epoch_takes_part() -> None:
     service = founded()
-    assert claim(service, 1, "s/0", 0).first == 0
+    assert claim(service, 1, "s/0", 0).ranges[0][0] == 0
     assert come(service).worker == 2
     grant = claim(service, 2, "s/0", 0)
-    assert (grant.first, grant.last) == (1, 2)
+    assert grant.ranges == ((1, 2),)
 
 
 def test_who_is_behind_by_an_epoch_has_nothing_to_train_in_it() -> None:
@@ -381,7 +381,7 @@ def test_a_restored_server_does_not_wait_for_who_has_come_since_it_was_lost() ->
 def test_who_has_left_is_granted_nothing() -> None:
     service = founded()
     come(service)
-    assert claim(service, 2, "s/0", 0).last == 1
+    assert claim(service, 2, "s/0", 0).ranges == ((0, 1),)
     service.handle(Leave("s", 2))
     answer = service.handle(LeaseRequest("s", 2, "s/0", 0, 0, 0, 0.0))  # it was on its way
     assert isinstance(answer, Failure)

@@ -181,11 +181,11 @@ def test_what_a_worker_behind_holds_is_granted_to_others_when_it_is_silent_again
         s.handle(OpenEpoch("s", rank, epoch))
     held = s.handle(LeaseRequest("s", 1, "e/0", 0, 0, 0, 0.0))
     mine = s.handle(LeaseRequest("s", 0, "e/0", 0, 0, 0, 0.1))
-    assert {held.first, mine.first} == {0, 1}
+    assert {held.ranges[0][0], mine.ranges[0][0]} == {0, 1}
     waiting = s.handle(LeaseRequest("s", 0, "e/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 11, 0)
     assert waiting.done()
-    assert (waiting.value().first, waiting.value().last) == (held.first, held.last)
+    assert waiting.value().ranges == held.ranges
 
 
 def test_a_claim_that_waits_is_answered_when_its_worker_is_away() -> None:
@@ -374,7 +374,7 @@ def test_a_claim_that_is_refused_does_not_count_as_waiting() -> None:
     s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1, opens=epoch))
     s.handle(Join("s", 1, 2, again=True))
     assert failure(s.handle(LeaseRequest("s", 1, "fit/0", 0, 1, 1, 0.1)))[0] == "WorkerAwayError"
-    assert s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1)).last > 0
+    assert s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1)).ranges
     end = s.handle(Contribution("s", 0, 1, "sync point", "end"))
     s.tick()
     assert not end.done()  # worker 1 trains
@@ -389,10 +389,10 @@ def test_who_waits_for_data_of_one_that_is_behind_is_not_at_odds_with_those_who_
     s.handle(Join("s", 2, 3, Policy(silence_s=10.0), again=True))
     assert s.handle(Contribution("s", 2, 1, "sync point", "missed")).done()  # it catches up, and trains
     epoch = Epoch("fit/0", 2, (2,))
-    assert s.handle(LeaseRequest("s", 2, "fit/0", 0, 0, 0, 0.1, opens=epoch)).last == 1
+    assert s.handle(LeaseRequest("s", 2, "fit/0", 0, 0, 0, 0.1, opens=epoch)).ranges == ((0, 1),)
     s.handle(LeaseRequest("s", 1, "fit/0", 0, 0, 0, 0.1, stop=True))
     end = s.handle(Contribution("s", 1, 2, "sync point", "end"))
-    assert s.handle(LeaseRequest("s", 0, "fit/0", 0, 0, 0, 0.1)).last == 2
+    assert s.handle(LeaseRequest("s", 0, "fit/0", 0, 0, 0, 0.1)).ranges == ((1, 2),)
     claim = s.handle(LeaseRequest("s", 0, "fit/0", 0, 1, 1, 0.1, wait=True))
     passes(s, clock, 1, 0, 1, 2)
     assert not claim.done()
@@ -446,7 +446,7 @@ def test_what_was_lost_with_a_server_is_trained_by_those_who_are_not_past_the_se
     s.handle(Contribution("s", 1, 1, "sync point", "end"))
     s.tick()
     grant = claim.wait()
-    assert (grant.first, grant.last) == (1, 2)
+    assert grant.ranges == ((1, 2),)
     assert s.handle(LeaseRequest("s", 0, "fit/0", 0, 2, 2, 0.1, wait=True)).over
 
 

@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 import webdataset
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
@@ -177,6 +177,45 @@ def test_a_killed_workers_shard_is_finished_by_others(tmp_path: Path) -> None:
     assert module.seen.tolist() == [2.0] * SAMPLES
 
 
+def started(process: int) -> None:
+    assert process in (0, 1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "worker_init_fn": started}])
+def test_loader_processes_read_shards_side_by_side(tmp_path: Path, known: bool, options: dict[str, Any]) -> None:
+    run = trainer(tmp_path, strategy(), val_check_interval=4, max_epochs=2)
+    run.fit(Paced(tmp_path, slow_s=0.3), sharded(known, num_workers=2, **options), loader(16))
+    seen = Seen(tmp_path)
+    assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
+    assert seen.batches(0) > 2 * seen.batches(1)
+    full = [len(numbers) for rank in seen.by_rank for _, numbers in rank["seen"]]
+    assert full.count(BATCH) >= 0.7 * len(full)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_killed_workers_loader_processes_read_nothing_that_others_do_not(tmp_path: Path, start: str) -> None:
+    module = Counting()
+    options = {"algorithm": ASGD("sum"), "timeouts": Timeouts(silence_s=2)}
+    data = sharded(num_workers=2, multiprocessing_context=start)
+    trainer(tmp_path, strategy(**options), devices=3, max_epochs=2).fit(module, data)
+    assert module.seen.tolist() == [2.0] * SAMPLES
+
+
+class Broken(Shards):
+    def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise OSError("this shard cannot be read")
+        return super().open_shard(epoch, shard, start)
+
+
+def test_what_a_loader_process_cannot_read_is_the_error(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="this shard cannot be read"):
+        trainer(tmp_path, strategy(), max_epochs=1).fit(
+            Watching(tmp_path, 0.0), DataLoader(Broken(), batch_size=BATCH, num_workers=1)
+        )
+
+
 class Batched(pl.LightningDataModule):
     """Batches that a WebDataset makes: arrays, which the loader converts."""
 
@@ -235,10 +274,17 @@ def test_data_that_differ_between_workers_are_trained_as_they_are(
     assert "the workers' data differ" in (tmp_path / "log").read_text()
 
 
+class Plain(IterableDataset[Any]):
+    """A stream without shards."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Shards().open_shard(0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (lambda: sharded(num_workers=1), "num_workers=1"),
+        (lambda: DataLoader(Plain(), batch_size=BATCH), "Plain has no open_shard"),
         (lambda: DataLoader(Shards((0, 0), known=True)), "no samples"),
     ],
 )

@@ -242,12 +242,13 @@ class Step:
     def end(self, collectives: Collectives) -> int:
         """The number of units granted by now."""
         grant = self.connection.result(0, self.request)
-        assert grant.first == self.granted, "units were granted that the worker does not know of"
+        ((first, last),) = grant.ranges
+        assert first == self.granted, "units were granted that the worker does not know of"
         replies = self.shards.replies(self.futures)
         assert [r.version for r in replies] == [self.number] * len(self.connection.servers)
         assert all(r.weights is not None and r.weights[0].tolist() == [self.number] * 2 for r in replies)
         assert collectives.contribute("barrier", "x") == {0: None}
-        return int(grant.last)
+        return int(last)
 
     @staticmethod
     def begin(transport: Transport) -> ShardClient:

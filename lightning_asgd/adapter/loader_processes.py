@@ -1,0 +1,148 @@
+"""The loader processes of a training dataloader whose data are read shard by shard."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_asgd.adapter.private_names import load_next
+from lightning_asgd.streams.find import batch_of, shards_in
+from lightning_asgd.streams.sharded_data import ShardedData
+from lightning_asgd.worker.step_maker import MadeStep, StepMaker, StepOrder
+
+__all__ = ["LoaderProcesses"]
+
+
+class LoaderProcesses:
+    """As many processes as a dataloader has, each a dataloader of its own, so that it is known which makes a step.
+
+    ``seed`` is the program's: the order of the shards begins at it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], data: ShardedData, seed: int) -> None:
+        self.count = loader.num_workers
+        self._loader = loader
+        self._steps = _Steps(loader, data, seed)
+        self._epoch = 0
+        self._orders: list[_Orders] = []
+        self._made: list[Any] = []  # iterators
+        self._waiting = [0] * self.count  # steps that were asked for and not got
+
+    def begin(self, epoch: int) -> int:
+        """An epoch begins. Returns how many steps are to be made in advance."""
+        self._epoch = epoch
+        return self.count * int(self._loader.prefetch_factor or 1)
+
+    def ask(self, process: int, order: StepOrder) -> None:
+        """Have a process make a step."""
+        if not self._made:
+            self._start()
+        orders = self._orders[process]
+        given = self._waiting[process] - len(orders)
+        orders.append((self._epoch, order))
+        self._waiting[process] += 1
+        if given < int(self._loader.prefetch_factor or 1):
+            load_next(self._made[process])
+
+    def get(self, process: int) -> MadeStep:
+        """The first of the steps that a process was asked for and that have not been got. Waits for it."""
+        made: MadeStep = next(self._made[process])
+        self._waiting[process] -= 1
+        return made
+
+    def close(self) -> None:
+        """The epoch is over: end the processes, unless they are to stay."""
+        if not self._loader.persistent_workers:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the processes."""
+        self._made.clear()
+        self._orders.clear()
+        self._waiting = [0] * self.count
+
+    def _start(self) -> None:
+        loader = self._loader
+        for process in range(self.count):
+            orders = _Orders()
+            options: dict[str, Any] = {
+                "num_workers": 1,
+                "prefetch_factor": loader.prefetch_factor,
+                "timeout": loader.timeout,
+                "multiprocessing_context": loader.multiprocessing_context,
+                "worker_init_fn": _Start(process, loader.worker_init_fn),
+                "collate_fn": _same,
+            }
+            self._orders.append(orders)
+            made: Any = DataLoader(self._steps, batch_size=None, sampler=orders, **options)
+            self._made.append(iter(made))
+
+
+class _Orders(deque[tuple[int, StepOrder]]):
+    """A sampler that yields what a process is asked for. It may yield again after there was nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[int, StepOrder]:
+        if not self:
+            raise StopIteration
+        return self.popleft()
+
+
+class _Steps(Dataset[MadeStep]):
+    """A data set whose samples are steps; a copy of it is in each process."""
+
+    def __init__(self, loader: DataLoader[Any], data: ShardedData, seed: int) -> None:
+        self._dataset, self._convert = loader.dataset, loader.collate_fn
+        self._batches = batch_of(loader, data) > 0
+        self._seed, self._drawn = seed, data.seed
+        self._epoch = -1
+        self._maker: StepMaker | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is not forked: it reads nothing yet."""
+        return {**vars(self), "_maker": None}
+
+    def __getitem__(self, asked: tuple[int, StepOrder]) -> MadeStep:
+        epoch, order = asked
+        if self._maker is None or epoch != self._epoch:
+            if self._maker is not None:
+                self._maker.close()
+            self._epoch, self._maker = epoch, self._begin(epoch)
+        return self._maker.make(order)
+
+    def _begin(self, epoch: int) -> StepMaker:
+        found = shards_in(self._dataset)
+        if isinstance(found, str):
+            raise RuntimeError(f"The data set has no shards in a loader process: {found}.")
+        data = found if self._drawn is None else found.seeded(self._drawn)
+        shards, convert, whole = data.order(epoch, self._seed), self._convert, data.collate
+
+        def collate(samples: list[Any]) -> Any:
+            if not self._batches:
+                return convert(samples[0])
+            return convert(samples if whole is None else whole(samples))
+
+        def read(shard: int, start: int) -> Iterator[Any]:
+            return data.read(epoch, shards[shard], start)
+
+        return StepMaker(read, data.ends(shards), collate)
+
+
+class _Start:
+    """What the program has a loader process do first, with the process's number."""
+
+    def __init__(self, process: int, call: Callable[[int], None] | None) -> None:
+        self._process, self._call = process, call
+
+    def __call__(self, worker: int) -> None:
+        if self._call is not None:
+            self._call(self._process)
+
+
+def _same(made: Any) -> Any:
+    return made
