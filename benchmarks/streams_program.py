@@ -18,7 +18,14 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 warnings.filterwarnings("ignore")
 
@@ -74,7 +81,8 @@ class Own(IterableDataset[int]):
         yield from range(shard * length + start, (shard + 1) * length)
 
     def __iter__(self) -> Iterator[int]:
-        for shard in range(SHARDS):
+        process = get_worker_info()
+        for shard in range(SHARDS) if process is None else range(process.id, SHARDS, process.num_workers):
             yield from self.open_shard(0, shard, 0)
 
 

@@ -53,10 +53,8 @@ class Plan:
         for begin, end in _even(first, last, self.step):
             yield from self._cut(self.items[begin:end], begin)
 
-    @property
-    def unread(self) -> int:
-        """Units that were granted and have not become batches yet."""
-        return 0
+    unread = 0
+    """Units that were granted and have not become batches yet."""
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -144,7 +142,7 @@ class StreamPlan(ReadingPlan):
         return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
 
     @property
-    def unread(self) -> int:
+    def unread(self) -> int:  # type: ignore[override]
         """Units that were granted and have not become batches yet."""
         return self.reader.left
 
@@ -211,7 +209,7 @@ class ParallelPlan(ReadingPlan):
         return self.reader.steps < self.ahead
 
     @property
-    def unread(self) -> int:
+    def unread(self) -> int:  # type: ignore[override]
         """Units that were granted and have not become batches yet."""
         return self.reader.left
 
