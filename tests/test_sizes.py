@@ -53,8 +53,8 @@ TOOLS = {*LAYERS["tools"], *LAYERS["monitoring"], "adapter.asgd_monitor", "optim
 # 1,381 are leases of data that are read shard by shard, and the libraries that have such data.
 # 297 are a worker 0 that is started again while another worker hosts the servers.
 # 210 of the core are several training dataloaders, whose batches are leased together.
-# 630 of the core are shards that loader processes read side by side.
-LINES = {"core": 23_710, "tools": 6_550}
+# 680 of the core are shards that loader processes read side by side.
+LINES = {"core": 23_760, "tools": 6_550}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -60,6 +60,8 @@ class CombinedData:
         """Restore the training dataloaders."""
         if self._combined is not None and self.installed:
             private_names.replace_combined(self._trainer, self._combined.inner)
+        if self._combined is not None:
+            self._combined.stop()
         self._combined = None
 
     def count(self, expected: float) -> int:
@@ -126,14 +128,21 @@ class LeasedCombination:
         return apply_to_collection(self.inner.iterables, DataLoader, of), number, 0
 
     def reset(self) -> None:
-        """End the loaders' processes."""
+        """End the processes."""
+        self.stop()
+        self.inner.reset()
+
+    def stop(self) -> None:
+        """End the processes of the one dataloader."""
         self._loader = self.batches = None
         opened_loaders.set_of(self, [])
-        self.inner.reset()
+        loader_iterator.set_of(self, None)
 
 
 def combined_batches(mode: str, parts: Sequence[Sequence[Any]]) -> list[Item]:
     """The combined batches of an epoch, from those of each loader. ``fit`` knows no mode that reads one by one."""
+    if not all(parts):
+        mode = "min_size" if mode == "max_size_cycle" else mode  # Lightning ends where there is nothing to repeat
     count = (min if mode == "min_size" else max)(map(len, parts))
     cycle = mode == "max_size_cycle"
     return [(n, [part[n % len(part)] if cycle or n < len(part) else None for part in parts]) for n in range(count)]
@@ -179,7 +188,7 @@ def _batch(dataset: Any, collate: Callable[[Any], Any], samples: list[Any]) -> A
 
 
 class _Start:
-    """What several loaders have their processes do first."""
+    """Calls the ``worker_init_fn`` of each loader."""
 
     def __init__(self, calls: Sequence[Callable[[int], None] | None]) -> None:
         self._calls = [call for call in calls if call is not None]

@@ -76,7 +76,7 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
 
 
 def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
-    """Why it is not known which samples one of the training dataloaders has for all workers together."""
+    """Why the samples of a training dataloader, for all workers together, cannot be known; None if they can."""
     sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if not private_names.deals_samples_out(sampler):
         return "the training dataloader has no distributed sampler from Lightning, or no batch sampler"
@@ -86,7 +86,8 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
     if sampler.num_replicas != trainer.world_size:
         return f"the sampler divides the samples among {sampler.num_replicas} instead of {trainer.world_size} workers"
     if combined and type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__}, one of {len(training_loaders(trainer))}, has its own way to iterate"
+        count = len(training_loaders(trainer))
+        return f"{type(loader).__name__}, one of {count} training dataloaders, has its own way to iterate"
     return None
 
 

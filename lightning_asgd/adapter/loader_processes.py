@@ -54,8 +54,8 @@ class LoaderProcesses:
         return made
 
     def close(self) -> None:
-        """The epoch is over: end the processes, unless they are to stay."""
-        if not self._loader.persistent_workers:
+        """The epoch is over: end the processes, unless they are to stay and have made all that they were asked for."""
+        if not self._loader.persistent_workers or any(self._waiting):
             self.stop()
 
     def stop(self) -> None:
@@ -107,6 +107,12 @@ class _Steps(Dataset[MadeStep]):
         """For a process that is not forked: it reads nothing yet."""
         return {**vars(self), "_maker": None}
 
+    def __getattr__(self, name: str) -> Any:
+        """Of the program's data set: ``worker_init_fn`` looks for it in ``get_worker_info().dataset``."""
+        if name == "_dataset":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
     def __getitem__(self, asked: tuple[int, StepOrder]) -> MadeStep:
         epoch, order = asked
         if self._maker is None or epoch != self._epoch:
@@ -134,7 +140,7 @@ class _Steps(Dataset[MadeStep]):
 
 
 class _Start:
-    """What the program has a loader process do first, with the process's number."""
+    """Calls the program's ``worker_init_fn`` with the process's number."""
 
     def __init__(self, process: int, call: Callable[[int], None] | None) -> None:
         self._process, self._call = process, call

@@ -114,9 +114,11 @@ class LeaseRequest(Request):
     size: int = 1  # units of one of its optimizer steps
     opens: Epoch | None = None  # in a job, the epoch that the first request opens: see `OpenEpoch`
     ended: tuple[int, ...] = ()  # numbers from which on shards that it reads turned out to have no more samples
-    returned: tuple[tuple[int, int], ...] = ()  # what it has not trained, and is to be granted again, in full steps
+    returned: tuple[tuple[int, int], ...] = ()  # ranges that it holds and gives back untrained
     begun: int = 0  # units that it holds, beyond whole steps, where shards end within a step
-    places: tuple[int, ...] = ()  # per process that reads shards for it: one past what it reads; whose turn is, first
+    places: tuple[
+        int, ...
+    ] = ()  # one past the last unit of each process that reads for it, in the order of their turns
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class StreamLeases(Leases):
         turn, places = 0, worker.places
         while units > 0 and self._free:
             first, last = self._next_of(places[turn], read.union(places))
-            step = worker.size - worker.begun  # each reads whole steps, one after the other
+            step = worker.size - worker.begun  # a process reads a whole step before it is the next one's turn
             taken = min(last - first, units if len(places) == 1 else min(units, step))
             yield first, first + taken
             units -= taken

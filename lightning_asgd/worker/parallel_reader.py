@@ -2,7 +2,7 @@
 
 The processes take turns, a step each. The coordinator knows where each of them reads (``LeaseRequest.places``) and
 grants accordingly. Steps are trained in the order in which they were granted. If a shard ends within a step, the step's
-other units are returned: so that they are granted again, with those of another shard, and steps are full.
+other units are returned, and granted again together with units of another shard, so that steps stay full.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class ParallelReader:
         self._processes, self._ends, self._ahead = processes, ends, ahead
         self._turn = 0  # the process that makes the next step
         self._places = [-1] * processes.count  # one past what each reads
-        self._part: list[tuple[int, int]] = []  # of the next step, as granted so far
+        self._part: list[tuple[int, int]] = []  # what was granted of the next step so far
         self._asked: deque[_Step] = deque()
         self._made: deque[tuple[_Step, list[Any]]] = deque()
         self._broken: list[_Step] = []  # a step within which a shard has ended
-        self._found: deque[int] = deque()  # numbers at which shards have ended, and that were not returned yet
-        self._known = set(ends)  # those that were
+        self._found: deque[int] = deque()  # numbers at which shards have ended, not reported yet
+        self._known = set(ends)  # those that were reported
         self._spare: list[Any] = []  # a batch of an earlier step
 
     @property

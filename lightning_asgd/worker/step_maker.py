@@ -49,11 +49,11 @@ class StepMaker:
         taken, ended, samples = [], [], []
         for first, last in order.ranges:
             shard = self._shards.at(first)
-            found = shard.take(last - first)
-            taken.append((shard, found))
+            place, found = shard.place, shard.take(last - first)
+            taken.append((shard, place, found))
             if len(found) < last - first and not order.short:
-                for each, read in reversed(taken):
-                    each.give_back(read)
+                for each, start, read in reversed(taken):
+                    each.give_back(start, read)
                 return MadeStep(None, (first + len(found),))
             if last not in self._ends and not shard.has_next:
                 ended.append(last)

@@ -16,6 +16,7 @@ from lightning_asgd.ranges import without
 
 __all__ = ["OpenShard", "OpenShards", "StreamReader"]
 
+_NEVER = 1 << 62  # a position behind all others: the shard is opened again
 _OPEN = 4  # shards at a time: one, and near the end of an epoch those that other workers read too
 
 
@@ -150,10 +151,13 @@ class OpenShard:
         self.place += len(taken)
         return taken
 
-    def give_back(self, samples: list[Any]) -> None:
-        """These samples, the last that were taken, are to be read again."""
-        self._next.extendleft(reversed(samples))
-        self.place -= len(samples)
+    def give_back(self, place: int, samples: list[Any]) -> None:
+        """These samples, from a position on, are to be read again. If others have been read since, all are."""
+        if place + len(samples) == self.place:
+            self._next.extendleft(reversed(samples))
+            self.place = place
+        else:
+            self.place = _NEVER
 
     def close(self) -> None:
         """Read no more."""

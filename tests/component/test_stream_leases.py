@@ -517,6 +517,13 @@ def test_processes_are_granted_steps_in_turn_and_what_is_returned_is_granted_aga
     assert others[0] == (2 * UNKNOWN, 2 * UNKNOWN + 2), "the step is completed from a shard that is not read"
 
 
+def test_what_is_given_back_is_read_again_in_its_place() -> None:
+    maker = StepMaker(lambda shard, start: iter(range(start, 21)), (1000,), list)
+    assert maker.make(StepOrder(((10, 12), (20, 22)), (4,))).ended == (21,)
+    assert maker.make(StepOrder(((19, 21),), (2,))).batches == [[19, 20]]
+    assert maker.make(StepOrder(((10, 12),), (2,))).batches == [[10, 11]]
+
+
 def test_an_epoch_without_shards_has_no_ends_of_shards() -> None:
     leases = leases_of(Epoch(KEY, 8, (8,)))
     leases.update_members((0,), 0.0)

@@ -307,7 +307,12 @@ SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield th
     [
         (lambda: DataLoader(Stream(), batch_size=BATCH), OWN, "Stream has no open_shard(epoch, shard, start)", 1),
         (lambda: DataLoader(Stream(divided=True), batch_size=BATCH), OWN, "Expected Stream to give each worker", 0),
-        (lambda: [loader(32), Loader(dataset(32), BATCH)], PART, "Loader, one of 2, has its own way to iterate", 0),
+        (
+            lambda: [loader(32), Loader(dataset(32), BATCH)],
+            PART,
+            "Loader, one of 2 training dataloaders, has its own way to iterate",
+            0,
+        ),
         (lambda: loader(4, batch_size=4), PART, "1 batches per epoch are too few for 2 workers", 0),
     ],
 )

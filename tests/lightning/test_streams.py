@@ -193,6 +193,19 @@ def test_loader_processes_read_shards_side_by_side(tmp_path: Path, known: bool, 
     assert full.count(BATCH) >= 0.7 * len(full)
 
 
+class SkipsTheRest(Watching):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx >= 3 else None
+
+
+def test_processes_that_stay_forget_what_an_epoch_left(tmp_path: Path) -> None:
+    run = trainer(tmp_path, strategy(), max_epochs=2)
+    run.fit(SkipsTheRest(tmp_path, 0.0), sharded(num_workers=2, persistent_workers=True))
+    seen = Seen(tmp_path)
+    assert not seen.of_epoch(0) - ONCE
+    assert seen.of_epoch(1) == ONCE
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_killed_workers_loader_processes_read_nothing_that_others_do_not(tmp_path: Path, start: str) -> None:
     module = Counting()
