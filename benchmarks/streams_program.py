@@ -270,6 +270,8 @@ def main() -> None:
     parser.add_argument("--name", default="job")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.data == "PyTorch Geometric":  # Lightning cannot make a loader again whose class it has not seen before
+        import torch_geometric.loader  # noqa: F401
     pl.seed_everything(1, verbose=False)
     module = GraphCounts(args) if args.data == "PyTorch Geometric" else Counts(args)
     if args.ddp:

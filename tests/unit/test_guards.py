@@ -69,7 +69,8 @@ def test_a_file_in_shared_memory_is_noticed() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory directory on this system")
-def test_a_semaphore_of_other_tests_is_no_leak() -> None:
+def test_a_semaphore_of_other_tests_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "other_tests_run", lambda: False)
     own = Path("/dev/shm") / f"sem.{SemLock._make_name()[1:]}"  # type: ignore[attr-defined]
     stranger = Path("/dev/shm") / f"sem.mp-{uuid.uuid4().hex}"  # as of another program
     try:
@@ -79,6 +80,9 @@ def test_a_semaphore_of_other_tests_is_no_leak() -> None:
         stranger.unlink()
         with pytest.raises(AssertionError, match=stranger.name):
             call_guarded(lambda: (stranger.touch(), subprocess.run(["true"], check=True)))
+        stranger.unlink()
+        monkeypatch.setattr(leaks, "other_tests_run", lambda: True)
+        call_guarded(lambda: (stranger.touch(), subprocess.run(["true"], check=True)))
     finally:
         own.unlink()
         stranger.unlink()
