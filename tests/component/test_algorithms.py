@@ -589,6 +589,7 @@ def test_misuse_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
         make()
 
 
+@pytest.mark.timeout(240)
 def test_making_an_algorithm_leaves_the_process_able_to_fork_workers() -> None:
     """An optimizer's step asks whether there is CUDA, which spoils later forks."""
     program = (

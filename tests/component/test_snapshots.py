@@ -171,9 +171,10 @@ def train(service: Service, worker: int, units: int) -> int:
         answer = service.handle(LeaseRequest("s", worker, "s/0", 0, done, done, 0.1, wait=False))
         while isinstance(answer, Future):
             answer = answer.value()
-        if answer.over or answer.first == answer.last:
+        if answer.over or not answer.ranges:
             break
-        for unit in range(answer.first, min(answer.last, answer.first + units - done)):
+        ((first, last),) = answer.ranges
+        for unit in range(first, min(last, first + units - done)):
             done += 1
             update = torch.zeros(UNITS)
             update[unit] = 1.0
