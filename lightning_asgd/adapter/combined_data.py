@@ -1,4 +1,4 @@
-"""Training data of several dataloaders, which Lightning combines: the combined batches that are leased of them."""
+"""Training data of several dataloaders, which Lightning combines: their combined batches are leased."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import apply_to_collection
+from lightning_asgd.adapter.loader_processes import InitCalls, same
 from lightning_asgd.adapter.private_names import (
     combination,
     combined_loader,
@@ -21,7 +22,7 @@ from lightning_asgd.adapter.private_names import (
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import LeasedSteps, digest, in_common_order, undivided
+from lightning_asgd.worker.leased_sampler import LeasedSteps, Replacement, digest, in_common_order, undivided
 
 __all__ = ["CombinedData"]
 
@@ -49,7 +50,7 @@ class CombinedData:
         """Have the training dataloaders yield what is granted; see :class:`LeasedCombination`."""
         combined = combined_loader(self._trainer)
         inner = combined.inner if isinstance(combined, LeasedCombination) else combined  # of a fit that failed
-        self._combined = LeasedCombination(inner, int(expected_batches(self._trainer)), self._leases, opened)
+        self._combined = LeasedCombination(inner, self._leases, opened, int(expected_batches(self._trainer)))
         private_names.replace_combined(self._trainer, self._combined)
 
     def start(self) -> None:
@@ -83,43 +84,26 @@ class CombinedData:
         return Plan(epoch, self._items, None, accumulate)
 
 
-class LeasedCombination:
-    """Combined dataloaders that yield what is granted, and otherwise look like those that they replace.
+class LeasedCombination(Replacement):
+    """Takes the place of combined dataloaders.
 
-    One dataloader makes the batches of all, with as many processes as they had together. ``plan`` tells which epoch
-    begins if it is Lightning that begins to iterate, None if it is a program: that gets what they yield themselves.
+    One dataloader makes the batches of all, with as many processes as they had together.
     """
 
-    def __init__(self, inner: Any, length: int, leases: DataLeases, plan: Callable[[], Plan | None]) -> None:
-        self.inner, self._length = inner, length
-        self._leases = leases
-        self._new_plan = plan
-        self._loader: DataLoader[Any] | None = None
-        self.batches: Any = None  # an iterator
+    _loader: DataLoader[Any] | None = None
+    _batches: Any = None  # an iterator
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is being copied
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        plan = self._new_plan()
-        if plan is None:
-            return iter(self.inner)
-        self._leases.open(plan)
+    def _granted(self) -> Iterator[Any]:
         if self._loader is None or not self._loader.persistent_workers:
             self._loader = _joint(loaders.of(self.inner), LeasedSteps(self._leases))
-        self.batches = iter(self._loader)
-        opened_loaders.set_of(self, [self.batches])
+        self._batches = iter(self._loader)
+        opened_loaders.set_of(self, [self._batches])
         loader_iterator.set_of(self, self)  # as of Lightning's, which have an object for that
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
         """The batches in the loaders' structure, their number in the epoch, and 0."""
-        number, made = next(self.batches)
+        number, made = next(self._batches)
         left = list(zip(loaders.of(self.inner), made, strict=True))
 
         def of(loader: Any) -> Any:
@@ -134,15 +118,13 @@ class LeasedCombination:
 
     def stop(self) -> None:
         """End the processes of the one dataloader."""
-        self._loader = self.batches = None
+        self._loader = self._batches = None
         opened_loaders.set_of(self, [])
         loader_iterator.set_of(self, None)
 
 
 def combined_batches(mode: str, parts: Sequence[Sequence[Any]]) -> list[Item]:
     """The combined batches of an epoch, from those of each loader. ``fit`` knows no mode that reads one by one."""
-    if not all(parts):
-        mode = "min_size" if mode == "max_size_cycle" else mode  # Lightning ends where there is nothing to repeat
     count = (min if mode == "min_size" else max)(map(len, parts))
     cycle = mode == "max_size_cycle"
     return [(n, [part[n % len(part)] if cycle or n < len(part) else None for part in parts]) for n in range(count)]
@@ -153,21 +135,18 @@ def _joint(parts: Sequence[Any], steps: Any) -> DataLoader[Any]:
     busy = [loader for loader in parts if loader.num_workers]
     options: dict[str, Any] = {}
     if busy:
-        ahead, processes = max(each.num_workers * each.prefetch_factor for each in busy), _processes(busy)
+        processes = sum(each.num_workers for each in busy)
+        ahead = max(each.num_workers * each.prefetch_factor for each in busy)
         options = {
             "num_workers": processes,
             "prefetch_factor": math.ceil(ahead / processes),
             "persistent_workers": all(each.persistent_workers for each in busy),
             "multiprocessing_context": busy[0].multiprocessing_context,
             "timeout": max(each.timeout for each in busy),
-            "worker_init_fn": _Start([each.worker_init_fn for each in busy]),
+            "worker_init_fn": InitCalls([each.worker_init_fn for each in busy]),
         }
     pins = any(each.pin_memory for each in parts)
-    return DataLoader(_Batches(parts), batch_size=None, sampler=steps, collate_fn=_same, pin_memory=pins, **options)
-
-
-def _processes(busy: Sequence[Any]) -> int:
-    return sum(each.num_workers for each in busy)
+    return DataLoader(_Batches(parts), batch_size=None, sampler=steps, collate_fn=same, pin_memory=pins, **options)
 
 
 class _Batches(Dataset[Item]):
@@ -185,18 +164,3 @@ class _Batches(Dataset[Item]):
 def _batch(dataset: Any, collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     many = getattr(dataset, "__getitems__", None)  # as torch does
     return collate(many(samples) if many else [dataset[number] for number in samples])
-
-
-class _Start:
-    """Calls the ``worker_init_fn`` of each loader."""
-
-    def __init__(self, calls: Sequence[Callable[[int], None] | None]) -> None:
-        self._calls = [call for call in calls if call is not None]
-
-    def __call__(self, worker: int) -> None:
-        for call in self._calls:
-            call(worker)
-
-
-def _same(batch: Any) -> Any:
-    return batch

@@ -46,7 +46,7 @@ def count_in(trainer: Any, batch: int) -> None:
 
 
 def set_length(trainer: Any, batches: float, *, drop_last: bool) -> None:
-    """Have Lightning count an epoch of ``batches``; with ``drop_last`` without a last one that is not full."""
+    """Set the number of batches that Lightning expects in an epoch. With ``drop_last`` only full batches count."""
     limit, length = trainer.limit_train_batches, math.floor(batches) if drop_last else math.ceil(batches)
     expected = min(length, limit) if isinstance(limit, int) else int(length * limit)
     expected_batches.set(trainer, expected)
@@ -85,9 +85,11 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
         return "use_distributed_sampler=False, and the training dataloader has a batch sampler of its own"
     if sampler.num_replicas != trainer.world_size:
         return f"the sampler divides the samples among {sampler.num_replicas} instead of {trainer.world_size} workers"
+    about = f"{type(loader).__name__}, one of {len(training_loaders(trainer))} training dataloaders,"
     if combined and type(loader).__iter__ is not DataLoader.__iter__:
-        count = len(training_loaders(trainer))
-        return f"{type(loader).__name__}, one of {count} training dataloaders, has its own way to iterate"
+        return f"{about} has its own way to iterate"
+    if combined and not len(loader):
+        return f"{about} has no batch"
     return None
 
 

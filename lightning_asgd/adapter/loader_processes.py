@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asgd.adapter.private_names import load_next
-from lightning_asgd.streams.find import batch_of, shards_in
+from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.step_maker import MadeStep, StepMaker, StepOrder
 
-__all__ = ["LoaderProcesses"]
+__all__ = ["InitCalls", "LoaderProcesses", "same"]
 
 
 class LoaderProcesses:
@@ -73,8 +73,8 @@ class LoaderProcesses:
                 "prefetch_factor": loader.prefetch_factor,
                 "timeout": loader.timeout,
                 "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": _Start(process, loader.worker_init_fn),
-                "collate_fn": _same,
+                "worker_init_fn": InitCalls([loader.worker_init_fn], process),
+                "collate_fn": same,
             }
             self._orders.append(orders)
             made: Any = DataLoader(self._steps, batch_size=None, sampler=orders, **options)
@@ -126,29 +126,26 @@ class _Steps(Dataset[MadeStep]):
         if isinstance(found, str):
             raise RuntimeError(f"The data set has no shards in a loader process: {found}.")
         data = found if self._drawn is None else found.seeded(self._drawn)
-        shards, convert, whole = data.order(epoch, self._seed), self._convert, data.collate
-
-        def collate(samples: list[Any]) -> Any:
-            if not self._batches:
-                return convert(samples[0])
-            return convert(samples if whole is None else whole(samples))
+        shards, collate = data.order(epoch, self._seed), collate_of(self._convert, data)
 
         def read(shard: int, start: int) -> Iterator[Any]:
             return data.read(epoch, shards[shard], start)
 
-        return StepMaker(read, data.ends(shards), collate)
+        return StepMaker(read, data.ends(shards), collate if self._batches else lambda samples: collate(samples[0]))
 
 
-class _Start:
-    """Calls the program's ``worker_init_fn`` with the process's number."""
+class InitCalls:
+    """Calls the ``worker_init_fn`` of dataloaders in a process; with ``number``, if torch's is another."""
 
-    def __init__(self, process: int, call: Callable[[int], None] | None) -> None:
-        self._process, self._call = process, call
+    def __init__(self, calls: Sequence[Callable[[int], None] | None], number: int | None = None) -> None:
+        self._calls, self._number = [call for call in calls if call is not None], number
 
     def __call__(self, worker: int) -> None:
-        if self._call is not None:
-            self._call(self._process)
+        """Call them."""
+        for call in self._calls:
+            call(worker if self._number is None else self._number)
 
 
-def _same(made: Any) -> Any:
-    return made
+def same(batch: Any) -> Any:
+    """A batch as it is, for a dataloader that is not to make one."""
+    return batch

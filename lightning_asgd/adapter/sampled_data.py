@@ -38,8 +38,7 @@ class SampledData:
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
         inner.sampler.set_epoch(epochs_begun(self._trainer))
-        # A program gets its worker's part of the data if all were equally fast: DDP's.
-        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, lambda: list(inner), length))
+        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
 
     def start(self) -> None:
         """Have Lightning begin to iterate."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.loader_processes import LoaderProcesses
+from lightning_asgd.adapter.loader_processes import LoaderProcesses, same
 from lightning_asgd.adapter.loop_counters import NEVER
 from lightning_asgd.adapter.private_names import combined_loader, loaders, training_loaders
 from lightning_asgd.protocol import UNKNOWN, Epoch
@@ -126,7 +126,7 @@ class StreamedLoader:
             how = {"batch_size": None, "sampler": steps}
         else:
             how = {"batch_sampler": steps}
-        convert = _same if self.processes is not None else collate_of(inner, self._data)
+        convert = same if self.processes is not None else collate_of(inner.collate_fn, self._data)
         made: Any = DataLoader(_Samples(), collate_fn=convert, pin_memory=inner.pin_memory, **how)  # type: ignore[arg-type]
         self.begins = True
         return _Batches(self, iter(made))
@@ -139,10 +139,6 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         self._loader.begins = False
         return next(self._batches)
-
-
-def _same(batch: Any) -> Any:
-    return batch
 
 
 class _Samples:

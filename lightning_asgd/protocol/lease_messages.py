@@ -116,9 +116,8 @@ class LeaseRequest(Request):
     ended: tuple[int, ...] = ()  # numbers from which on shards that it reads turned out to have no more samples
     returned: tuple[tuple[int, int], ...] = ()  # ranges that it holds and gives back untrained
     begun: int = 0  # units that it holds, beyond whole steps, where shards end within a step
-    places: tuple[
-        int, ...
-    ] = ()  # one past the last unit of each process that reads for it, in the order of their turns
+    # For each process that reads shards for it, in the order of their turns: one past the last unit it was granted.
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

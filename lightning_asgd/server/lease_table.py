@@ -315,6 +315,11 @@ class Leases:
                 worker.granted -= b - a
                 self._release(a, b)
 
+    @property
+    def _exhausted(self) -> bool:
+        """Whether the epoch's shards have ended; see :class:`LeaseGrant`."""
+        return False
+
     def _over(self, segment: int) -> bool:
         end = self.epoch.ends[segment]
         held = (first for worker in self._workers.values() for first, _ in worker.held)
@@ -333,7 +338,8 @@ class Leases:
     ) -> LeaseGrant:
         rates = [1 / w.unit_s for n, w in self._workers.items() if w.unit_s and n in self._living and not w.stopped]
         ratio = sum(rates) * worker.unit_s if worker.unit_s and rates else float(max(1, len(self._living)))
-        return LeaseGrant(tuple(ranges), over, self._progress(now), ratio, final=final)
+        exhausted = over and self._exhausted
+        return LeaseGrant(tuple(ranges), over, self._progress(now), ratio, final=final, exhausted=exhausted)
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """A dummy batch, whose update is discarded."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -120,25 +120,21 @@ class StreamLeases(Leases):
             turn = (turn + (not worker.begun)) % len(places)
 
     def _next_of(self, place: int, read: Collection[int]) -> tuple[int, int]:
-        """The free range at a place; else of a shard that was left, of a new one, or of one that others read."""
+        """The free range that begins at a place.
+
+        If there is none, that of a shard that another worker has left; then of a new shard; then of a shard that
+        others are reading.
+        """
         index = bisect_left(self._free, (place, 0))
         if index == len(self._free) or self._free[index][0] != place:
             kinds = [1 if first in self._begins else 2 if first in read else 0 for first, _ in self._free]
             index = kinds.index(min(kinds))
         return self._free[index]
 
-    def _grant(
-        self,
-        worker: WorkerLeases,
-        ranges: Sequence[tuple[int, int]],
-        now: float,
-        *,
-        over: bool = False,
-        final: bool = False,
-    ) -> LeaseGrant:
-        grant = super()._grant(worker, ranges, now, over=over, final=final)
+    @property
+    def _exhausted(self) -> bool:
         held = any(each.held for each in self._workers.values())
-        return replace(grant, exhausted=over and not (self._free or held or self._halted))
+        return not (self._free or held or self._halted)
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """No unit: a worker has samples of its own for a dummy batch."""

@@ -50,9 +50,9 @@ def batch_of(loader: Any, data: ShardedData) -> int:
     return data.batch or (inner.batch_size if inner is not None else 0) or 0
 
 
-def collate_of(loader: DataLoader[Any], data: ShardedData) -> Callable[[Any], Any]:
-    """What makes a batch of a list of samples, or of a sample that is one; of a torch dataloader."""
-    collate, convert = data.collate, loader.collate_fn
+def collate_of(convert: Callable[[Any], Any], data: ShardedData) -> Callable[[Any], Any]:
+    """What makes a batch of a list of samples, or of a sample that is one; ``convert`` is the dataloader's."""
+    collate = data.collate
     if collate is None:
         return convert
     return lambda samples: convert(collate(samples))  # the data set made batches, which the loader has converted

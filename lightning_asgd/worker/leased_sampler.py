@@ -11,28 +11,20 @@ from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
 
-__all__ = ["LeasedBatches", "LeasedSteps", "digest", "in_common_order", "undivided"]
+__all__ = ["LeasedBatches", "LeasedSteps", "Replacement", "digest", "in_common_order", "undivided"]
 
 
-class LeasedBatches:
-    """Yields the batches that are granted to this worker; otherwise like the batch sampler it replaces.
+class Replacement:
+    """Yields what is granted to this worker; otherwise like the object it replaces, with a ``length``.
 
-    ``plan`` tells which epoch begins if it is Lightning that begins to iterate, None if it is a program. That gets
-    ``part``: this worker's batches, ``length`` of them, if all were equally fast.
+    ``plan`` tells which epoch begins if it is Lightning that begins to iterate, None if it is a program: that gets what
+    the object itself yields, this worker's part if all were equally fast.
     """
 
-    def __init__(
-        self,
-        inner: Any,
-        leases: DataLeases,
-        plan: Callable[[], Plan | None],
-        part: Callable[[], Sequence[Any]],
-        length: int,
-    ) -> None:
+    def __init__(self, inner: Any, leases: DataLeases, plan: Callable[[], Plan | None], length: int) -> None:
         self.inner = inner
         self._leases = leases
         self._new_plan = plan
-        self._part = part
         self._length = length
 
     def __getattr__(self, name: str) -> Any:
@@ -46,8 +38,19 @@ class LeasedBatches:
     def __iter__(self) -> Iterator[Any]:
         plan = self._new_plan()
         if plan is None:
-            return iter(self._part())
+            return iter(self.inner)
         self._leases.open(plan)
+        return self._granted()
+
+    def _granted(self) -> Iterator[Any]:
+        """What is granted, as the object would yield it."""
+        raise NotImplementedError
+
+
+class LeasedBatches(Replacement):
+    """Takes the place of a batch sampler."""
+
+    def _granted(self) -> Iterator[Any]:
         return LeasedSteps(self._leases)
 
 

@@ -62,7 +62,7 @@ class ParallelReader:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """One past what each process reads; the one that makes the next step is first."""
+        """Where each process continues: one past the last unit that it was granted. The process in turn comes first."""
         return (*self._places[self._turn :], *self._places[: self._turn])
 
     @property

@@ -6,13 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -33,17 +31,6 @@ _SHM = Path("/dev/shm")
 # This process and those that multiprocessing starts have their own prefix. A program that a test runs has Python's.
 _SEMAPHORES = ("sem.mp-", f"sem.mp{os.getpid()}-")
 multiprocessing.current_process()._config["semprefix"] = f"/mp{os.getpid()}"  # type: ignore[attr-defined]
-_programs = 0  # started so far
-_start_program = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-
-
-def _counting(*args: Any, **options: Any) -> Any:
-    global _programs
-    _programs += 1
-    return _start_program(*args, **options)
-
-
-subprocess.Popen._execute_child = _counting  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -52,11 +39,10 @@ class Snapshot:
     threads: set[threading.Thread]
     processes: set[int]
     files: set[str]
-    programs: int
 
 
 def take() -> Snapshot:
-    return Snapshot(_environment(), set(threading.enumerate()), _children(), _files(), _programs)
+    return Snapshot(_environment(), set(threading.enumerate()), _children(), _files())
 
 
 @contextlib.contextmanager
@@ -68,7 +54,7 @@ def forbidden(thread_grace_s: float = THREAD_GRACE_S, process_grace_s: float = P
         *_check_environment(before.environment),
         *_check_threads(before.threads, thread_grace_s),
         *_check_processes(before.processes, process_grace_s),
-        *_check_files(before, FILES_FACTOR * thread_grace_s),
+        *_check_files(before.files, FILES_FACTOR * thread_grace_s),
     ]
     if problems:
         raise AssertionError("The test left something behind: " + "; ".join(problems))
@@ -147,12 +133,12 @@ def _files() -> set[str]:
     return set(os.listdir(_SHM)) if _SHM.is_dir() else set()
 
 
-def _check_files(before: Snapshot, grace_s: float) -> list[str]:
+def _check_files(before: set[str], grace_s: float) -> list[str]:
     # Other programs make files there, too. The files of a killed program stay until its resource tracker removes them.
     deadline = time.monotonic() + grace_s
     earlier: set[str] = set()
-    semaphores = _SEMAPHORES if _programs > before.programs else _SEMAPHORES[1:]
-    while suspects := {name for name in _files() - before.files if _is_mine(name, semaphores)}:
+    semaphores = _SEMAPHORES
+    while suspects := {name for name in _files() - before if _is_mine(name, semaphores)}:
         if other_tests_run():
             semaphores = _SEMAPHORES[1:]
         suspects -= _held_by_others()
