@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_asgd.adapter.strategy import ASGDStrategy
     from lightning_asgd.config import Timeouts
     from lightning_asgd.data_stalls.cache import CachedDataset
+    from lightning_asgd.data_stalls.shared_loader import SharedLoader
     from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
@@ -28,6 +29,7 @@ __all__ = [
     "DataStallMonitor",
     "ExchangeRecord",
     "ExchangeStats",
+    "SharedLoader",
     "Timeouts",
     "__version__",
     "averaged_prediction",
@@ -42,6 +44,7 @@ _LAZY = {
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
+    "SharedLoader": "lightning_asgd.data_stalls.shared_loader",
     "Timeouts": "lightning_asgd.config",
     "averaged_prediction": "lightning_asgd.posterior",
 }

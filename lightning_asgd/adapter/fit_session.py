@@ -29,6 +29,7 @@ from lightning_asgd.adapter.fixed_split import FixedSplit
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
@@ -83,6 +84,7 @@ class FitSession:
         self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
         split = split or waits or membership.alone
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
+        self._caches = PartitionedCaches(trainer, membership)
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
@@ -93,7 +95,8 @@ class FitSession:
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
-            when_data_are_set_up(trainer, self._choice.on_data),
+            when_data_are_set_up(trainer, self._on_data),
+            self._caches.close,
         ]
 
     @property
@@ -108,6 +111,10 @@ class FitSession:
     @property
     def _collectives(self) -> Collectives:
         return self._membership.collectives
+
+    def _on_data(self) -> None:
+        self._choice.on_data()
+        self._caches.on_data()
 
     def begin(self) -> None:
         """Start from the progress of the others. The optimizers exist by now."""

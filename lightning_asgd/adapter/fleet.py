@@ -20,6 +20,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
+from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
@@ -106,6 +107,11 @@ class Fleet:
     def transport(self) -> str:
         """How messages are sent, and why."""
         return f"{self._job.transport} ({self._job.why})"
+
+    @property
+    def secure_interface(self) -> str | None:
+        """The network interface at which only the job's processes can connect; None if strangers can, too."""
+        return self._job.interface if kind_of(self._job.transport).encrypted else None
 
     def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
         """Take part in the recovery of servers that are lost from now on, if the session is restorable."""

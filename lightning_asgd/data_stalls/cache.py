@@ -1,24 +1,24 @@
-"""A cache for datasets, in memory that all processes of a data loader share."""
+"""A cache for datasets, in memory that all processes of a machine share."""
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
+import io
+import logging
 import pickle
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.reduction import DupFd
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
+from lightning_asgd.data_stalls.named_memory import name_of, named_memory
+from lightning_asgd.data_stalls.peer_caches import PeerCaches
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["CachedDataset", "SampleCache"]
+__all__ = ["CachedDataset", "SampleCache", "cached_dataset"]
 
-_ENTRY = 8  # bytes of a number in shared memory
+log = logging.getLogger(__name__)
 
 
 class SampleCache:
@@ -28,42 +28,40 @@ class SampleCache:
     recently used sample often evicts samples that are needed soon. A cache that evicts nothing serves as large a share
     of all reads as it holds of the dataset (MinIO, Mohan et al. 2021, section 4).
 
-    The memory is an anonymous file: it has no name, it is allocated as it is used, and it is freed with the last
+    The memory is an anonymous file: it has no path, it is allocated as it is used, and it is freed with the last
     process that has it. Only pages that were written take memory.
 
     Args:
         samples: how many there may be.
         limit_bytes: of all of them.
+        name: processes of this user on this machine that give the same one, and the same numbers, share the memory;
+            without one, only this process and those that it starts.
 
     Raises:
         ConfigurationError: a number is below 1.
     """
 
-    def __init__(self, samples: int, limit_bytes: int) -> None:
+    def __init__(self, samples: int, limit_bytes: int, name: str = "") -> None:
         if samples < 1 or limit_bytes < 1:
             raise ConfigurationError(
                 f"SampleCache(samples={samples}, limit_bytes={limit_bytes}). Expected numbers of at least 1."
             )
-        self._attach(os.memfd_create("samples"), samples, limit_bytes)
-
-    def _attach(self, file: int, samples: int, limit_bytes: int) -> None:
-        self._file = file
-        self._samples, self._limit = samples, limit_bytes
         # bytes used, samples held, then for each sample where it ends and how long it is
-        self._data = _ENTRY * (2 + 2 * samples)
-        os.ftruncate(file, self._data + limit_bytes)
-        self._memory = mmap.mmap(file, self._data + limit_bytes)
-        self._numbers = memoryview(self._memory)[: self._data].cast("q")
-        self._lock = threading.Lock()
+        self._memory = named_memory(name, 2 + 2 * samples, limit_bytes)
+        self._numbers = self._memory.numbers
+        self.samples = samples
 
-    def __reduce__(self) -> Any:
-        return _attached, (DupFd(self._file), self._samples, self._limit)
+    def __getstate__(self) -> Any:
+        return {"_memory": self._memory, "samples": self.samples}
 
-    def __del__(self) -> None:
-        if hasattr(self, "_numbers"):
-            self._numbers.release()
-            self._memory.close()
-            os.close(self._file)
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state)
+        self._numbers = self._memory.numbers
+
+    @property
+    def found(self) -> bool:
+        """Whether another process has made it."""
+        return self._memory.found
 
     @property
     def held_bytes(self) -> int:
@@ -77,7 +75,7 @@ class SampleCache:
     def get(self, index: int) -> bytes | None:
         """What was put there, None if nothing was kept."""
         end, size = self._entry(index)
-        return self._memory[end - size : end] if end else None
+        return self._memory.bytes[end - size : end] if end else None
 
     def put(self, index: int, sample: bytes) -> bool:
         """Keep a sample if there is room for it.
@@ -85,13 +83,13 @@ class SampleCache:
         Returns:
             whether it is held.
         """
-        with self._locked():
+        with self._memory.locked():
             if self._entry(index)[0]:
                 return True
-            end = self._data + self._numbers[0] + len(sample)
-            if end > len(self._memory):
+            end = self._memory.start + self._numbers[0] + len(sample)
+            if end > len(self._memory.bytes):
                 return False
-            self._memory[end - len(sample) : end] = sample
+            self._memory.bytes[end - len(sample) : end] = sample
             self._numbers[2 + 2 * index + 1] = len(sample)
             self._numbers[2 + 2 * index] = end  # last: a process that reads this finds the rest
             self._numbers[0] += len(sample)
@@ -101,31 +99,22 @@ class SampleCache:
     def _entry(self, index: int) -> tuple[int, int]:
         return self._numbers[2 + 2 * index], self._numbers[2 + 2 * index + 1]
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:  # among threads; the other is among processes
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-
-def _attached(file: Any, samples: int, limit_bytes: int) -> SampleCache:
-    cache = SampleCache.__new__(SampleCache)
-    cache._attach(file.detach(), samples, limit_bytes)
-    return cache
-
 
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are read from storage once, as long as there is room for them.
 
+    All processes of this user on this machine whose sources pickle to the same bytes share one cache: a job's workers,
+    their loader processes, other jobs that train on the same data. Such a process compares the first sample that it
+    takes with what it reads itself. A source that cannot be pickled is shared only with loader processes.
+
     Args:
         source: what reads: ``source[i]`` is a sample as it is stored, such as a file's bytes. Samples are kept
             pickled.
-        limit_bytes: memory for all samples together, shared by all processes of a loader.
+        limit_bytes: memory for all samples together, on one machine.
         prepare: turns a stored sample into a training sample, every time: decoding, random augmentation. None for
             nothing.
+        partitioned: in a job on several machines, every machine keeps a part, and asks the others for theirs: together
+            they hold ``limit_bytes`` times their number. Needs ``transport="zmq"``.
 
     Raises:
         ConfigurationError: the source has no length, or a limit is below 1.
@@ -136,14 +125,24 @@ class CachedDataset(Dataset[Any]):
         ('two', 'two', 1)
     """
 
-    def __init__(self, source: Any, limit_bytes: int, prepare: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        limit_bytes: int,
+        prepare: Callable[[Any], Any] | None = None,
+        *,
+        partitioned: bool = False,
+    ) -> None:
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ConfigurationError(
                 f"CachedDataset was given {type(source).__name__}. Expected a map-style dataset, with a length."
             )
         self.source = source
         self.prepare = prepare
-        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes))
+        self.partitioned = partitioned
+        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(source))
+        self.peers: PeerCaches | None = None
+        self._compares = self.cache.found
 
     def __len__(self) -> int:
         """How many samples there are."""
@@ -151,15 +150,102 @@ class CachedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """A sample, prepared."""
-        sample = self._fetch(int(index))
-        return sample if self.prepare is None else self.prepare(sample)
+        return self.__getitems__([index])[0]
 
-    def _fetch(self, index: int) -> Any:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several of them, for which other machines are asked together."""
+        stored = self._stored([range(len(self))[index] for index in indices])
+        return stored if self.prepare is None else [self.prepare(sample) for sample in stored]
+
+    def ask(self, peers: PeerCaches | None) -> None:
+        """From now on share the work with other machines' caches; None: no more."""
+        self.peers = peers
+        self._compares |= peers is not None
+
+    def _stored(self, indices: list[int]) -> list[Any]:
+        held = self._held(indices)
+        missing = [index for index in indices if index not in held]
+        many = getattr(self.source, "__getitems__", None)
+        read = many(missing) if missing and many else [self.source[index] for index in missing]
+        self._keep(dict(zip(missing, read, strict=True)))
+        fresh = iter(read)
+        return [pickle.loads(held[index]) if index in held else next(fresh) for index in indices]
+
+    def _held(self, indices: list[int]) -> dict[int, bytes]:
         if self.cache is None:
-            return self.source[index]
-        held = self.cache.get(index)
-        if held is not None:
-            return pickle.loads(held)
-        sample = self.source[index]
-        self.cache.put(index, pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
-        return sample
+            return {}
+        held = {index: sample for index in indices if (sample := self.cache.get(index)) is not None}
+        if self.peers is not None:
+            held |= self.peers.get(index for index in indices if index not in held)
+        if held and self._compares:
+            self._compares = False
+            index, sample = next(iter(held.items()))
+            if not _equal(pickle.loads(sample), self.source[index]):
+                log.warning(
+                    "Sample %d of %s is not what another process has kept of the same data: it is random, or the "
+                    "program has changed. Expected the same sample in every process. This process reads all of its "
+                    "samples from storage.",
+                    index,
+                    type(self.source).__name__,
+                )
+                self.cache = self.peers = None
+                return {}
+        return held
+
+    def _keep(self, samples: dict[int, Any]) -> None:
+        if self.cache is None or not samples:
+            return
+        kept = {index: _pickled(sample) for index, sample in samples.items()}
+        for index, sample in kept.items():
+            if self.peers is None or self.peers.keeps(index):
+                self.cache.put(index, sample)
+        if self.peers is not None:
+            self.peers.put(kept)
+
+
+def cached_dataset(dataset: Any) -> CachedDataset | None:
+    """The cached dataset that a dataset is, or has as its ``dataset`` like a ``Subset``."""
+    while not isinstance(dataset, CachedDataset):
+        dataset = getattr(dataset, "dataset", None)
+        if dataset is None:
+            return None
+    return dataset
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Of a view of a large tensor, keep only what it shows."""
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return NotImplemented
+
+
+def _pickled(sample: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
+    return file.getvalue()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, as far as that can be seen: some classes' objects equal only themselves."""
+    (mine, form), (theirs, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(_equal_leaves, mine, theirs))
+
+
+def _equal_leaves(one: Any, other: Any) -> bool:
+    by_identity: Any = object.__eq__
+    if type(one) is not type(other) or getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    if type(one).__eq__ is by_identity:
+        return True
+    same = (one == other) | (one != one)  # a NaN is not equal to itself
+    return bool(same.all() if hasattr(same, "all") else same)
+
+
+def _name_of(source: Any) -> str:
+    """What a source is called by all processes of this machine that have it; empty if that is not known."""
+    try:
+        return name_of(source)
+    except Exception as error:  # whatever a class raises
+        log.info("%s cannot be pickled (%s): other processes do not share its cache.", type(source).__name__, error)
+        return ""

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache, cached_dataset
 from lightning_asgd.data_stalls.stalls import Stalls
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.stats import ExchangeStats
@@ -64,7 +64,7 @@ def stalls(
     """
     _check(steps, warm_up, repeats, files)
     batches, warm_up = _batches(loader, steps, max(warm_up, 2 * getattr(loader, "num_workers", 0)))
-    step, cached = TrainingStep(module), _cached_dataset(loader.dataset)
+    step, cached = TrainingStep(module), cached_dataset(loader.dataset)
     timed = partial(_seconds_per_pass, loader, batches, warm_up, clock)
 
     def train(batch: Any) -> None:
@@ -154,14 +154,6 @@ def _seconds_per_batch(
 
 def _nothing(batch: Any) -> None:
     pass
-
-
-def _cached_dataset(dataset: Any) -> CachedDataset | None:
-    while not isinstance(dataset, CachedDataset):
-        dataset = getattr(dataset, "dataset", None)  # as a Subset has it
-        if dataset is None:
-            return None
-    return dataset
 
 
 @contextmanager

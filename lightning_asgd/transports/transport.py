@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["CallTimeoutError", "NetworkDownError", "Transport"]
+__all__ = ["CallTimeoutError", "NetworkDownError", "Transport", "answer_within"]
 
 
 class CallTimeoutError(RuntimeError):
@@ -65,3 +66,15 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop the connection. May be called more than once; from any thread."""
+
+
+def answer_within(future: Future[Any], timeout_s: float) -> Any:
+    """The reply to a call. Unlike the future's own wait, Ctrl-C ends this one.
+
+    Raises what the call failed with, and a :class:`CallTimeoutError` if that takes longer.
+    """
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    if not done.wait(timeout_s):
+        raise CallTimeoutError(f"no answer within {timeout_s:g} s")
+    return future.wait()

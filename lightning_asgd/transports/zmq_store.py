@@ -11,7 +11,7 @@ from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import Failure
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
-from lightning_asgd.transports.transport import CallTimeoutError
+from lightning_asgd.transports.transport import answer_within
 from lightning_asgd.transports.zmq_server import ZmqServer
 from lightning_asgd.transports.zmq_transport import ZmqTransport
 
@@ -90,11 +90,8 @@ class ZmqStore(EntryStore):
         self._transport.close()
 
     def _call(self, message: list[str]) -> Any:
-        future, done = self._transport.call(0, message, self._timeout_s), threading.Event()
-        future.add_done_callback(lambda _: done.set())
-        if not done.wait(self._timeout_s + _GRACE_S):  # unlike the future's own wait, Ctrl-C ends this one
-            raise CallTimeoutError(f"The rendezvous did not answer within {self._timeout_s:g} s.")
-        answer = future.wait()
+        future = self._transport.call(0, message, self._timeout_s)
+        answer = answer_within(future, self._timeout_s + _GRACE_S)
         if isinstance(answer, Failure):
             raise ProtocolError(answer.message)
         return answer

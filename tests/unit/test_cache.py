@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import math
 import multiprocessing
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from lightning_asgd.data_stalls import cache
 from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
 from lightning_asgd.errors import ConfigurationError
 
@@ -110,3 +114,103 @@ def test_wrong_settings_are_named() -> None:
         CachedDataset([1], 0)
     with pytest.raises(ConfigurationError, match=r"was given generator. Expected a map-style dataset"):
         CachedDataset((i for i in range(3)), 100)
+
+
+class Numbers:
+    """A source that any process can make; its samples are read in the process that is named."""
+
+    def __init__(self, samples: int, shift: int = 0) -> None:
+        self.samples = samples
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> bytes:
+        return bytes([index + SHIFT]) * 10
+
+
+SHIFT = 0  # a change of the program that no pickled source shows
+
+
+def in_another_process(code: str) -> subprocess.Popen[str]:
+    """A process that has run the code when its first line of output comes, and ends with its input."""
+    code = f"import sys\nfrom tests.unit import test_cache\n{code}\nprint(flush=True)\nsys.stdin.read()"
+    arguments = [sys.executable, "-c", code]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n"
+    return process
+
+
+FILL = "data = test_cache.CachedDataset(test_cache.Numbers(23), 9_999)\n[data[i] for i in range(5)]"
+
+
+def test_processes_that_have_the_same_data_share_a_cache_until_the_last_one_ends() -> None:
+    with in_another_process(FILL) as filled:
+        dataset = CachedDataset(Numbers(23), 9_999)
+        assert len(dataset.cache or ()) == 5
+        assert len(CachedDataset(Numbers(23, shift=1), 9_999).cache or ()) == 0, "of other data"
+        assert len(CachedDataset(Numbers(23), 8_888).cache or ()) == 0, "of another size"
+        filled.kill()
+    assert [dataset[i][0] for i in range(6)] == list(range(6))
+    assert len(dataset.cache or ()) == 6
+    del dataset
+    assert len(CachedDataset(Numbers(23), 9_999).cache or ()) == 0, "its memory is freed"
+
+
+def test_a_process_that_reads_other_samples_of_the_same_data_says_so_and_reads_them_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with in_another_process(f"test_cache.SHIFT = 1\n{FILL}") as filled:
+        dataset = CachedDataset(Numbers(23), 9_999)
+        assert [dataset[i][0] for i in (22, 3, 4)] == [22, 3, 4]
+        assert dataset.cache is None
+        filled.kill()
+    assert "Sample 3 of Numbers is not what another process has kept" in caplog.text
+
+
+def test_indices_count_from_the_end_and_end_where_the_data_do() -> None:
+    dataset = CachedDataset(Numbers(4), 1_000)
+    assert dataset[-1] == dataset[3] == bytes([3]) * 10
+    with pytest.raises(IndexError):
+        dataset[4]
+
+
+def test_a_source_that_reads_several_samples_at_once_is_asked_for_those_that_are_not_held() -> None:
+    class Batches(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[bytes]:
+            asked.append(indices)
+            return [self[i] for i in indices]
+
+    asked: list[list[int]] = []
+    dataset = CachedDataset(Batches(9), 1_000)
+    assert [sample[0] for sample in dataset.__getitems__([4, 1])] == [4, 1]
+    assert [sample[0] for sample in dataset.__getitems__([1, 2, 4, 0])] == [1, 2, 4, 0]
+    assert asked == [[4, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ((torch.tensor([1.0, math.nan]), "a"), (torch.tensor([1.0, math.nan]), "a"), True),
+        (torch.tensor([1.0]), torch.tensor([2.0]), False),
+        (torch.ones(2), torch.ones(1), False),
+        (np.array(["a", "b"]), np.array(["a", "b"]), True),
+        (np.array([True, False]), np.array([True, True]), False),
+        ({"x": 1, "y": math.nan}, {"x": 1, "y": math.nan}, True),
+        ({"x": 1}, {"y": 1}, False),
+        (object(), object(), True),
+        (1, 1.0, False),
+        (b"a", b"b", False),
+    ],
+)
+def test_samples_are_compared_by_what_they_hold(one: Any, other: Any, equal: bool) -> None:
+    assert cache._equal(one, other) == equal
+
+
+def test_a_view_of_a_large_tensor_takes_as_much_memory_as_it_shows() -> None:
+    dataset = CachedDataset(torch.zeros(1000, 10), 100_000)
+    assert torch.equal(dataset[3], torch.zeros(10))
+    assert dataset.cache is not None
+    assert dataset.cache.held_bytes < 3_000

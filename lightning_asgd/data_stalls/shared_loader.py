@@ -1,0 +1,318 @@
+"""Batches that are prepared once for several programs which train on the same data at the same time.
+
+Coordinated preparation (Mohan et al. 2021, section 4.3): the trials of a search for hyper-parameters each need all
+batches of an epoch, but one preparation of a batch serves them all. Each program prepares a part of the batches, and
+takes the others from shared memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_asgd.data_stalls.batch_board import NUMBERS, BatchBoard, Program
+from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
+from lightning_asgd.data_stalls.named_memory import name_of, named_memory
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import whole
+
+__all__ = ["SharedLoader"]
+
+log = logging.getLogger(__name__)
+
+_NOTHING = -1  # instead of a batch's number
+_SAME_MS = 2000  # two processes may know the start of a third one differently
+_POLL_S = 0.002
+_PAUSE_S = 0.01
+_LOOK_S = 0.5  # between two looks at whether the others live
+_OPTIONS = ("num_workers", "prefetch_factor", "worker_init_fn", "multiprocessing_context", "timeout")
+
+
+class SharedLoader:
+    """A dataloader that several programs on one machine have in common. They train on the same batches.
+
+    Each of the programs makes the same loader: the same data set, batch size, order and seed. A batch is made by one of
+    them, with its own loader processes, and taken by all. So random augmentation is new in every epoch, and the same
+    for all programs. They begin together and stay within 16 batches of each other: the slowest sets the pace. A
+    program that ends is not waited for; one that pauses between two epochs, to validate for instance, is waited for up
+    to ``patience_s``; one that comes later begins with the next epoch. Every program is a single worker.
+
+    Args:
+        dataset: map-style. It is pickled, so that the programs find each other.
+        programs: how many are to begin together.
+        batch_size: samples per batch.
+        shuffle: whether every epoch has a random order, from ``seed``.
+        drop_last: whether a last batch that is not full is left out.
+        seed: of the order.
+        collate_fn: makes a batch of a list of samples; torch's own by default.
+        patience_s: seconds for which programs wait for others.
+        options: of the :class:`torch.utils.data.DataLoader` that makes this program's batches: ``num_workers``,
+            ``prefetch_factor``, ``worker_init_fn``, ``multiprocessing_context``, ``timeout``.
+
+    Raises:
+        ConfigurationError: the data set has no length or cannot be pickled, or a number or an option is wrong.
+
+    Example:
+        >>> loader = SharedLoader([1, 2, 3, 4, 5], programs=1, batch_size=2)
+        >>> [batch.tolist() for batch in loader], len(loader)
+        ([[1, 2], [3, 4], [5]], 3)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        programs: int,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        patience_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        whole("programs", programs)
+        whole("batch_size", batch_size)
+        if unknown := [name for name in options if name not in _OPTIONS]:
+            raise ConfigurationError(f"SharedLoader was given {', '.join(unknown)}. Expected {', '.join(_OPTIONS)}.")
+        self.dataset, self.batch_size = dataset, batch_size
+        self._programs, self._patience_s, self._options = programs, patience_s, options
+        name = _name_of(dataset, batch_size, shuffle, drop_last, seed)
+        self._batches = _Batches(dataset, batch_size, seed if shuffle else None, collate_fn, drop_last=drop_last)
+        self._memory = named_memory(f"batches {name}", NUMBERS)
+        self._me = Program(secrets.randbits(62) + 1, os.getpid(), _started(os.getpid()))
+        patience_ms = int(1000 * patience_s)
+        self._board = BatchBoard(self._memory.numbers, len(self), _is_alive, _now_ms, patience_ms)
+        self._made: dict[int, int] = {}  # descriptors of batches that others may still take
+        self._looked_at = 0.0
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch of all programs."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            workers = torch.distributed.get_world_size()
+            if workers > 1:
+                raise ConfigurationError(
+                    f"SharedLoader is used by one of {workers} workers, and would give all of them the same batches. "
+                    "Expected programs with a single worker each."
+                )
+        with self._memory.locked():
+            begun = self._board.join(self._me)
+        making = _Making(self, begun + len(self))
+        try:
+            self._await_programs()
+            making.start()
+            for number in range(begun, begun + len(self)):
+                batch = self._take(number, making)
+                with self._memory.locked():
+                    self._board.take(self._me)
+                yield batch
+        finally:
+            making.stop()
+            with self._memory.locked():
+                if self._board.cursor(self._me) % len(self):  # in the middle of an epoch
+                    self._board.leave(self._me)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("A SharedLoader cannot be pickled. Expected it to be made in the process that trains.")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_made") and self._me.process == os.getpid():
+            with self._memory.locked():
+                self._board.leave(self._me)
+            self._close(list(self._made))
+
+    def _await_programs(self) -> None:
+        """Wait for the others before the first batch of all."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            with self._memory.locked():
+                present, begun = self._board.programs, self._board.has_begun
+            if begun or present >= self._programs:
+                return
+            if time.monotonic() > until:
+                log.warning(
+                    "%d of %d programs use this data set after %g s. They begin; others join in the next epoch.",
+                    present,
+                    self._programs,
+                    self._patience_s,
+                )
+                return
+            self._look()
+            time.sleep(_POLL_S)
+
+    def _take(self, number: int, making: _Making) -> Any:
+        """A copy of a batch, as soon as a program has made it."""
+        warned = time.monotonic()
+        while True:
+            with self._memory.locked():
+                found, slowest = self._board.find(number), self._board.slowest
+            if found is not None:
+                with suppress(LookupError):  # its maker has ended just now
+                    return read_batch(found.process, found.descriptor, found.nbytes)
+            if making.error is not None:
+                raise making.error
+            if time.monotonic() > warned + self._patience_s:
+                warned = time.monotonic()
+                log.warning("A batch is awaited for %g s. Process %d is the slowest.", self._patience_s, slowest)
+            self._look()
+            time.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        """Find out, now and then, which programs live."""
+        if time.monotonic() < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        with self._memory.locked():
+            late = self._board.forget()
+        for process in late:
+            log.warning(
+                "Process %d has paused for more than %g s between two epochs. The other programs do not wait for it; "
+                "it joins them in a later epoch.",
+                process,
+                self._patience_s,
+            )
+
+    def _publish(self, number: int, batch: Any) -> None:
+        descriptor, nbytes = write_batch(batch)
+        with self._memory.locked():
+            wanted = self._board.publish(self._me, number, descriptor, nbytes)
+            first = self._board.first
+        self._made[number] = descriptor
+        self._close([made for made in self._made if made < first or (made == number and not wanted)])
+
+    def _close(self, numbers: list[int]) -> None:
+        for number in numbers:
+            os.close(self._made.pop(number))
+
+
+class _Making:
+    """This program's part of an epoch: a thread that claims batches, has its dataloader make them, and publishes them.
+
+    It goes on until the epoch ends for this program, because another one that has claimed a batch may end.
+    """
+
+    def __init__(self, loader: SharedLoader, end: int) -> None:
+        self._loader, self._end = loader, end
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.batches", daemon=True)
+        self.error: Exception | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and wait for it."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def __iter__(self) -> Iterator[int]:
+        """The batches to make, as a sampler. There may be none now, and one later."""
+        loader = self._loader
+        while not self._stopped.is_set():
+            with loader._memory.locked():
+                number = loader._board.claim(loader._me, self._end)
+            if number is None:
+                self._stopped.wait(_PAUSE_S)
+            yield _NOTHING if number is None else number
+
+    def _run(self) -> None:
+        loader = self._loader
+        try:
+            # Its seed is drawn from this generator: the program's own random numbers stay as they are.
+            generator = torch.Generator().manual_seed(loader._me.key)
+            options: Any = {"num_workers": 1, "generator": generator, "collate_fn": _same, **loader._options}
+            for number, batch in DataLoader(loader._batches, batch_size=None, sampler=self, **options):
+                if number != _NOTHING and not self._stopped.is_set():
+                    loader._publish(number, batch)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which hold the loader processes
+            self.error = error
+        finally:
+            with loader._memory.locked():
+                loader._board.give_back(loader._me)
+
+
+class _Batches(Dataset[Any]):
+    """A data set of batches, by their numbers through all epochs."""
+
+    def __init__(
+        self, dataset: Any, size: int, seed: int | None, collate: Callable[[list[Any]], Any], *, drop_last: bool
+    ) -> None:
+        self._dataset, self._size, self._seed, self._collate = dataset, size, seed, collate
+        samples = len(dataset)
+        self._count = samples // size if drop_last else math.ceil(samples / size)
+        if not self._count:
+            raise ConfigurationError(f"The data set has {samples} samples. Expected at least a batch of {size}.")
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        if number == _NOTHING:
+            return number, None
+        epoch, place = divmod(number, self._count)
+        indices = self._order_of(epoch)[place * self._size : (place + 1) * self._size]
+        many = getattr(self._dataset, "__getitems__", None)
+        return number, self._collate(many(indices) if many else [self._dataset[index] for index in indices])
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._seed is None:
+            return list(range(len(self._dataset)))
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._order = epoch, torch.randperm(len(self._dataset), generator=generator).tolist()
+        return self._order[1]
+
+
+def _same(made: Any) -> Any:
+    return made
+
+
+def _name_of(dataset: Any, *settings: Any) -> str:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigurationError(
+            f"SharedLoader was given {type(dataset).__name__}. Expected a map-style dataset, with a length."
+        )
+    try:
+        return name_of(dataset, *settings)
+    except Exception as error:  # whatever a class raises
+        raise ConfigurationError(
+            f"{type(dataset).__name__} cannot be pickled: {error}. Expected a data set that can: programs find each "
+            "other by it."
+        ) from error
+
+
+def _started(process: int) -> int:
+    """When a process began, in milliseconds; 0 if it has ended."""
+    try:
+        found = psutil.Process(process)
+        return 0 if found.status() == psutil.STATUS_ZOMBIE else int(1000 * found.create_time())
+    except psutil.Error:
+        return 0
+
+
+def _is_alive(process: int, started: int) -> bool:
+    return abs(_started(process) - started) < _SAME_MS
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,174 @@
+"""Programs that share a loader, as processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
+from lightning_asgd.data_stalls.shared_loader import SharedLoader
+from lightning_asgd.errors import ConfigurationError
+
+SAMPLES, BATCH = 60, 4
+FORK = multiprocessing.get_context("fork")
+
+
+class Augmented:
+    """Samples with a random number each; it notes which were made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        with (self.folder / "made").open("ab") as file:
+            file.write(bytes([index]))
+        return index, torch.rand(3)
+
+    def made(self) -> Counter[int]:
+        return Counter((self.folder / "made").read_bytes())
+
+
+def train(folder: Path, name: str, programs: int, epochs: int, slow_s: float, sends: Any) -> None:
+    """A program: notes its batches, and reports each."""
+    loader = SharedLoader(Augmented(folder), programs, batch_size=BATCH, shuffle=True, patience_s=20.0)
+    seen = []
+    for _ in range(epochs):
+        for batch in loader:
+            seen.append(batch)
+            sends.send(len(seen))
+            time.sleep(slow_s)
+    torch.save(seen, folder / name)
+
+
+def started(folder: Path, programs: int, epochs: int, slow_s: float = 0.0) -> list[tuple[Any, Any]]:
+    processes = []
+    for number in range(programs):
+        receives, sends = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=train, args=(folder, f"{number}.pt", programs, epochs, slow_s, sends))
+        process.start()
+        sends.close()
+        processes.append((process, receives))
+    return processes
+
+
+def end(process: Any, receives: Any) -> None:
+    """Let a program end; it must not wait to be heard."""
+    try:
+        while receives.poll(30):
+            receives.recv()
+    except EOFError:
+        pass
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_programs_train_on_the_same_batches_which_are_made_once(tmp_path: Path) -> None:
+    for process, receives in started(tmp_path, 3, epochs=2):
+        end(process, receives)
+    first, *others = (torch.load(tmp_path / f"{n}.pt") for n in range(3))
+    assert len(first) == 2 * SAMPLES // BATCH
+    for other in others:
+        for (mine, numbers), (theirs, same) in zip(first, other, strict=True):
+            assert torch.equal(mine, theirs)
+            assert torch.equal(numbers, same)
+    halves = [torch.cat([mine for mine, _ in half]).tolist() for half in (first[:15], first[15:])]
+    assert halves[0] != halves[1]
+    assert sorted(halves[0]) == sorted(halves[1]) == list(range(SAMPLES))
+    assert Augmented(tmp_path).made() == Counter([*range(SAMPLES)] * 2)
+
+
+def test_a_program_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
+    (killed, heard), *others = started(tmp_path, 3, epochs=2, slow_s=0.01)
+    assert heard.recv() == 1
+    killed.kill()
+    for process, receives in others:
+        end(process, receives)
+    killed.join()
+    for number in (1, 2):
+        seen = torch.load(tmp_path / f"{number}.pt")
+        assert Counter(torch.cat([mine for mine, _ in seen]).tolist()) == Counter([*range(SAMPLES)] * 2)
+
+
+def test_a_program_that_stops_in_mid_epoch_can_begin_the_next(tmp_path: Path) -> None:
+    loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    assert [mine.tolist() for mine, _ in loader] == [list(range(i, i + BATCH)) for i in range(0, SAMPLES, BATCH)]
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = files()
+    loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    for _ in range(2):
+        assert len(list(loader)) == len(loader) == 15
+    del loader
+    assert files() == before
+
+
+class Broken(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise ArithmeticError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_the_data_set_raises_reaches_the_program(tmp_path: Path, processes: int) -> None:
+    loader = SharedLoader(Broken(tmp_path), 1, batch_size=BATCH, num_workers=processes)
+    with pytest.raises(ArithmeticError, match="sample 5 is broken"):
+        list(loader)
+
+
+def test_programs_that_are_not_there_are_waited_for_no_longer_than_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(list(SharedLoader(Augmented(tmp_path), 2, batch_size=30, patience_s=0.1))) == 2
+    assert "1 of 2 programs use this data set after 0.1 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(6).reshape(2, 3),
+        {"x": torch.rand(3, 0), "y": [torch.tensor(1.5), "text"]},
+        (torch.ones(2, dtype=torch.bfloat16), torch.eye(3)[:, 1], torch.eye(3).to_sparse(), None),
+    ],
+)
+def test_a_batch_is_read_as_it_was_written(batch: Any) -> None:
+    descriptor, nbytes = write_batch(batch)
+    found = read_batch(os.getpid(), descriptor, nbytes)
+    os.close(descriptor)
+    assert repr(found) == repr(batch)
+    for value in torch.utils._pytree.tree_leaves(found):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            value.add_(1)  # it belongs to its reader
+    with pytest.raises(LookupError):
+        read_batch(os.getpid(), descriptor, nbytes)
+
+
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    for match, arguments, options in (
+        ("programs=0", (0,), {}),
+        ("batch_size=0", (1,), {"batch_size": 0}),
+        ("at least a batch of 61", (1,), {"batch_size": 61, "drop_last": True}),
+        ("was given sampler. Expected num_workers", (1,), {"sampler": [1]}),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            SharedLoader(Augmented(tmp_path), *arguments, **options)
+    with pytest.raises(ConfigurationError, match=r"generator. Expected a map-style"):
+        SharedLoader((i for i in range(3)), 1)
+    with pytest.raises(ConfigurationError, match=r"list cannot be pickled: .* Expected a data set that can"):
+        SharedLoader([lambda: 0], 1)
