@@ -102,8 +102,8 @@ def own(folder: Path, samples: int, *, processes: int = 0) -> Any:
     return DataLoader(Own(samples), batch_size=BATCH, num_workers=processes)
 
 
-def mapped(folder: Path, samples: int) -> Any:
-    return DataLoader(TensorDataset(torch.arange(samples)), batch_size=BATCH, shuffle=True)
+def mapped(folder: Path, samples: int, *, processes: int = 0) -> Any:
+    return DataLoader(TensorDataset(torch.arange(samples)), batch_size=BATCH, shuffle=True, num_workers=processes)
 
 
 def weighted(folder: Path, samples: int) -> Any:
@@ -231,6 +231,10 @@ DATA: dict[str, Callable[[Path, int], Any]] = {
     "WebDataset, 2 processes": partial(webdataset_loader, processes=2),
     "LitData, 2 processes": partial(litdata, processes=2),
     "MosaicML streaming, 2 processes": partial(mosaic, processes=2),
+    "map, 1 process": partial(mapped, processes=1),
+    "datasets, iterable, 1 process": partial(datasets_iterable, processes=1),
+    "datasets, split_dataset_by_node, 1 process": partial(datasets_iterable, split=True, processes=1),
+    "WebDataset, 1 process": partial(webdataset_loader, processes=1),
     "StatefulDataLoader": stateful,
     "CombinedLoader, min_size": combined("min_size", 0.5),
     "CombinedLoader, max_size": combined("max_size", 0.3),

@@ -19,6 +19,7 @@ SECTIONS = {
     "Learning": {"Training loss": "train_loss", "Epochs trained": "epoch"},
     "Speed": {
         "Samples per second": "samples_per_s",
+        "Tokens per second": "tokens_per_s",
         "Updates per second": "updates_per_s",
         "Workers alive": "workers/alive",
     },

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_asgd.adapter.batch_units import samples_in
 from lightning_asgd.adapter.class_trees import (
     CallbackExtension,
     Extension,
-    apply_to_collection,
     rank_zero_warn,
     tree_of,
 )
@@ -108,7 +108,7 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         if self._meter is None:
             return
         self._batch = batch_idx + 1
-        now = self._meter.end_batch(_samples(batch), _loss(outputs, trainer.accumulate_grad_batches))
+        now = self._meter.end_batch(samples_in(batch), _loss(outputs, trainer.accumulate_grad_batches))
         if now < self._read_at:
             return
         self._read_at = now + self._read_s
@@ -264,17 +264,6 @@ def _fraction(trainer: Any, batch: int) -> float:
     """Part of the epoch that is trained. Where workers share the data, its batches are what this worker expects."""
     batches = trainer.num_training_batches
     return min(1.0, batch / batches) if batches else 0.0
-
-
-def _samples(batch: Any) -> int:
-    """Rows of a batch's first tensor; a batch without any counts as one sample."""
-    while isinstance(batch, (list, tuple)) and batch:
-        batch = batch[0]
-    if not isinstance(batch, Tensor):
-        found: list[Tensor] = []
-        apply_to_collection(batch, Tensor, found.append)
-        batch = found[0] if found else batch
-    return batch.shape[0] if isinstance(batch, Tensor) and batch.ndim else 1
 
 
 def _loss(outputs: Any, accumulated: int) -> Tensor | None:

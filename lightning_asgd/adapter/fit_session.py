@@ -41,6 +41,7 @@ from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import all_together, synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
+from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
 __all__ = ["FitSession"]
@@ -68,13 +69,21 @@ class FitSession:
     """
 
     def __init__(
-        self, trainer: Any, membership: AnyFleet, config: ExchangeConfig, resume: Resumption, *, split: bool
+        self,
+        trainer: Any,
+        membership: AnyFleet,
+        config: ExchangeConfig,
+        resume: Resumption,
+        units: TrainedUnits,
+        *,
+        split: bool,
     ) -> None:
         self._trainer = trainer
         self._membership = membership
         self._run = membership if isinstance(membership, ElasticFleet) else None
         self._config = config
         self._resume = resume
+        self._units = units
         self._meter: Meter | None = None  # None until metrics are collected
         self.samples: list[dict[str, Tensor]] = []
         self.last: LastState | None = None  # set when the main process is gone
@@ -148,7 +157,7 @@ class FitSession:
             membership.collectives,
             module,
             self._config,
-            Training(self._reset_nonfinite_state, self._lr, self._leases, is_monitored(self._trainer)),
+            Training(self._reset_nonfinite_state, self._lr, self._leases, is_monitored(self._trainer), self._units),
             start,
             late=not looks_at_gradients(module),
         )
@@ -203,9 +212,13 @@ class FitSession:
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self.data.before_batch(batch)
+        if self._units.name:
+            self._units.begin(batch)
 
     def after_step(self) -> None:
         """An optimizer has taken its step."""
+        if self._units.name:
+            self._units.step()
         self.synchronizer.count_step()
         if self._module.automatic_optimization:
             self.data.after_batch(self.synchronizer, self._discard)
@@ -217,6 +230,7 @@ class FitSession:
 
     def _discard(self) -> None:
         """Discard the update of a batch that other workers have trained."""
+        self._units.discard()
         if self.synchronizer.moved:  # else the module may hold a callback's weights, which the servers do not have
             run(self.synchronizer.fetch())
         self._module.zero_grad()
@@ -379,8 +393,11 @@ class FitSession:
 
     def measure(self, epoch: Callable[[], float]) -> Meter:
         """Start measuring what this worker trains and where its time goes."""
-        self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch)
+        self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch, tokens=self._tokens)
         return self._meter
+
+    def _tokens(self) -> float:
+        return self._units.total if self._units.name == "tokens" else 0.0
 
     def report_metrics(self) -> None:
         """Post this worker's metrics to the board, if it is measured: the next heartbeat sends them."""

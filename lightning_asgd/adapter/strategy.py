@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
+from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
 from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
@@ -61,22 +62,24 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             step uses weights that are older than the reply. None means the algorithm's default.
         data: ``"leases"``: workers request batches of an epoch as they need them, so that faster workers train more of
             them, and every sample is trained once per epoch. ``"split"``: every worker trains an equal part, as under
-            DDP, and a slow worker delays the others at the end of every epoch. Always split are iterable datasets,
-            several loaders, samplers that Lightning does not replace, and the data of algorithms whose workers wait for
-            each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`.
+            DDP, and a slow worker delays the others at the end of every epoch. Always split are the data of algorithms
+            whose workers wait for each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`, and what cannot be
+            shared: a message says why.
+        units: what counts where batches differ in size: a push weighs as much as what was trained for it. ``"samples"``
+            or ``"tokens"`` (an attention mask's, labels that are not -100, or a tensor of integers), or a function of a
+            batch that returns its tokens. None: all batches of a worker count the same, by the loader's batch size.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"topk"``, or an object of :mod:`lightning_asgd.compression`. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         start_method: how workers are started, as for DDP: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        min_workers: training is ended when fewer than these are left.
+        min_workers: training ends when fewer are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
             worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
             why. On one machine, with ``"popen"``, none continues without worker 0.
         timeouts: how long to wait for processes that hang.
-        transport: ``"rpc"``: torch's own, fast, without authentication. ``"zmq"``: every connection is encrypted and
-            authenticated with the job's secret; it needs ``pip install pyzmq`` and, on several
-            machines, the same ``LIGHTNING_ASGD_SECRET`` in the environment of each. ``"auto"``: ``"zmq"`` where
-            they have what it needs, else ``"rpc"``. The first lines say which, and who could get in.
+        transport: ``"rpc"``: torch's own, without authentication. ``"zmq"``: every connection is encrypted and
+            authenticated with the job's secret; it needs ``pip install pyzmq`` and, on several machines, the same
+            ``LIGHTNING_ASGD_SECRET`` on each. ``"auto"``: ``"zmq"`` where that is given. The first lines say which.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None means a separate job, whose workers start and end together.
@@ -87,12 +90,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
             weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
             the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
-        accelerator: these five are the same as for Lightning's ``DDPStrategy``, and rarely needed: the Trainer has
-            arguments for them.
-        parallel_devices: see above.
-        cluster_environment: see above.
-        checkpoint_io: see above.
-        precision_plugin: see above.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's
+            ``DDPStrategy``, and rarely needed: the Trainer has arguments for them.
 
     Attributes:
         stats: statistics of this worker's exchanges; in the main process those of worker 0.
@@ -133,6 +132,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         scale: str | float | None = None,
         overlap: bool | None = None,
         data: str = "leases",
+        units: str | Callable[[Any], Any] | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
         start_method: str = "popen",
@@ -293,8 +293,8 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """Begin a fit: equal weights, this worker's optimizers, the progress of the others."""
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
-        split = self.options.data == "split"
-        session = FitSession(trainer, self._membership, self.options.config, self._resume, split=split)
+        about = self.options.config, self._resume, counter_of(self.options.units)
+        session = FitSession(trainer, self._membership, *about, split=self.options.data == "split")
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         self.setup_optimizers(trainer)
         session.begin()

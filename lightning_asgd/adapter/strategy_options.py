@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_asgd.adapter.batch_units import check_units
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
@@ -58,6 +59,7 @@ class StrategyOptions:
     scale: str | float | None
     overlap: bool | None
     data: str
+    units: Any
     compression: Compression | str | None
     num_servers: int
     start_method: str
@@ -87,6 +89,7 @@ class StrategyOptions:
         check_name(self.transport)
         if self.data not in _DATA:
             raise ConfigurationError(f"data={self.data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
+        check_units(self.units)
         if self.on_worker_failure not in _ON_FAILURE:
             expected = " or ".join(map(repr, _ON_FAILURE))
             raise ConfigurationError(f"on_worker_failure={self.on_worker_failure!r}. Expected {expected}.")
@@ -152,7 +155,8 @@ class StrategyOptions:
         config = self.config
         found = {"nfetch": config.nfetch, "npush": config.npush, "overlap": config.overlap}
         code = None if config.compression is None else repr(config.compression)
-        return {**self._named(_SETTINGS), **found, "algorithm": repr(config.algorithm), "compression": code}
+        rules = {"algorithm": repr(config.algorithm), "compression": code}
+        return {**self._named(_SETTINGS), **found, **rules, "units": getattr(self.units, "__name__", self.units)}
 
     def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

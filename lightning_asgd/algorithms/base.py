@@ -58,7 +58,8 @@ class Push:
         steps: optimizer steps in it.
         lr: learning rate of the worker's first parameter group.
         live: number of workers that take part.
-        weight: samples of the worker's batches divided by the mean of all that take part: 1 if all are equal.
+        weight: samples of the worker's batches, or what its steps have trained in samples or tokens, divided by the
+            mean of all that take part: 1 if all are equal.
         count: number of pushes combined into the update; their mean, by these weights, is given.
         version: of the shard, before this update.
     """
@@ -85,7 +86,7 @@ class Table:
         clocks: pushes of each since the last sync point.
         steps: optimizer steps of each in the session.
         speeds: optimizer steps per second that each reports.
-        batches: samples in a batch of each, where known.
+        batches: samples in a batch of each, or what each trains in a step; where known.
         gathered: workers whose pushes are being aggregated.
         count: number of these pushes.
     """
@@ -95,7 +96,7 @@ class Table:
     clocks: Counter[int] = field(default_factory=Counter)
     steps: Counter[int] = field(default_factory=Counter)
     speeds: dict[int, float] = field(default_factory=dict)
-    batches: dict[int, int] = field(default_factory=dict)
+    batches: dict[int, float] = field(default_factory=dict)
     gathered: set[int] = field(default_factory=set)
     count: int = 0
 

@@ -1,4 +1,4 @@
-"""A cache for datasets, in memory that all processes of a machine share."""
+"""A dataset whose samples are kept in memory that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -12,92 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
-from lightning_asgd.data_stalls.named_memory import name_of, named_memory
+from lightning_asgd.data_stalls.named_memory import name_of
 from lightning_asgd.data_stalls.peer_caches import PeerCaches
+from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["CachedDataset", "SampleCache", "cached_dataset"]
+__all__ = ["CachedDataset", "cached_dataset"]
 
 log = logging.getLogger(__name__)
-
-
-class SampleCache:
-    """Samples in shared memory, which stay once they are there.
-
-    Nothing is ever evicted. An epoch reads every sample once, in random order, so a cache that evicts the least
-    recently used sample often evicts samples that are needed soon. A cache that evicts nothing serves as large a share
-    of all reads as it holds of the dataset (MinIO, Mohan et al. 2021, section 4).
-
-    The memory is an anonymous file: it has no path, it is allocated as it is used, and it is freed with the last
-    process that has it. Only pages that were written take memory.
-
-    Args:
-        samples: how many there may be.
-        limit_bytes: of all of them.
-        name: processes of this user on this machine that give the same one, and the same numbers, share the memory;
-            without one, only this process and those that it starts.
-
-    Raises:
-        ConfigurationError: a number is below 1.
-    """
-
-    def __init__(self, samples: int, limit_bytes: int, name: str = "") -> None:
-        if samples < 1 or limit_bytes < 1:
-            raise ConfigurationError(
-                f"SampleCache(samples={samples}, limit_bytes={limit_bytes}). Expected numbers of at least 1."
-            )
-        # bytes used, samples held, then for each sample where it ends and how long it is
-        self._memory = named_memory(name, 2 + 2 * samples, limit_bytes)
-        self._numbers = self._memory.numbers
-        self.samples = samples
-
-    def __getstate__(self) -> Any:
-        return {"_memory": self._memory, "samples": self.samples}
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state)
-        self._numbers = self._memory.numbers
-
-    @property
-    def found(self) -> bool:
-        """Whether another process has made it."""
-        return self._memory.found
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the samples that it holds."""
-        return int(self._numbers[0])
-
-    def __len__(self) -> int:
-        """How many samples it holds."""
-        return int(self._numbers[1])
-
-    def get(self, index: int) -> bytes | None:
-        """What was put there, None if nothing was kept."""
-        end, size = self._entry(index)
-        return self._memory.bytes[end - size : end] if end else None
-
-    def put(self, index: int, sample: bytes) -> bool:
-        """Keep a sample if there is room for it.
-
-        Returns:
-            whether it is held.
-        """
-        with self._memory.locked():
-            if self._entry(index)[0]:
-                return True
-            end = self._memory.start + self._numbers[0] + len(sample)
-            if end > len(self._memory.bytes):
-                return False
-            self._memory.bytes[end - len(sample) : end] = sample
-            self._numbers[2 + 2 * index + 1] = len(sample)
-            self._numbers[2 + 2 * index] = end  # last: a process that reads this finds the rest
-            self._numbers[0] += len(sample)
-            self._numbers[1] += 1
-            return True
-
-    def _entry(self, index: int) -> tuple[int, int]:
-        return self._numbers[2 + 2 * index], self._numbers[2 + 2 * index + 1]
 
 
 class CachedDataset(Dataset[Any]):
@@ -143,6 +65,10 @@ class CachedDataset(Dataset[Any]):
         self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(source))
         self.peers: PeerCaches | None = None
         self._compares = self.cache.found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The same bytes in every process that has this data: the receiver compares its first sample."""
+        return {**vars(self), "_compares": True}
 
     def __len__(self) -> int:
         """How many samples there are."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import Failure
 from lightning_asgd.transports.registry import kind_of
@@ -20,8 +21,6 @@ from lightning_asgd.transports.transport import Transport, answer_within
 
 if TYPE_CHECKING:
     from torch.futures import Future
-
-    from lightning_asgd.data_stalls.cache import SampleCache
 
 __all__ = ["TRANSPORT", "CacheServer", "PeerCaches"]
 

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache, cached_dataset
+from lightning_asgd.data_stalls.cache import CachedDataset, cached_dataset
+from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.data_stalls.stalls import Stalls
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.stats import ExchangeStats

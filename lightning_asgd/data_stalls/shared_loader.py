@@ -50,7 +50,7 @@ class SharedLoader:
     to ``patience_s``; one that comes later begins with the next epoch. Every program is a single worker.
 
     Args:
-        dataset: map-style. It is pickled, so that the programs find each other.
+        dataset: map-style.
         programs: how many are to begin together.
         batch_size: samples per batch.
         shuffle: whether every epoch has a random order, from ``seed``.
@@ -58,11 +58,14 @@ class SharedLoader:
         seed: of the order.
         collate_fn: makes a batch of a list of samples; torch's own by default.
         patience_s: seconds for which programs wait for others.
+        name: programs of this user find each other by it, together with the numbers above. By default they do so by
+            the pickled data set.
         options: of the :class:`torch.utils.data.DataLoader` that makes this program's batches: ``num_workers``,
             ``prefetch_factor``, ``worker_init_fn``, ``multiprocessing_context``, ``timeout``.
 
     Raises:
-        ConfigurationError: the data set has no length or cannot be pickled, or a number or an option is wrong.
+        ConfigurationError: the data set has no length, or neither can be pickled nor has a name; or a number or an
+            option is wrong.
 
     Example:
         >>> loader = SharedLoader([1, 2, 3, 4, 5], programs=1, batch_size=2)
@@ -81,6 +84,7 @@ class SharedLoader:
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         patience_s: float = 60.0,
+        name: str = "",
         **options: Any,
     ) -> None:
         whole("programs", programs)
@@ -89,12 +93,15 @@ class SharedLoader:
             raise ConfigurationError(f"SharedLoader was given {', '.join(unknown)}. Expected {', '.join(_OPTIONS)}.")
         self.dataset, self.batch_size = dataset, batch_size
         self._programs, self._patience_s, self._options = programs, patience_s, options
-        name = _name_of(dataset, batch_size, shuffle, drop_last, seed)
+        if not hasattr(os, "memfd_create"):
+            raise ConfigurationError("SharedLoader needs Linux. Expected a DataLoader on this system.")
+        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed))
         self._batches = _Batches(dataset, batch_size, seed if shuffle else None, collate_fn, drop_last=drop_last)
-        self._memory = named_memory(f"batches {name}", NUMBERS)
+        self._memory = named_memory(f"batches {found_by}", NUMBERS)
         self._me = Program(secrets.randbits(62) + 1, os.getpid(), _started(os.getpid()))
         patience_ms = int(1000 * patience_s)
         self._board = BatchBoard(self._memory.numbers, len(self), _is_alive, _now_ms, patience_ms)
+        self._making: _Making | None = None  # in an epoch
         self._made: dict[int, int] = {}  # descriptors of batches that others may still take
         self._looked_at = 0.0
 
@@ -111,22 +118,33 @@ class SharedLoader:
                     f"SharedLoader is used by one of {workers} workers, and would give all of them the same batches. "
                     "Expected programs with a single worker each."
                 )
+        self._end_epoch(self._making)  # one that a program has left, and not closed
         with self._memory.locked():
             begun = self._board.join(self._me)
-        making = _Making(self, begun + len(self))
+        end = begun + len(self)
+        making = self._making = _Making(self, end)
         try:
             self._await_programs()
             making.start()
-            for number in range(begun, begun + len(self)):
+            for number in range(begun, end):
                 batch = self._take(number, making)
                 with self._memory.locked():
                     self._board.take(self._me)
+                if number + 1 == end:  # a program need not ask for a batch after the last one
+                    self._making = None
+                    making.stop()
                 yield batch
         finally:
-            making.stop()
-            with self._memory.locked():
-                if self._board.cursor(self._me) % len(self):  # in the middle of an epoch
-                    self._board.leave(self._me)
+            self._end_epoch(making)
+
+    def _end_epoch(self, making: _Making | None) -> None:
+        """Leave an epoch before its end, if this program is in it."""
+        if making is None or making is not self._making:
+            return
+        self._making = None
+        making.stop()
+        with self._memory.locked():
+            self._board.leave(self._me)
 
     def __getstate__(self) -> Any:
         raise TypeError("A SharedLoader cannot be pickled. Expected it to be made in the process that trains.")
@@ -204,7 +222,7 @@ class SharedLoader:
 class _Making:
     """This program's part of an epoch: a thread that claims batches, has its dataloader make them, and publishes them.
 
-    It goes on until the epoch ends for this program, because another one that has claimed a batch may end.
+    It continues until the epoch ends for this program, because another one that has claimed a batch may end.
     """
 
     def __init__(self, loader: SharedLoader, end: int) -> None:
@@ -287,17 +305,17 @@ def _same(made: Any) -> Any:
     return made
 
 
-def _name_of(dataset: Any, *settings: Any) -> str:
+def _name_of(dataset: Any, name: str, settings: tuple[Any, ...]) -> str:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
             f"SharedLoader was given {type(dataset).__name__}. Expected a map-style dataset, with a length."
         )
     try:
-        return name_of(dataset, *settings)
+        return name_of(name or dataset, len(dataset), *settings)
     except Exception as error:  # whatever a class raises
         raise ConfigurationError(
-            f"{type(dataset).__name__} cannot be pickled: {error}. Expected a data set that can: programs find each "
-            "other by it."
+            f"{type(dataset).__name__} cannot be pickled: {error}. Expected a data set that can, or a name: programs "
+            "find each other by it."
         ) from error
 
 

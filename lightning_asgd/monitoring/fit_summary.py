@@ -48,13 +48,14 @@ class FitSummary:
         return "\n  ".join(lines)
 
     def _rates(self) -> list[str]:
-        """Samples per second: of all together in the wall time, and of each in its own."""
+        """Samples or tokens per second: of all together in the wall time, and of each in its own."""
         figures = self.figures
+        what = "tokens" if any(each.tokens for each in figures.values()) else "samples"
         wall = max([self.seconds, *(each.at_s for each in figures.values())])
-        rates = {worker: Window(each).per_s("samples") for worker, each in figures.items()}
+        rates = {worker: Window(each).per_s(what) for worker, each in figures.items()}
         if not any(rates.values()):
             return []
-        together = f"{_number(sum(each.samples for each in figures.values()) / wall)} samples/s"
+        together = f"{_number(sum(getattr(each, what) for each in figures.values()) / wall)} {what}/s"
         if len(rates) == 1:
             return [f"{together}."]
         listed = f"{together} together. By worker: {', '.join(map(_number, rates.values()))}."

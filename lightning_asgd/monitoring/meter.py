@@ -41,6 +41,7 @@ class Meter:
         waited: gives the seconds waited.
         epoch: gives the epochs trained, including the fraction of the current one.
         clock: seconds; given by tests.
+        tokens: gives the tokens trained; 0 if they are not counted.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Meter:
         waited: Callable[[], Waited],
         epoch: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        tokens: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._stats = stats
         self._waited = waited
         self._epoch = epoch
+        self._tokens = tokens
         self._clock = clock
         self._began = time.time()
         self._zero = self._since = clock()
@@ -105,6 +108,7 @@ class Meter:
             at_s=now - self._zero,
             epoch=self._epoch(),
             samples=self._samples,
+            tokens=int(self._tokens()),
             batches=self._batches,
             steps=stats.steps,
             loss_sum=self._loss_sum,

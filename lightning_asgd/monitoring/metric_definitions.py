@@ -86,12 +86,17 @@ def _largest_staleness(windows: Sequence[Window]) -> float | None:
     return max((float(window.after.staleness_max) for window in windows if window.after.pushes), default=None)
 
 
+def _tokens_per_s(windows: Sequence[Window]) -> float | None:
+    return sum(window.per_s("tokens") for window in windows) if any(window.after.tokens for window in windows) else None
+
+
 _WAITS = ("exchange_wait_s", "sync_wait_s", "data_wait_s")
 _BYTES = ("bytes_pushed", "bytes_fetched")
 
 METRICS: dict[str, Metric] = {
     "epoch": Metric("epochs", "epochs trained, including the fraction of the current one", _mean("epoch")),
     "samples_per_s": Metric("samples/s", "samples trained per second", _rate("samples")),
+    "tokens_per_s": Metric("tokens/s", "tokens trained per second, where they are counted", _tokens_per_s),
     "train_loss": Metric("", "mean training loss", _ratio(["loss_sum"], ["losses"])),
     "updates_per_s": Metric("1/s", "updates that the servers applied per second", _updates_per_s),
     "updates/refused": Metric("updates", "rejected so far, because they held NaN or infinity", _total("refused")),

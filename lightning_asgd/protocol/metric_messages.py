@@ -22,6 +22,7 @@ class WorkerMetrics:
     at_s: float = 0.0  # seconds from then until these metrics were taken
     epoch: float = 0.0  # epochs trained, including the fraction of the current one; not a sum
     samples: int = 0  # samples trained
+    tokens: int = 0  # tokens trained; 0 if they are not counted
     batches: int = 0  # batches trained
     steps: int = 0  # optimizer steps taken
     loss_sum: float = 0.0  # training loss of the batches that had a finite one

@@ -78,7 +78,9 @@ class Exchange(Request):
     common: str | None = None
     epoch: str = ""  # the epoch that the worker claims units of; empty if it does not
     units: int = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
-    batch: int = 0  # samples of one of the worker's batches; 0 if it does not know
+    # Samples of one of the worker's batches, or what a step of this push has trained in samples or tokens; 0 if it does
+    # not know.
+    batch: float = 0.0
 
 
 def nbytes(parts: Sequence[Tensor | Sequence[Tensor]]) -> int:

@@ -85,6 +85,8 @@ class Shard:
     _copy: ShardCopy | None = None  # for the latest snapshot
     _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
+    _weights: float = 0.0  # in units of the first one
+    _first: float = 0.0  # what a step of that one has trained; 0 if it is not known
 
     @property
     def keeps_buffers(self) -> bool:
@@ -141,7 +143,7 @@ class Shard:
             "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
             "state": [copy.of(i, kept) for i, kept in enumerate(self._state())],
             "pending": [copy.of(i, p) for i, p in enumerate(self._pending)],
-            "gathered": (self.table.count, self._lr, self._steps),
+            "gathered": (self.table.count, self._lr, self._steps, self._weights, self._first),
             "samples": list(self.samples),  # never changed
         }, copy
 
@@ -152,7 +154,8 @@ class Shard:
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
         shard._pending = kept["pending"]
-        shard.table.count, shard._lr, shard._steps = kept["gathered"]
+        shard.table.count, shard._lr, shard._steps, *rest = kept["gathered"]
+        shard._weights, shard._first = rest or (float(shard.table.count), 0.0)  # before release 0.2 all weighed 1
         shard.samples.extend(kept["samples"])
         return shard
 
@@ -265,7 +268,10 @@ class Shard:
             version=self.version,
         )
         gathers = any(t.gathers for t in algorithm.transforms)
-        scale = push.weight if gathers else 1.0
+        if gathers and not self.table.count:
+            self._first = message.batch
+        weighs = message.batch / self._first if gathers and message.batch and self._first else 1.0
+        scale = weighs
         for transform in algorithm.transforms:
             weight = transform.weigh(push)
             if weight is None:
@@ -286,6 +292,7 @@ class Shard:
             self.table.count += 1
             self._lr += message.lr
             self._steps += message.steps
+            self._weights += weighs
         else:
             self._count_up()
         asked.filled = copy_back
@@ -324,25 +331,20 @@ class Shard:
         """Apply the mean of the aggregated pushes as one update."""
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
+        steps, lr = max(1, round(self._steps / count)), self._lr / count
         push = Push(
-            worker=-1,
-            payload=algorithm.payload,
-            steps=max(1, round(self._steps / count)),
-            lr=self._lr / count,
-            live=live,
-            count=count,
-            version=self.version,
+            worker=-1, payload=algorithm.payload, steps=steps, lr=lr, live=live, count=count, version=self.version
         )
         for index, (weights, slots, pending) in enumerate(zip(self.weights, self._slots, self._pending, strict=True)):
             if pending is None:
                 continue
             for part in self._parts(index):
-                mean = pending[part].div_(count)
+                mean = pending[part].div_(self._weights)
                 algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
                 mean.zero_()
         table.gathered.clear()
         table.count = 0
-        self._lr, self._steps = 0.0, 0
+        self._lr, self._steps, self._weights = 0.0, 0, 0.0
         self._count_up()
 
     def _count_up(self) -> None:

@@ -82,6 +82,7 @@ class Channel:
         self._alone = shards.connection.world_size == 1
         self._clock = clock
         self._measure_at = clock() if training.measure else math.inf
+        self._pushed_units = 0.0
 
     @property
     def answered(self) -> bool:
@@ -125,11 +126,19 @@ class Channel:
             common="" if kind is ExchangeKind.FETCH_AT_SYNC_POINT else None,
             epoch=epoch,
             units=units,
-            batch=self._training.data.batch,
+            batch=self._per_step(local_steps),
         )
         self.leaving = InFlight(message, begun, self.stats.steps, step_s, cost_s=self._clock() - begun)
         if self.replica.arrived:
             self.send(self.leaving)
+
+    def _per_step(self, steps: int) -> float:
+        """What a step of a push has trained on average; 0 if that is not known."""
+        units = self._training.units
+        if not units.name:
+            return self._training.data.batch
+        before, self._pushed_units = self._pushed_units, units.total if steps else self._pushed_units
+        return (self._pushed_units - before) / max(steps, 1)
 
     def send(self, leaving: InFlight) -> None:
         """Send the messages of an exchange that was begun."""

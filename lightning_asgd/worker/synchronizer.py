@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.worker.trained_units import TrainedUnits
 
 __all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
@@ -61,6 +62,7 @@ class Training:
     lr: Callable[[], float] = lambda: 0.0  # the present learning rate
     data: WorkFeed = field(default_factory=OwnData)
     measure: bool = False  # whether the distance to the servers is measured now and then
+    units: TrainedUnits = field(default_factory=TrainedUnits)  # what counts where batches differ in size
 
 
 class Synchronizer(Protocol):

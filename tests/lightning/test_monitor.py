@@ -18,7 +18,8 @@ from torch import nn
 
 import lightning_asgd
 from lightning_asgd import ASGDMonitor, ASGDStrategy
-from lightning_asgd.adapter.asgd_monitor import _loss, _samples
+from lightning_asgd.adapter.asgd_monitor import _loss
+from lightning_asgd.adapter.batch_units import samples_in
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.monitoring.metric_definitions import METRICS
 from lightning_asgd.monitoring.metric_log import find_log, read
@@ -26,11 +27,12 @@ from lightning_asgd.report.faults import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
-NAMES = {f"asgd/{name}" for name in METRICS} | {"asgd/workers/alive"}
+COUNTED = {"tokens_per_s"}  # only with units="tokens"
+NAMES = {f"asgd/{name}" for name in set(METRICS) - COUNTED} | {"asgd/workers/alive"}
 
 
 def of_workers(number: int) -> set[str]:
-    return NAMES | {f"asgd/worker{worker}/{name}" for worker in range(number) for name in METRICS}
+    return NAMES | {f"asgd/worker{worker}/{name}" for worker in range(number) for name in set(METRICS) - COUNTED}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -65,7 +67,7 @@ def test_weights_and_biases_has_every_metric_of_every_worker(tmp_path: Path, mon
     assert history["asgd/workers"]["_type"] == "table-file"
     assert history["asgd/workers"]["nrows"] == 2
     assert "train_loss" in history, "the user's own"
-    assert {f"asgd/fit/{name}" for name in METRICS} <= set(found["summary"])
+    assert {f"asgd/fit/{name}" for name in set(METRICS) - COUNTED} <= set(found["summary"])
     config = found["config"]["asgd"]
     assert (config["nsync"], config["workers"], config["data"]) == (3, 2, "leases")
 
@@ -210,7 +212,7 @@ def test_a_configuration_may_name_a_monitor_by_its_class(monitor: str, tree: Any
     ],
 )
 def test_samples_are_the_rows_of_the_first_tensor(batch: Any, samples: int) -> None:
-    assert _samples(batch) == samples
+    assert samples_in(batch) == samples
 
 
 @pytest.mark.parametrize(

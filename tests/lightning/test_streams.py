@@ -129,7 +129,7 @@ def test_limits_and_accumulation_count_the_progress_of_all(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), pytest.param(4, 6, marks=pytest.mark.slow)])
 def test_resuming_in_mid_epoch_trains_the_rest_with_any_number_of_workers(
     tmp_path: Path, known: bool, before: int, after: int
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.cache import CachedDataset
 from lightning_asgd.data_stalls.peer_caches import TRANSPORT, CacheServer, PeerCaches
+from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.transports.transport import answer_within
 from tests.helpers.servers import SECRET
@@ -98,7 +99,8 @@ def test_loader_processes_ask_too(stack: ExitStack) -> None:
     for data in machines.data:
         loader: DataLoader[Any] = DataLoader(data, batch_size=5, shuffle=True, num_workers=2, collate_fn=list)
         assert sorted(sample[0] for batch in loader for sample in batch) == list(range(SAMPLES))
-    assert sum(machines.disks[1].reads) <= 2, "each process compares one sample"
+    # Each process compares a sample, and one may end before its last batch is with the other machine.
+    assert sum(machines.disks[1].reads) <= 2 * (1 + 5) < SAMPLES // 2
 
 
 def test_a_machine_that_is_gone_is_read_from_storage_and_left_alone(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_asgd.data_stalls import cache
-from lightning_asgd.data_stalls.cache import CachedDataset, SampleCache
+from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.errors import ConfigurationError
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
+from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.data_stalls.named_memory import name_of
 from lightning_asgd.data_stalls.shared_loader import SharedLoader
 from lightning_asgd.errors import ConfigurationError
 
@@ -99,11 +103,26 @@ def test_a_program_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
         assert Counter(torch.cat([mine for mine, _ in seen]).tolist()) == Counter([*range(SAMPLES)] * 2)
 
 
-def test_a_program_that_stops_in_mid_epoch_can_begin_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [0, 3, 15])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_program_that_stops_anywhere_begins_the_next_epoch(tmp_path: Path, batches: int, closes: bool) -> None:
     loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
-    for _ in zip(range(3), loader, strict=False):
-        pass
+    epoch = iter(loader)
+    for _ in range(batches):
+        next(epoch)
+    if closes:
+        epoch.close()
     assert [mine.tolist() for mine, _ in loader] == [list(range(i, i + BATCH)) for i in range(0, SAMPLES, BATCH)]
+    del epoch  # too late to matter
+    assert len(list(loader)) == 15
+
+
+def test_a_program_that_stops_before_its_first_batch_is_not_waited_for(tmp_path: Path) -> None:
+    loader = SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH, patience_s=0.2)
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    assert len(list(SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH))) == 15
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
@@ -170,5 +189,14 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
             SharedLoader(Augmented(tmp_path), *arguments, **options)
     with pytest.raises(ConfigurationError, match=r"generator. Expected a map-style"):
         SharedLoader((i for i in range(3)), 1)
-    with pytest.raises(ConfigurationError, match=r"list cannot be pickled: .* Expected a data set that can"):
+    with pytest.raises(ConfigurationError, match=r"list cannot be pickled: .* Expected a data set that can, or a"):
         SharedLoader([lambda: 0], 1)
+    assert len(SharedLoader([lambda: 0], 1, name="functions")) == 1
+
+
+def test_a_cached_data_set_has_the_same_name_in_every_process() -> None:
+    first = CachedDataset(list(range(9)), 1_000)
+    assert not first.cache.found
+    other = CachedDataset(list(range(9)), 1_000)
+    other._compares = True  # as if another process had made its cache
+    assert name_of(first) == name_of(other)

@@ -1,0 +1,74 @@
+"""What batches count, and what of them is in a worker's steps."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.batch_units import counter_of, samples_in, tokens_in
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.worker.trained_units import TrainedUnits
+
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+IDS = torch.arange(6).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"input_ids": IDS, "attention_mask": MASK}, 4),
+        (UserDict({"input_ids": IDS, "attention_mask": MASK}), 4),  # as a tokenizer's encoding
+        ({"input_ids": IDS, "labels": torch.tensor([[-100, 1, 2], [-100, -100, 3]])}, 3),
+        ({"input_ids": IDS, "attention_mask": None}, 6),
+        ((torch.rand(2, 3), IDS), 6),
+        (torch.arange(5), 5),
+        (torch.nested.nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged), 5),
+    ],
+)
+def test_tokens_are_found(batch: Any, tokens: int) -> None:
+    assert int(tokens_in(batch)) == tokens
+
+
+def test_a_batch_without_tokens_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"batch of type list has no attention_mask.*units=lambda batch"):
+        tokens_in([torch.rand(3), torch.tensor(1)])
+
+
+def test_samples_are_rows_of_the_first_tensor() -> None:
+    assert samples_in({"x": IDS}) == samples_in(UserDict({"x": IDS})) == samples_in(("name", IDS)) == 2
+    assert samples_in("text") == samples_in(torch.tensor(1.0)) == 1
+
+
+def test_what_is_in_steps_counts_and_what_is_discarded_does_not() -> None:
+    units = TrainedUnits("tokens", len)
+    for batch in ("abc", "de"):  # accumulated
+        units.begin(batch)
+        assert units.total == 0
+    units.step()
+    assert units.total == 5
+    units.begin("f")
+    units.step()
+    units.discard()
+    units.begin("gh")
+    assert units.total == 5
+    units.step()
+    assert units.total == 7
+
+
+def test_a_count_may_be_a_tensor_that_is_read_when_it_is_needed() -> None:
+    units = counter_of("tokens")
+    for _ in range(3):
+        units.begin({"attention_mask": MASK})
+        units.step()
+    assert units.total == 12.0
+
+
+def test_wrong_units_are_named() -> None:
+    assert counter_of(None).name == ""
+    assert ASGDStrategy(units=len).settings["units"] == "len"
+    with pytest.raises(ConfigurationError, match=r"units='words'. Expected 'samples', 'tokens', a function"):
+        ASGDStrategy(units="words")
