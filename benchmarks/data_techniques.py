@@ -264,8 +264,7 @@ def run_once(experiment: str, system: str) -> dict[str, Any]:
                 ]
                 finish(processes, folder)
         results = [json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))]
-        last = max(results, key=lambda each: sum(each["epochs"]))
-        return {**last, "epochs": last["epochs"]}
+        return dict(max(results, key=lambda each: sum(each["epochs"])))
 
 
 def finish(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
@@ -274,8 +273,9 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
             process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
-        if process.returncode:
-            raise SystemExit((folder / "log").read_text()[-4000:])
+            process.wait()
+    if any(process.returncode for process in processes):
+        raise SystemExit((folder / "log").read_text()[-4000:])
 
 
 def measure(experiment: str, repeats: int, console: Console) -> None:

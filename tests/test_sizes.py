@@ -64,9 +64,9 @@ TOOLS = {
 # 297 are a worker 0 that is started again while another worker hosts the servers.
 # 210 of the core are several training dataloaders, whose batches are leased together.
 # 680 of the core are shards that loader processes read side by side.
-# 200 of the core are caches that are partitioned over machines, and batches that are weighed by what they hold.
-# 1,030 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-LINES = {"core": 23_960, "tools": 7_580}
+# 220 of the core are caches that are partitioned over machines, and batches that are weighed by what they hold.
+# 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
+LINES = {"core": 23_980, "tools": 7_690}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

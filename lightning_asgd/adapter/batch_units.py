@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_asgd.adapter.class_trees import apply_to_collection
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.trained_units import TrainedUnits
 
-__all__ = ["check_units", "counter_of", "samples_in", "tokens_in"]
+__all__ = ["check_units", "counter_of", "name_of_units", "samples_in", "tokens_in"]
 
 _IGNORED = -100  # as a label: torch's cross entropy ignores it
 
@@ -32,32 +32,52 @@ def counter_of(units: str | Callable[[Any], Any] | None) -> TrainedUnits:
     return TrainedUnits(name, units if callable(units) else samples_in if units == "samples" else tokens_in)
 
 
+def name_of_units(units: Any) -> str | None:
+    """What a user has given, as a plain value."""
+    return getattr(units, "__name__", None) or repr(units) if callable(units) else units
+
+
 def samples_in(batch: Any) -> int:
     """Rows of a batch's first tensor; a batch without any counts as one sample."""
-    found = next((leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)), None)
+    found = next(iter(_tensors(batch)), None)
     return found.shape[0] if found is not None and found.ndim else 1
 
 
 def tokens_in(batch: Any) -> Any:
-    """Tokens of a batch, as a number or a tensor of one element.
+    """Tokens of a batch, or of the batches that it consists of: a number, or a tensor of one element.
 
     Raises a ``ConfigurationError`` if it cannot be seen what its tokens are.
     """
-    batch = _plain(batch)
-    if isinstance(batch, Mapping):
-        if isinstance(mask := batch.get("attention_mask"), Tensor):
-            return mask.sum()
-        if isinstance(labels := batch.get("labels"), Tensor):
-            return (labels != _IGNORED).sum()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.ndim:
-            return leaf.numel()
+    parts = [_marked(part) for part in _mappings(batch)]
+    if known := [count for count in parts if count is not None]:
+        return sum(known)
+    for tensor in _tensors(batch):
+        if not tensor.is_floating_point() and tensor.ndim:
+            return tensor.numel()
     raise ConfigurationError(
         f"units='tokens', and a batch of type {type(batch).__name__} has no attention_mask, labels or tensor of "
         "integers. Expected one, or a function: ASGDStrategy(units=lambda batch: ...)."
     )
 
 
-def _plain(batch: Any) -> Any:
-    """A mapping of any kind as a dictionary, whose leaves can be found."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
+def _marked(batch: Mapping[Any, Any]) -> Any:
+    """Tokens that a loss is a mean over: labels of a token each, or what the attention mask shows; None if unknown."""
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if isinstance(labels, Tensor) and (not isinstance(mask, Tensor) or labels.shape == mask.shape):
+        return (labels != _IGNORED).sum()
+    return mask.sum() if isinstance(mask, Tensor) else None
+
+
+def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
+    """The mappings that a batch consists of."""
+    if isinstance(batch, Mapping):
+        yield batch
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for value in values:
+        yield from _mappings(value)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found

@@ -66,7 +66,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             whose workers wait for each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`, and what cannot be
             shared: a message says why.
         units: what counts where batches differ in size: a push weighs as much as what was trained for it. ``"samples"``
-            or ``"tokens"`` (an attention mask's, labels that are not -100, or a tensor of integers), or a function of a
+            or ``"tokens"`` (labels that are not -100, an attention mask's, or a tensor of integers), or a function of a
             batch that returns its tokens. None: all batches of a worker count the same, by the loader's batch size.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"topk"``, or an object of :mod:`lightning_asgd.compression`. At sync points 16 bits per value are sent.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_asgd.adapter.batch_units import check_units
+from lightning_asgd.adapter.batch_units import check_units, name_of_units
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
@@ -156,7 +156,7 @@ class StrategyOptions:
         found = {"nfetch": config.nfetch, "npush": config.npush, "overlap": config.overlap}
         code = None if config.compression is None else repr(config.compression)
         rules = {"algorithm": repr(config.algorithm), "compression": code}
-        return {**self._named(_SETTINGS), **found, **rules, "units": getattr(self.units, "__name__", self.units)}
+        return {**self._named(_SETTINGS), **found, **rules, "units": name_of_units(self.units)}
 
     def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

@@ -30,6 +30,7 @@ class Found:
     process: int
     descriptor: int
     nbytes: int
+    key: int  # of the program that has made it
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class BatchBoard:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch was claimed."""
-        return self._numbers[0] > 0
+        """Whether a batch was claimed by those that take part."""
+        return self.programs > 1 and self._numbers[0] > 0
 
     def cursor(self, program: Program) -> int:
         """The next batch that the program takes; 0 if it does not take part."""
@@ -102,11 +103,20 @@ class BatchBoard:
         if self._numbers[at + 3] % self._per_epoch == 0:
             self._numbers[at + 4] = self._now_ms()
 
+    def skip(self, program: Program, end: int) -> None:
+        """The program takes no more batches before ``end``, where its epoch ends: it is between two epochs."""
+        at = self._at(program.key)
+        if at is not None and self._numbers[at + 3] < end:
+            self._numbers[at + 3], self._numbers[at + 4] = end, self._now_ms()
+
     def leave(self, program: Program) -> None:
-        """The others wait for it no longer."""
+        """The others wait for it no longer. What it has made is gone, and they make it again."""
         at = self._at(program.key)
         if at is not None:
             self._numbers[at] = 0
+        for at in self._batches():
+            if self._numbers[at + 1] == program.key:
+                self._numbers[at] = 0
 
     @property
     def slowest(self) -> int:
@@ -170,8 +180,13 @@ class BatchBoard:
     def find(self, number: int) -> Found | None:
         """Where a batch is; None if it is not made yet."""
         at = self._slot(number)
-        mine, _, process, _, descriptor, nbytes = self._numbers[at : at + _BATCH]
-        return Found(process, descriptor - 1, nbytes) if mine == number + 1 and descriptor else None
+        mine, key, process, _, descriptor, nbytes = self._numbers[at : at + _BATCH]
+        return Found(process, descriptor - 1, nbytes, key) if mine == number + 1 and descriptor else None
+
+    def lost(self, number: int, found: Found) -> None:
+        """A batch is not where it was found: another program is to make it."""
+        if self.find(number) == found:
+            self._numbers[self._slot(number)] = 0
 
     # ------------------------------------------------------------------ places
 

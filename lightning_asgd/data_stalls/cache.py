@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
@@ -27,7 +28,8 @@ class CachedDataset(Dataset[Any]):
 
     All processes of this user on this machine whose sources pickle to the same bytes share one cache: a job's workers,
     their loader processes, other jobs that train on the same data. Such a process compares the first sample that it
-    takes with what it reads itself. A source that cannot be pickled is shared only with loader processes.
+    takes with what it reads itself. A source that cannot be pickled, or whose pickle differs from process to process,
+    as that of a set of texts does, needs a ``name``; without one only loader processes share its cache.
 
     Args:
         source: what reads: ``source[i]`` is a sample as it is stored, such as a file's bytes. Samples are kept
@@ -37,6 +39,7 @@ class CachedDataset(Dataset[Any]):
             nothing.
         partitioned: in a job on several machines, every machine keeps a part, and asks the others for theirs: together
             they hold ``limit_bytes`` times their number. Needs ``transport="zmq"``.
+        name: processes whose data sets have the same one share a cache, instead of those whose sources pickle alike.
 
     Raises:
         ConfigurationError: the source has no length, or a limit is below 1.
@@ -54,6 +57,7 @@ class CachedDataset(Dataset[Any]):
         prepare: Callable[[Any], Any] | None = None,
         *,
         partitioned: bool = False,
+        name: str = "",
     ) -> None:
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ConfigurationError(
@@ -62,7 +66,7 @@ class CachedDataset(Dataset[Any]):
         self.source = source
         self.prepare = prepare
         self.partitioned = partitioned
-        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(source))
+        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(name or source))
         self.peers: PeerCaches | None = None
         self._compares = self.cache.found
 
@@ -141,7 +145,11 @@ def cached_dataset(dataset: Any) -> CachedDataset | None:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Of a view of a large tensor, keep only what it shows."""
-        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        if (
+            isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and value.untyped_storage().nbytes() > value.nbytes
+        ):
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return NotImplemented
 
@@ -164,8 +172,11 @@ def _equal_leaves(one: Any, other: Any) -> bool:
         return False
     if type(one).__eq__ is by_identity:
         return True
-    same = (one == other) | (one != one)  # a NaN is not equal to itself
-    return bool(same.all() if hasattr(same, "all") else same)
+    try:
+        same = (one == other) | (one != one)  # a NaN is not equal to itself
+        return bool(same.all() if hasattr(same, "all") else same)
+    except Exception:  # whatever a class raises, which holds arrays for instance
+        return True
 
 
 def _name_of(source: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -17,6 +18,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.transports.shared_memory import host_identity
@@ -42,14 +46,18 @@ class NamedMemory:
         start: offset of the bytes behind them.
     """
 
-    def __init__(self, name: str, numbers: int, nbytes: int) -> None:
+    def __init__(self, name: str, numbers: int, nbytes: int, *, shared: bool) -> None:
         self._made_as = name, numbers, nbytes
         self.start = _ENTRY * numbers
         size = self.start + nbytes
-        with _alone(name):
-            file = _find(name, size)
-            self.found = file is not None
-            self.file = _make(name, size) if file is None else file
+        file = _find(name, size) if shared else None
+        self.found = file is not None
+        if file is None:
+            with _alone(name) if shared else contextlib.nullcontext():
+                file = _find(name, size) if shared else None  # once more: another process may have made it
+                self.found = file is not None
+                file = _make(name, size) if file is None else file
+        self.file: int = file
         self.bytes = mmap.mmap(self.file, size)
         self.numbers = memoryview(self.bytes)[: self.start].cast("q")
         self._lock = threading.Lock()
@@ -64,18 +72,50 @@ class NamedMemory:
             os.close(self.file)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep all other threads and processes out of the block."""
-        with self._lock:  # among threads; the other is among processes
-            fcntl.lockf(self.file, fcntl.LOCK_EX)
+    def locked(self, *, wait: bool = True) -> Iterator[None]:
+        """Keep all other threads and processes out of the block.
+
+        Raises a ``BlockingIOError`` if another thread, or this one, has it already and there is to be no waiting.
+        """
+        if not self._lock.acquire(blocking=wait):  # among threads; the other is among processes
+            raise BlockingIOError(errno.EAGAIN, "a thread of this process has the lock")
+        try:
+            self._lock_file()
             try:
                 yield
             finally:
                 fcntl.lockf(self.file, fcntl.LOCK_UN)
+        finally:
+            self._lock.release()
+
+    def _lock_file(self) -> None:
+        while True:
+            try:
+                fcntl.lockf(self.file, fcntl.LOCK_EX)
+                return
+            except OSError as error:
+                # Processes whose threads wait for each other's memories look like a deadlock to the system.
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(0.001)
+
+    def renew_lock(self) -> None:
+        """In a forked process, whose parent's threads are not there to release it."""
+        self._lock = threading.Lock()
 
 
 _opened: weakref.WeakValueDictionary[tuple[str, int, int], NamedMemory] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.Lock()
+    for memory in list(_opened.values()):
+        memory.renew_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def named_memory(name: str = "", numbers: int = 0, nbytes: int = 0) -> NamedMemory:
@@ -90,8 +130,17 @@ def named_memory(name: str = "", numbers: int = 0, nbytes: int = 0) -> NamedMemo
     with _opening:
         memory = _opened.get(key)
         if memory is None:
-            memory = _opened[key] = NamedMemory(*key)
+            memory = _opened[key] = NamedMemory(*key, shared=bool(name))
         return memory
+
+
+class _NamePickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Of a tensor, what it holds: torch's pickles of equal tensors differ."""
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+            flat = value.detach().contiguous().reshape(-1)
+            return tuple, ((str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()),)
+        return NotImplemented
 
 
 class _Digest:
@@ -112,7 +161,7 @@ def name_of(*values: Any) -> str:
     """
     digest = _Digest()
     # Processes in other network namespaces are on other machines.
-    pickle.Pickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump((host_identity(), *values))
+    _NamePickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump((host_identity(), *values))
     return digest.hash.hexdigest()
 
 
@@ -141,7 +190,8 @@ def _make(name: str, size: int) -> int:
 
 def _find(name: str, size: int) -> int | None:
     link = f"/memfd:{_PREFIX}{name} (deleted)"
-    for pid in filter(str.isdecimal, _entries("/proc")):
+    # Not in this process: to close a descriptor of a file that it has open already would end its locks.
+    for pid in {each for each in _entries("/proc") if each.isdecimal()} - {str(os.getpid())}:
         for descriptor in _entries(f"/proc/{pid}/fd"):  # none of other users' processes, unless this user is root
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/{descriptor}") != link:

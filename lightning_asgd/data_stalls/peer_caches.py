@@ -7,6 +7,7 @@ network than from storage, and all machines together read each sample from stora
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -73,10 +74,15 @@ class PeerCaches:
 
     def __init__(self, addresses: Sequence[str], mine: int) -> None:
         self._addresses, self._mine = tuple(addresses), mine
-        self._transport: Transport | None = None
-        self._connecting = threading.Lock()
         self._silent_until: dict[int, float] = {}
         self._full: set[int] = set()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Begin without a connection, as a forked process does: its parent's threads are not there."""
+        self._process = os.getpid()
+        self._transport: Transport | None = None
+        self._connecting = threading.Lock()
         self._writes: dict[int, Future[Any]] = {}  # the latest to each machine
 
     def __reduce__(self) -> Any:
@@ -88,6 +94,8 @@ class PeerCaches:
 
     def get(self, indices: Iterable[int]) -> dict[int, bytes]:
         """Those of the samples that the other machines hold."""
+        if self._process != os.getpid():
+            self._connect()
         asked = [(home, own, self._call(home, ["get", own])) for home, own in self._by_home(indices).items()]
         found: dict[int, bytes] = {}
         for home, own, future in asked:
@@ -97,6 +105,8 @@ class PeerCaches:
 
     def put(self, samples: Mapping[int, bytes]) -> None:
         """Send samples to their homes, unless these are full. Waits for what was sent there before, not for these."""
+        if self._process != os.getpid():
+            self._connect()
         for home, own in self._by_home(samples).items():
             before = self._writes.pop(home, None)
             if before is not None and self._answer(home, before) is False:
@@ -107,7 +117,7 @@ class PeerCaches:
     def close(self) -> None:
         """Drop this process's connections."""
         with self._connecting:
-            if self._transport is not None:
+            if self._transport is not None and self._process == os.getpid():
                 self._transport.close()
                 self._transport = None
 
@@ -122,7 +132,7 @@ class PeerCaches:
 
     def _call(self, home: int, message: Any) -> Future[Any]:
         with self._connecting:
-            if self._transport is None or not self._transport.alive:  # else it is the parent process's
+            if self._transport is None or not self._transport.alive:
                 self._transport = kind_of(TRANSPORT).connect(self._addresses, "")
             return self._transport.call(home, message, _ANSWER_S)
 

@@ -78,11 +78,11 @@ class SampleCache:
             end = self._memory.start + self._numbers[0] + len(sample)
             if end > len(self._memory.bytes):
                 return False
+            self._numbers[0] += len(sample)  # first: a process that ends here has taken the room
             self._memory.bytes[end - len(sample) : end] = sample
             self._numbers[2 + 2 * index + 1] = len(sample)
-            self._numbers[2 + 2 * index] = end  # last: a process that reads this finds the rest
-            self._numbers[0] += len(sample)
             self._numbers[1] += 1
+            self._numbers[2 + 2 * index] = end  # last: a process that reads this finds the rest
             return True
 
     def _entry(self, index: int) -> tuple[int, int]:

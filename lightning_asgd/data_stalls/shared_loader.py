@@ -16,16 +16,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_asgd.data_stalls.batch_board import NUMBERS, BatchBoard, Program
 from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
 from lightning_asgd.data_stalls.named_memory import name_of, named_memory
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.validation import whole
 
 __all__ = ["SharedLoader"]
@@ -33,7 +33,6 @@ __all__ = ["SharedLoader"]
 log = logging.getLogger(__name__)
 
 _NOTHING = -1  # instead of a batch's number
-_SAME_MS = 2000  # two processes may know the start of a third one differently
 _POLL_S = 0.002
 _PAUSE_S = 0.01
 _LOOK_S = 0.5  # between two looks at whether the others live
@@ -95,15 +94,16 @@ class SharedLoader:
         self._programs, self._patience_s, self._options = programs, patience_s, options
         if not hasattr(os, "memfd_create"):
             raise ConfigurationError("SharedLoader needs Linux. Expected a DataLoader on this system.")
-        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed))
+        collate = getattr(collate_fn, "__module__", ""), getattr(collate_fn, "__qualname__", "")
+        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed, *collate))
         self._batches = _Batches(dataset, batch_size, seed if shuffle else None, collate_fn, drop_last=drop_last)
         self._memory = named_memory(f"batches {found_by}", NUMBERS)
-        self._me = Program(secrets.randbits(62) + 1, os.getpid(), _started(os.getpid()))
         patience_ms = int(1000 * patience_s)
         self._board = BatchBoard(self._memory.numbers, len(self), _is_alive, _now_ms, patience_ms)
+        self._looked_at = 0.0
         self._making: _Making | None = None  # in an epoch
         self._made: dict[int, int] = {}  # descriptors of batches that others may still take
-        self._looked_at = 0.0
+        self._begin_process()
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -118,6 +118,8 @@ class SharedLoader:
                     f"SharedLoader is used by one of {workers} workers, and would give all of them the same batches. "
                     "Expected programs with a single worker each."
                 )
+        if self._me.process != os.getpid():
+            self._begin_process()
         self._end_epoch(self._making)  # one that a program has left, and not closed
         with self._memory.locked():
             begun = self._board.join(self._me)
@@ -137,23 +139,40 @@ class SharedLoader:
         finally:
             self._end_epoch(making)
 
+    def close(self) -> None:
+        """The other programs do not wait for this one any more. It may begin another epoch nevertheless."""
+        self._end_epoch(self._making)
+        self._leave(wait=True)
+
+    def _begin_process(self) -> None:
+        """Begin as a program of its own: this process was forked, or has made the loader."""
+        self._me = Program(secrets.randbits(62) + 1, os.getpid(), _started(os.getpid()))
+        self._making = None
+        for descriptor in self._made.values():  # of the parent process
+            os.close(descriptor)
+        self._made = {}
+
     def _end_epoch(self, making: _Making | None) -> None:
         """Leave an epoch before its end, if this program is in it."""
-        if making is None or making is not self._making:
+        if making is None or making is not self._making or self._me.process != os.getpid():
             return
         self._making = None
         making.stop()
         with self._memory.locked():
+            self._board.skip(self._me, making.end)
+
+    def _leave(self, *, wait: bool) -> None:
+        with self._memory.locked(wait=wait):
             self._board.leave(self._me)
+        self._close(list(self._made))
 
     def __getstate__(self) -> Any:
         raise TypeError("A SharedLoader cannot be pickled. Expected it to be made in the process that trains.")
 
     def __del__(self) -> None:
         if hasattr(self, "_made") and self._me.process == os.getpid():
-            with self._memory.locked():
-                self._board.leave(self._me)
-            self._close(list(self._made))
+            with suppress(BlockingIOError):  # this thread may have the lock; the others stop waiting after a while
+                self._leave(wait=False)
 
     def _await_programs(self) -> None:
         """Wait for the others before the first batch of all."""
@@ -165,7 +184,8 @@ class SharedLoader:
                 return
             if time.monotonic() > until:
                 log.warning(
-                    "%d of %d programs use this data set after %g s. They begin; others join in the next epoch.",
+                    "%d of %d programs have found each other after %g s. They begin; others join in a later epoch. If "
+                    "all are there, give them the same name: SharedLoader(..., name=...).",
                     present,
                     self._programs,
                     self._patience_s,
@@ -180,14 +200,28 @@ class SharedLoader:
         while True:
             with self._memory.locked():
                 found, slowest = self._board.find(number), self._board.slowest
+                taking = self._board.cursor(self._me)
+            if making is not self._making or taking != number:
+                raise ASGDError(
+                    f"Batch {number} of a SharedLoader was asked for, and this program's next one is {taking}. "
+                    "Expected one iterator at a time, and a process that the others can see."
+                )
             if found is not None:
-                with suppress(LookupError):  # its maker has ended just now
-                    return read_batch(found.process, found.descriptor, found.nbytes)
+                try:
+                    return read_batch(found.process, found.descriptor, found.nbytes, (found.key, number))
+                except LookupError:  # its maker has ended, or has closed its loader
+                    with self._memory.locked():
+                        self._board.lost(number, found)
             if making.error is not None:
                 raise making.error
             if time.monotonic() > warned + self._patience_s:
                 warned = time.monotonic()
-                log.warning("A batch is awaited for %g s. Process %d is the slowest.", self._patience_s, slowest)
+                log.warning(
+                    "A batch has been awaited for %g s. Process %d is the slowest%s.",
+                    self._patience_s,
+                    slowest,
+                    ", this one: it has another SharedLoader of the same data" if slowest == os.getpid() else "",
+                )
             self._look()
             time.sleep(_POLL_S)
 
@@ -207,7 +241,7 @@ class SharedLoader:
             )
 
     def _publish(self, number: int, batch: Any) -> None:
-        descriptor, nbytes = write_batch(batch)
+        descriptor, nbytes = write_batch(batch, (self._me.key, number))
         with self._memory.locked():
             wanted = self._board.publish(self._me, number, descriptor, nbytes)
             first = self._board.first
@@ -226,10 +260,12 @@ class _Making:
     """
 
     def __init__(self, loader: SharedLoader, end: int) -> None:
-        self._loader, self._end = loader, end
+        self.end = end
+        self.error: Exception | None = None
+        self._loader = loader
+        self._claimed = 0  # batches that are being made
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_asgd.batches", daemon=True)
-        self.error: Exception | None = None
 
     def start(self) -> None:
         """Begin."""
@@ -246,23 +282,28 @@ class _Making:
         loader = self._loader
         while not self._stopped.is_set():
             with loader._memory.locked():
-                number = loader._board.claim(loader._me, self._end)
-            if number is None:
+                number = loader._board.claim(loader._me, self.end)
+            if number is None and not self._claimed:  # else one that is made would wait for the next number
                 self._stopped.wait(_PAUSE_S)
+            self._claimed += number is not None
             yield _NOTHING if number is None else number
 
     def _run(self) -> None:
         loader = self._loader
         try:
             # Its seed is drawn from this generator: the program's own random numbers stay as they are.
-            generator = torch.Generator().manual_seed(loader._me.key)
+            generator = torch.Generator().manual_seed((loader._me.key + self.end) % (1 << 62))
             options: Any = {"num_workers": 1, "generator": generator, "collate_fn": _same, **loader._options}
             for number, batch in DataLoader(loader._batches, batch_size=None, sampler=self, **options):
-                if number != _NOTHING and not self._stopped.is_set():
+                if self._stopped.is_set():
+                    break
+                if number != _NOTHING:
+                    self._claimed -= 1
                     loader._publish(number, batch)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # which hold the loader processes
             self.error = error
+            log.warning("This program cannot make its batches of a SharedLoader.", exc_info=error)
         finally:
             with loader._memory.locked():
                 loader._board.give_back(loader._me)
@@ -320,16 +361,16 @@ def _name_of(dataset: Any, name: str, settings: tuple[Any, ...]) -> str:
 
 
 def _started(process: int) -> int:
-    """When a process began, in milliseconds; 0 if it has ended."""
+    """When a process began, in ticks since the machine did; 0 if it has ended. A change of the clock does not count."""
     try:
-        found = psutil.Process(process)
-        return 0 if found.status() == psutil.STATUS_ZOMBIE else int(1000 * found.create_time())
-    except psutil.Error:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+    except OSError:
         return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _is_alive(process: int, started: int) -> bool:
-    return abs(_started(process) - started) < _SAME_MS
+    return _started(process) == started
 
 
 def _now_ms() -> int:

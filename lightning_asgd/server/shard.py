@@ -202,7 +202,7 @@ class Shard:
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
         table, worker, asked = self.table, message.worker, _Asked(message, buffer)
-        if message.batch:
+        if message.batch > 0:
             table.batches[worker] = message.batch
         if message.push:
             if buffer is None:
@@ -270,7 +270,7 @@ class Shard:
         gathers = any(t.gathers for t in algorithm.transforms)
         if gathers and not self.table.count:
             self._first = message.batch
-        weighs = message.batch / self._first if gathers and message.batch and self._first else 1.0
+        weighs = message.batch / self._first if gathers and min(message.batch, self._first) > 0 else 1.0
         scale = weighs
         for transform in algorithm.transforms:
             weight = transform.weigh(push)

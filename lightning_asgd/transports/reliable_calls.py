@@ -161,7 +161,7 @@ class ServerLink:
         if call is None:
             return
         self.acknowledgements.note(number)
-        if getattr(answer, "bulky", False):
+        if getattr(answer, "bulky", isinstance(answer, list)):  # a list is one of samples
             connection.acknowledge(self.acknowledgements.take())
         with contextlib.suppress(RuntimeError):  # it failed when the transport was closed
             call.future.set_result(answer)

@@ -82,7 +82,7 @@ class Channel:
         self._alone = shards.connection.world_size == 1
         self._clock = clock
         self._measure_at = clock() if training.measure else math.inf
-        self._pushed_units = 0.0
+        self._pushed_units = training.units.total
 
     @property
     def answered(self) -> bool:
@@ -205,11 +205,14 @@ class Channel:
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=push, fetched=fetch)
         if refused:
-            schedule.since_push = 0
+            self._forget_steps()
             self.shards.forget_residuals()
             if not fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetch()
             self._training.on_refused()
+
+    def _forget_steps(self) -> None:
+        self.schedule.since_push, self._pushed_units = 0, self._training.units.total
 
     def fetch(self, kind: ExchangeKind = ExchangeKind.FETCH, *, park: bool = False) -> Waits:
         """Adopt the servers' weights."""
@@ -217,14 +220,14 @@ class Channel:
         self.schedule.forget_trip()
         self.start(kind)
         yield from self.finish(adopt=True, park=park, sync=True)
-        self.schedule.since_push = 0
+        self._forget_steps()
         self.moved = False
 
     def rejoin(self) -> Waits:
         """Rejoin, with the servers' weights."""
         self.leaving = None
         yield from self.log.rejoin()
-        self.schedule.since_push = 0
+        self._forget_steps()
         self.shards.forget_residuals()
         yield from self.fetch()
 

@@ -20,22 +20,28 @@ class TrainedUnits:
         self.name = name
         self._count = count
         self._steps: Any = 0  # in all steps
-        self._latest: Any = 0  # in the latest step
-        self._batches: Any = 0  # since that step
+        self._batches: Any = 0  # since the latest step
+        self._step: Any = 0  # in the latest step
+        self._stepped = False  # whether it followed the latest batch
+        self._batch: Any = 0  # in the latest batch
 
     def begin(self, batch: Any) -> None:
         """A batch is about to be trained."""
-        self._batches = self._batches + self._count(batch)
+        self._batch, self._stepped = self._count(batch), False
+        self._batches = self._batches + self._batch
 
     def step(self) -> None:
         """An optimizer has taken a step: with it the batches since the one before count."""
-        self._latest, self._batches = self._batches, 0
-        self._steps = self._steps + self._latest
+        self._step, self._batches, self._stepped = self._batches, 0, True
+        self._steps = self._steps + self._step
 
     def discard(self) -> None:
-        """What was trained last does not count: other workers have trained it."""
-        self._steps = self._steps - self._latest
-        self._latest = self._batches = 0
+        """The latest batch, or the step that followed it, does not count: other workers have trained it."""
+        if self._stepped:
+            self._steps = self._steps - self._step
+        else:
+            self._batches = self._batches - self._batch
+        self._step = self._batch = 0
 
     @property
     def total(self) -> float:

@@ -27,6 +27,7 @@ class World:
         self.claims: dict[Program, list[int]] = {p: [] for p in self.programs}
         self.taken: dict[Program, list[int]] = {p: [] for p in self.programs}
         self.made: list[int] = []
+        self.skipped = False
 
     def is_alive(self, process: int, started: int) -> bool:
         return process not in self.dead and started == 7
@@ -69,8 +70,14 @@ class World:
                 self.left[program] -= 1
                 self.board.give_back(program)
                 self.claims[program].clear()
-                if not self.left[program]:
-                    self.board.leave(program)
+            return True
+        if action == 6:
+            self.board.skip(program, self.end[program])
+            self.board.give_back(program)
+            self.claims[program].clear()
+            del self.at[program]
+            self.left[program] -= 1
+            self.skipped = True
             return True
         return False
 
@@ -90,7 +97,7 @@ class World:
 @given(st.data())
 def test_every_program_takes_all_batches_of_its_epochs_in_order(data: st.DataObject) -> None:
     world = World(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)))
-    actions = st.tuples(st.sampled_from(world.programs), st.sampled_from([0, 1, 1, 2, 2, 3, 3, 4, 5]))
+    actions = st.tuples(st.sampled_from(world.programs), st.sampled_from([0, 1, 1, 2, 2, 3, 3, 4, 5, 6]))
     for program, action in data.draw(st.lists(actions, max_size=120)):
         if action == 4 and data.draw(st.booleans()):
             world.dead.add(program.process)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +15,12 @@ from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.batch_units import counter_of, samples_in, tokens_in
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.trained_units import TrainedUnits
+
+
+@dataclass
+class Rows:
+    x: torch.Tensor
+
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 IDS = torch.arange(6).reshape(2, 3)
@@ -23,6 +32,10 @@ IDS = torch.arange(6).reshape(2, 3)
         ({"input_ids": IDS, "attention_mask": MASK}, 4),
         (UserDict({"input_ids": IDS, "attention_mask": MASK}), 4),  # as a tokenizer's encoding
         ({"input_ids": IDS, "labels": torch.tensor([[-100, 1, 2], [-100, -100, 3]])}, 3),
+        ({"attention_mask": MASK, "labels": torch.tensor([[-100, 1, 2], [-100, -100, 3]])}, 3),  # masked prompts
+        ({"attention_mask": MASK, "labels": torch.tensor([1, 0])}, 4),  # classes
+        ({"a": {"attention_mask": MASK}, "b": {"attention_mask": MASK}}, 8),  # two loaders
+        ([UserDict({"attention_mask": MASK}), torch.tensor([1, 0])], 4),
         ({"input_ids": IDS, "attention_mask": None}, 6),
         ((torch.rand(2, 3), IDS), 6),
         (torch.arange(5), 5),
@@ -40,6 +53,7 @@ def test_a_batch_without_tokens_is_named() -> None:
 
 def test_samples_are_rows_of_the_first_tensor() -> None:
     assert samples_in({"x": IDS}) == samples_in(UserDict({"x": IDS})) == samples_in(("name", IDS)) == 2
+    assert samples_in(Rows(IDS)) == samples_in([UserDict({"x": IDS})]) == 2
     assert samples_in("text") == samples_in(torch.tensor(1.0)) == 1
 
 
@@ -57,6 +71,9 @@ def test_what_is_in_steps_counts_and_what_is_discarded_does_not() -> None:
     assert units.total == 5
     units.step()
     assert units.total == 7
+    units.begin("i")  # one of several batches of a step, which others have trained
+    units.discard()
+    assert units.total == 7
 
 
 def test_a_count_may_be_a_tensor_that_is_read_when_it_is_needed() -> None:
@@ -70,5 +87,6 @@ def test_a_count_may_be_a_tensor_that_is_read_when_it_is_needed() -> None:
 def test_wrong_units_are_named() -> None:
     assert counter_of(None).name == ""
     assert ASGDStrategy(units=len).settings["units"] == "len"
+    assert json.dumps(ASGDStrategy(units=partial(len)).settings)
     with pytest.raises(ConfigurationError, match=r"units='words'. Expected 'samples', 'tokens', a function"):
         ASGDStrategy(units="words")

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,11 @@ def test_a_source_that_reads_several_samples_at_once_is_asked_for_those_that_are
     assert asked == [[4, 1], [2, 0]]
 
 
+@dataclass
+class Holding:
+    value: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("one", "other", "equal"),
     [
@@ -204,6 +210,8 @@ def test_a_source_that_reads_several_samples_at_once_is_asked_for_those_that_are
         (object(), object(), True),
         (1, 1.0, False),
         (b"a", b"b", False),
+        (Holding(torch.ones(2)), Holding(torch.ones(2)), True),  # it cannot be seen whether they are
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
     ],
 )
 def test_samples_are_compared_by_what_they_hold(one: Any, other: Any, equal: bool) -> None:
@@ -215,3 +223,45 @@ def test_a_view_of_a_large_tensor_takes_as_much_memory_as_it_shows() -> None:
     assert torch.equal(dataset[3], torch.zeros(10))
     assert dataset.cache is not None
     assert dataset.cache.held_bytes < 3_000
+
+
+def test_a_data_set_of_tensors_has_the_same_name_in_every_process() -> None:
+    code = "import torch\nfrom lightning_asgd.data_stalls.named_memory import name_of\n"
+    code += "print(name_of(torch.utils.data.TensorDataset(torch.arange(9.0)), {'a': torch.ones(2)}))"
+    names = {subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout for _ in range(2)}
+    assert len(names) == 1
+
+
+def test_a_process_that_is_forked_while_a_thread_writes_can_write_too() -> None:
+    cache = SampleCache(10, 1_000)
+    context = multiprocessing.get_context("fork")
+    with cache._memory.locked():
+        process = context.Process(target=renewed, args=(cache,))
+        process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert cache.get(3) == b"three"
+
+
+def renewed(cache: SampleCache) -> None:
+    assert cache.put(3, b"three")
+
+
+def test_a_process_that_ends_while_it_writes_leaves_no_wrong_sample() -> None:
+    cache = SampleCache(10, 1_000)
+
+    class Ends(bytes):
+        """Stops a write at its second use: after the room is taken."""
+
+        def __len__(self) -> int:
+            uses.append(None)
+            if len(uses) > 2:
+                raise KeyboardInterrupt
+            return super().__len__()
+
+    uses: list[None] = []
+    with pytest.raises(KeyboardInterrupt):
+        cache.put(0, Ends(b"zero"))
+    cache.put(1, b"one")
+    assert cache.get(0) in (None, b"zero")
+    assert cache.get(1) == b"one"

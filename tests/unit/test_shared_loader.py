@@ -8,17 +8,19 @@ import signal
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_asgd.data_stalls.batch_board import Program
 from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
 from lightning_asgd.data_stalls.cache import CachedDataset
 from lightning_asgd.data_stalls.named_memory import name_of
 from lightning_asgd.data_stalls.shared_loader import SharedLoader
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ASGDError, ConfigurationError
 
 SAMPLES, BATCH = 60, 4
 FORK = multiprocessing.get_context("fork")
@@ -117,6 +119,65 @@ def test_a_program_that_stops_anywhere_begins_the_next_epoch(tmp_path: Path, bat
     assert len(list(loader)) == 15
 
 
+def test_augmentation_is_new_in_every_epoch(tmp_path: Path) -> None:
+    loader = SharedLoader(Augmented(tmp_path), 1, batch_size=SAMPLES)
+    (one,), (other,) = (list(loader) for _ in range(2))
+    assert torch.equal(one[0], other[0])
+    assert not torch.equal(one[1], other[1])
+
+
+def test_programs_that_end_their_epochs_early_stay_together(tmp_path: Path) -> None:
+    mine, theirs = (SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH, shuffle=True, seed=n) for n in (0, 0))
+    theirs._me = Program(7, os.getpid(), mine._me.started)  # as if it were another process
+    seen: list[list[int]] = []
+
+    def begin(loader: SharedLoader) -> list[list[int]]:
+        return [numbers.tolist() for (numbers, _), _ in zip(loader, range(9), strict=False)]
+
+    for _ in range(6):
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.map(begin, (mine, theirs))
+        assert one == other
+        seen.append(one[0])
+    assert len({tuple(each) for each in seen}) > 1
+
+
+def test_a_loader_that_is_gone_leaves_the_others_nothing_wrong(tmp_path: Path) -> None:
+    """Its process lives on, and opens other files under the same numbers."""
+    mine = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    theirs = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    theirs._me = Program(7, os.getpid(), mine._me.started)
+    with theirs._memory.locked():
+        theirs._board.join(theirs._me)  # so that batches are kept for it
+    for _ in zip(range(10), mine, strict=False):
+        pass
+    mine.close()
+    others = [os.memfd_create("others") for _ in range(20)]
+    for file in others:
+        os.ftruncate(file, 10_000)
+    assert [n.tolist() for n, _ in theirs] == [list(range(i, i + BATCH)) for i in range(0, SAMPLES, BATCH)]
+    for file in others:
+        os.close(file)
+
+
+def test_a_forked_process_is_a_program_of_its_own(tmp_path: Path) -> None:
+    loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    assert len(list(loader)) == 15
+    process = FORK.Process(target=lambda: os._exit(len(list(loader))))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 15
+
+
+def test_two_iterators_at_a_time_are_refused(tmp_path: Path) -> None:
+    loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    epoch = iter(loader)
+    next(epoch)
+    list(loader)
+    with pytest.raises(ASGDError, match="one iterator at a time"):
+        next(epoch)
+
+
 def test_a_program_that_stops_before_its_first_batch_is_not_waited_for(tmp_path: Path) -> None:
     loader = SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH, patience_s=0.2)
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -155,7 +216,7 @@ def test_programs_that_are_not_there_are_waited_for_no_longer_than_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert len(list(SharedLoader(Augmented(tmp_path), 2, batch_size=30, patience_s=0.1))) == 2
-    assert "1 of 2 programs use this data set after 0.1 s" in caplog.text
+    assert "1 of 2 programs have found each other after 0.1 s" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -164,18 +225,21 @@ def test_programs_that_are_not_there_are_waited_for_no_longer_than_said(
         torch.arange(6).reshape(2, 3),
         {"x": torch.rand(3, 0), "y": [torch.tensor(1.5), "text"]},
         (torch.ones(2, dtype=torch.bfloat16), torch.eye(3)[:, 1], torch.eye(3).to_sparse(), None),
+        torch.ones(2, dtype=torch.complex64).conj(),
     ],
 )
 def test_a_batch_is_read_as_it_was_written(batch: Any) -> None:
-    descriptor, nbytes = write_batch(batch)
-    found = read_batch(os.getpid(), descriptor, nbytes)
+    descriptor, nbytes = write_batch(batch, (3, 4))
+    found = read_batch(os.getpid(), descriptor, nbytes, (3, 4))
+    with pytest.raises(LookupError, match="has another batch there"):
+        read_batch(os.getpid(), descriptor, nbytes, (3, 5))
     os.close(descriptor)
     assert repr(found) == repr(batch)
     for value in torch.utils._pytree.tree_leaves(found):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
             value.add_(1)  # it belongs to its reader
     with pytest.raises(LookupError):
-        read_batch(os.getpid(), descriptor, nbytes)
+        read_batch(os.getpid(), descriptor, nbytes, (3, 4))
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
