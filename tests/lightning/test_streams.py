@@ -53,6 +53,12 @@ class Paced(Watching):
         return super().training_step(batch, batch_idx)
 
 
+def without_batch_norm(module: Paced) -> Paced:
+    """What is left at the end of a stream of unknown length may be one sample."""
+    module.net[1] = torch.nn.Identity()
+    return module
+
+
 def sharded(known: bool = False, **options: Any) -> DataLoader[Any]:
     return DataLoader(Shards(known=known), **{"batch_size": BATCH, **options})
 
@@ -138,11 +144,10 @@ def test_resuming_in_mid_epoch_trains_the_rest_with_any_number_of_workers(
     options: dict[str, Any] = {"val_check_interval": interval, "max_epochs": 1}
     run = trainer(tmp_path, strategy(), devices=before, callbacks=[saver], enable_checkpointing=True, **options)
     (tmp_path / "first").mkdir()
-    run.fit(Paced(tmp_path / "first"), sharded(known), loader(16))
+    run.fit(without_batch_norm(Paced(tmp_path / "first")), sharded(known), loader(16))
     again = trainer(tmp_path, strategy(), devices=after, max_epochs=2)
-    again.fit(
-        Paced(tmp_path), sharded(known), loader(16), ckpt_path=tmp_path / "ckpt" / f"epoch=0-step={interval}.ckpt"
-    )
+    path = tmp_path / "ckpt" / f"epoch=0-step={interval}.ckpt"
+    again.fit(without_batch_norm(Paced(tmp_path)), sharded(known), loader(16), ckpt_path=path)
     rest, whole = Seen(tmp_path, after), Seen(tmp_path / "first", before)
     assert whole.of_epoch(0) == rest.of_epoch(1) == ONCE
     order = [n for rank in whole.by_rank for _, n in rank["seen"]]
