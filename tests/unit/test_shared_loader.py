@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +190,20 @@ def test_a_program_that_stops_before_its_first_batch_is_not_waited_for(tmp_path:
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
-    def files() -> int:
-        return len(os.listdir("/proc/self/fd"))
+    def files() -> set[str]:
+        gc.collect()
+        return {name for name in links("/proc/self/fd") if "lightning-asgd" in name}
+
+    def links(folder: str) -> Iterator[str]:
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                yield os.readlink(f"{folder}/{name}")
 
     before = files()
     loader = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
     for _ in range(2):
         assert len(list(loader)) == len(loader) == 15
+        assert files() > before
     del loader
     assert files() == before
 
