@@ -2,7 +2,7 @@
 
     python examples/gan.py                      # A-SGD with two workers, about a minute; results/gan.png
     python examples/gan.py --strategy auto      # the same with one process
-    python examples/gan.py --fast               # 20 seconds
+    python examples/gan.py --fast               # half a minute
 
 It shows manual optimization: the training step takes the optimizers' steps itself. The data are eight clouds on a ring.
 A bad GAN generates points of only some of the clouds. Expect all eight clouds, and more than four of five points inside
@@ -110,7 +110,7 @@ def save_picture(real: Tensor, made: Tensor, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A GAN on a ring of clouds.")
     parser.add_argument("--strategy", default="asgd", help='the Trainer\'s: "asgd", or "auto" for one process')
-    parser.add_argument("--fast", action="store_true", help="24 epochs instead of 60")
+    parser.add_argument("--fast", action="store_true", help="32 epochs instead of 60")
     args = parser.parse_args()
     seed_everything(1)
     real = data(8000)
@@ -118,7 +118,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1 if args.strategy == "auto" else 2,
         strategy=args.strategy,
-        max_epochs=24 if args.fast else 60,
+        max_epochs=32 if args.fast else 60,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
