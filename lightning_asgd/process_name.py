@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["gone_among", "is_gone", "machine_and_pid", "pid_of", "this_process"]
+__all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_process"]
 
 
 def machine_and_pid(pid: int) -> str:
@@ -35,15 +35,20 @@ def gone_among(processes: Iterable[str]) -> list[str]:
     return [process for process in processes if place and _has_ended(process, place)]
 
 
+def living_stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from a process's state on; None if the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields  # its parent has not asked for its exit code
+
+
 def _has_ended(process: str, place: str) -> bool:
     pid = pid_of(process)
     if not pid or not process.startswith(f"{machine_and_pid(pid)}{place}-"):
         return False
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"  # it has ended, and its parent has not asked for its exit code
+    return living_stat(pid) is None
 
 
 def _place() -> str:

@@ -1,7 +1,7 @@
 """Which program makes which batch, and where a batch is: numbers that all programs share.
 
-Batches are numbered through all epochs. A program's *cursor* is the next one that it takes. Programs make batches from
-the smallest cursor on, a *window* of them at most; what is below all cursors is over.
+Batches are numbered through all epochs. A program's *cursor* is the next batch that it takes. Programs make at most a
+*window* of batches, from the smallest cursor on. Batches below all cursors are over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ __all__ = ["NUMBERS", "BatchBoard", "Found", "Program"]
 _PROGRAMS = 64
 _WINDOW = 16  # batches
 _PROGRAM = 5  # numbers: key, process, its start, cursor, since when it is between two epochs
+_CURSOR, _SINCE = 3, 4
 _BATCH = 6  # numbers: batch + 1, its maker's key, process and start, descriptor + 1 once it is made, bytes
+_MAKER, _DESCRIPTOR, _NBYTES = 1, 4, 5
 _SLOTS = 1 + _PROGRAMS * _PROGRAM
 NUMBERS = _SLOTS + _WINDOW * _BATCH
 """How many numbers there are; all 0 at first."""
@@ -80,7 +82,7 @@ class BatchBoard:
     def cursor(self, program: Program) -> int:
         """The next batch that the program takes; 0 if it does not take part."""
         at = self._at(program.key)
-        return 0 if at is None else self._numbers[at + 3]
+        return 0 if at is None else self._numbers[at + _CURSOR]
 
     def join(self, program: Program) -> int:
         """Begin an epoch, with the others if they wait for it. Returns the number of its first batch."""
@@ -89,25 +91,25 @@ class BatchBoard:
             at = self._at(0)
             if at is None:
                 raise ASGDError(f"{_PROGRAMS} programs share a SharedLoader. Expected at most as many.")
-            self._numbers[at + 3] = math.ceil(self._numbers[0] / self._per_epoch) * self._per_epoch
+            self._numbers[at + _CURSOR] = math.ceil(self._numbers[0] / self._per_epoch) * self._per_epoch
             self._write(at, program.key, program.process, program.started)
-        self._numbers[at + 4] = 0
-        return self._numbers[at + 3]
+        self._numbers[at + _SINCE] = 0
+        return self._numbers[at + _CURSOR]
 
     def take(self, program: Program) -> None:
         """The program has a copy of the batch at its cursor. At the end of an epoch it is between two epochs."""
         at = self._at(program.key)
         if at is None:
             return
-        self._numbers[at + 3] += 1
-        if self._numbers[at + 3] % self._per_epoch == 0:
-            self._numbers[at + 4] = self._now_ms()
+        self._numbers[at + _CURSOR] += 1
+        if self._numbers[at + _CURSOR] % self._per_epoch == 0:
+            self._numbers[at + _SINCE] = self._now_ms()
 
     def skip(self, program: Program, end: int) -> None:
         """The program takes no more batches before ``end``, where its epoch ends: it is between two epochs."""
         at = self._at(program.key)
-        if at is not None and self._numbers[at + 3] < end:
-            self._numbers[at + 3], self._numbers[at + 4] = end, self._now_ms()
+        if at is not None and self._numbers[at + _CURSOR] < end:
+            self._numbers[at + _CURSOR], self._numbers[at + _SINCE] = end, self._now_ms()
 
     def leave(self, program: Program) -> None:
         """The others wait for it no longer. What it has made is gone, and they make it again."""
@@ -115,13 +117,13 @@ class BatchBoard:
         if at is not None:
             self._numbers[at] = 0
         for at in self._batches():
-            if self._numbers[at + 1] == program.key:
+            if self._numbers[at + _MAKER] == program.key:
                 self._numbers[at] = 0
 
     @property
     def slowest(self) -> int:
         """The process of a program whose cursor is the smallest; 0 if there is none."""
-        return min(((self._numbers[at + 3], self._numbers[at + 1]) for at in self._programs()), default=(0, 0))[1]
+        return min(((self._numbers[at + _CURSOR], self._numbers[at + 1]) for at in self._programs()), default=(0, 0))[1]
 
     def forget(self) -> list[int]:
         """Drop programs that have ended, and what they made; wait no longer for those that pause for too long.
@@ -138,7 +140,8 @@ class BatchBoard:
             if pauses or not alive:
                 self._numbers[at] = 0
         for at in self._batches():
-            if self._numbers[at] and not self._is_alive(self._numbers[at + 2], self._numbers[at + 3]):
+            number, _, process, started = self._numbers[at : at + _DESCRIPTOR]
+            if number and not self._is_alive(process, started):
                 self._numbers[at] = 0
         return late
 
@@ -147,7 +150,7 @@ class BatchBoard:
     @property
     def first(self) -> int:
         """The batch that the last of the programs takes next."""
-        return min((self._numbers[at + 3] for at in self._programs()), default=self._numbers[0])
+        return min((self._numbers[at + _CURSOR] for at in self._programs()), default=self._numbers[0])
 
     def claim(self, program: Program, end: int) -> int | None:
         """A batch before ``end`` that the program is to make; None if there is none at present."""
@@ -156,7 +159,7 @@ class BatchBoard:
         for number in range(first, min(first + _WINDOW, end)):
             at = self._slot(number)
             if self._numbers[at] != number + 1:
-                self._numbers[at + 4] = 0
+                self._numbers[at + _DESCRIPTOR] = 0
                 self._write(at, number + 1, program.key, program.process, program.started)
                 self._numbers[0] = max(self._numbers[0], number + 1)
                 return number
@@ -165,16 +168,16 @@ class BatchBoard:
     def give_back(self, program: Program) -> None:
         """The program does not make what it has claimed."""
         for at in self._batches():
-            if self._numbers[at + 1] == program.key and not self._numbers[at + 4]:
+            if self._numbers[at + _MAKER] == program.key and not self._numbers[at + _DESCRIPTOR]:
                 self._numbers[at] = 0
 
     def publish(self, program: Program, number: int, descriptor: int, nbytes: int) -> bool:
         """The program has made a batch that it had claimed. Returns whether it is still wanted."""
         at = self._slot(number)
-        if (self._numbers[at], self._numbers[at + 1]) != (number + 1, program.key):
+        if (self._numbers[at], self._numbers[at + _MAKER]) != (number + 1, program.key):
             return False
-        self._numbers[at + 5] = nbytes
-        self._numbers[at + 4] = descriptor + 1
+        self._numbers[at + _NBYTES] = nbytes
+        self._numbers[at + _DESCRIPTOR] = descriptor + 1
         return True
 
     def find(self, number: int) -> Found | None:

@@ -28,7 +28,7 @@ __all__ = ["TRANSPORT", "CacheServer", "PeerCaches"]
 log = logging.getLogger(__name__)
 
 TRANSPORT = "zmq"
-"""The one that accepts no stranger: samples are unpickled."""
+"""A transport that accepts no stranger is needed: samples are unpickled."""
 _ANSWER_S = 5.0
 _PAUSE_S = 60.0
 

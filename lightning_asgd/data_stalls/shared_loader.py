@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lightning_asgd.data_stalls.batch_board import NUMBERS, BatchBoard, Program
 from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
 from lightning_asgd.data_stalls.named_memory import name_of, named_memory
 from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.process_name import living_stat
 from lightning_asgd.validation import whole
 
 __all__ = ["SharedLoader"]
@@ -44,9 +44,10 @@ class SharedLoader:
 
     Each of the programs makes the same loader: the same data set, batch size, order and seed. A batch is made by one of
     them, with its own loader processes, and taken by all. So random augmentation is new in every epoch, and the same
-    for all programs. They begin together and stay within 16 batches of each other: the slowest sets the pace. A
-    program that ends is not waited for; one that pauses between two epochs, to validate for instance, is waited for up
-    to ``patience_s``; one that comes later begins with the next epoch. Every program is a single worker.
+    for all programs. They begin together and stay within 16 batches of each other: the slowest program sets the pace.
+    The others do not wait for a program that has ended. For a program that pauses between two epochs, to validate for
+    instance, they wait up to ``patience_s``; :meth:`close` says that it trains no more. A program that starts later
+    begins with a later epoch. Every program is a single worker, and has one loader of the same data at a time.
 
     Args:
         dataset: map-style.
@@ -120,7 +121,7 @@ class SharedLoader:
                 )
         if self._me.process != os.getpid():
             self._begin_process()
-        self._end_epoch(self._making)  # one that a program has left, and not closed
+        self._end_epoch(self._making)  # the program may have left the loop over it
         with self._memory.locked():
             begun = self._board.join(self._me)
         end = begun + len(self)
@@ -256,7 +257,7 @@ class SharedLoader:
 class _Making:
     """This program's part of an epoch: a thread that claims batches, has its dataloader make them, and publishes them.
 
-    It continues until the epoch ends for this program, because another one that has claimed a batch may end.
+    The thread runs until this program's epoch ends: another program may end before it has made a batch it has claimed.
     """
 
     def __init__(self, loader: SharedLoader, end: int) -> None:
@@ -362,11 +363,8 @@ def _name_of(dataset: Any, name: str, settings: tuple[Any, ...]) -> str:
 
 def _started(process: int) -> int:
     """When a process began, in ticks since the machine did; 0 if it has ended. A change of the clock does not count."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    fields = living_stat(process)
+    return 0 if fields is None else int(fields[19])
 
 
 def _is_alive(process: int, started: int) -> bool:
