@@ -24,12 +24,22 @@ from lightning_asgd.server.lease_table import Leases, WorkerLeases
 
 __all__ = ["StreamLeases", "leases_of"]
 
+_MANY = 1000  # free ranges that are as good as endless; to count the samples in them would take long
+
 
 class StreamLeases(Leases):
     """The units of one epoch, each of which lies in a shard; see :class:`Leases`."""
 
     _done = 0
     """Units that have been applied."""
+
+    _usual: float | None = None
+    """Mean length of the shards of unknown length in the previous epoch."""
+
+    def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
+        super().__init__(epoch, all_train=all_train, before=before, now=now)
+        if isinstance(before, StreamLeases):
+            self._usual = before._mean_length or before._usual
 
     @cached_property
     def _begins(self) -> frozenset[int]:
@@ -87,6 +97,29 @@ class StreamLeases(Leases):
     def _finish(self, first: int, last: int) -> None:
         super()._finish(first, last)
         self._done += last - first
+
+    def _steps(self, worker: WorkerLeases, others: list[WorkerLeases], left: int, now: float) -> int:
+        return super()._steps(worker, others, min(left, self._expected_left), now)
+
+    @property
+    def _expected_left(self) -> int:
+        """How many samples are probably free. A shard that exceeds the expected length by some is expected to go on."""
+        length = self._usual or self._mean_length
+        if length is None or len(self._free) > _MANY:
+            return UNKNOWN
+        expected = 0.0
+        for first, last in self._free:
+            index = bisect_right(self.epoch.shards, first)
+            begin, end = self.epoch.shards[index - 1] if index else 0, self.epoch.shards[index]
+            unknown = last == end and end - begin >= UNKNOWN
+            expected += abs(length - (first - begin)) if unknown else last - first
+        return max(1, round(expected))
+
+    @property
+    def _mean_length(self) -> float | None:
+        """Mean length of the shards of unknown length that have ended."""
+        found = [number - (end - UNKNOWN) for end, number in self._ended.items()]
+        return sum(found) / len(found) if found else None
 
     def _over(self, segment: int) -> bool:
         holds = any(worker.held for worker in self._workers.values() if worker.segment <= segment)
