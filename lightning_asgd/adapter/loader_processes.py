@@ -32,9 +32,9 @@ class LoaderProcesses:
         self._waiting = [0] * self.count  # steps that were asked for and not got
 
     def begin(self, epoch: int) -> int:
-        """An epoch begins. Returns how many steps are to be made in advance."""
+        """An epoch begins. Returns how many steps are to be granted in advance: a step is trained once the next is made."""
         self._epoch = epoch
-        return self.count * int(self._loader.prefetch_factor or 1)
+        return 1 + self.count * int(self._loader.prefetch_factor or 1)
 
     def ask(self, process: int, order: StepOrder) -> None:
         """Have a process make a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -46,6 +47,11 @@ class Epoch:
     def numbers(self) -> int:
         """One past the last number of a unit."""
         return self.shards[-1] if self.shards else self.units
+
+    def shard(self, number: int) -> tuple[int, int]:
+        """The numbers of a unit's shard: the first, and one past the last."""
+        index = bisect_right(self.shards, number)
+        return self.shards[index - 1] if index else 0, self.shards[index]
 
     @property
     def fit(self) -> str:

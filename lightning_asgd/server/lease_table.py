@@ -175,11 +175,11 @@ class Leases:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
         worker = self._workers.setdefault(request.worker, WorkerLeases())
+        worker.size, worker.begun = request.size, request.begun % request.size
         self._note_ends(request.worker, worker, request.ended)
         self._take_back(worker, request.returned)
         worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
         worker.rtt_s, worker.flush = request.rtt_s, request.flush
-        worker.size, worker.begun = request.size, request.begun % request.size
         worker.places = list(request.places) or [-1]
         answers: list[Completion] = []
         if worker.waiting is not None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Load", "finish_s", "steps_to_grant"]
+__all__ = ["MUCH_FASTER", "Load", "finish_s", "steps_to_grant"]
 
 _CHUNK_S = 0.5  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
 _TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
 _LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others
 # A worker that needs many times as long per unit saves the others almost nothing by training one, and delays them if
 # they turn out faster than measured: it has to finish sooner.
-_MANY = 4.0
+MUCH_FASTER = 4.0
 _SOONER = 0.85
 
 
@@ -39,7 +39,7 @@ def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, 
     finish = mine.free_s + min(mine.size, left) * mine.unit_s
     if others and finish > _LATE * finish_s(others, left):
         return 0
-    faster = [load for load in others if load.unit_s * _MANY < mine.unit_s]
+    faster = [load for load in others if load.unit_s * MUCH_FASTER < mine.unit_s]
     if faster and not must and finish > _SOONER * finish_s(faster, left):
         return 0
     share = max(0.0, finish_s([*others, mine], left) - mine.free_s) / mine.unit_s

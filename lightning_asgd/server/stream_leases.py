@@ -11,7 +11,7 @@ anything that it was granted later. So every unit that counts as trained exists.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -21,10 +21,11 @@ from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseRequest
 from lightning_asgd.ranges import without
 from lightning_asgd.server.lease_table import Leases, WorkerLeases
+from lightning_asgd.server.self_scheduling import MUCH_FASTER
 
 __all__ = ["StreamLeases", "leases_of"]
 
-_MANY = 1000  # free ranges that are as good as endless; to count the samples in them would take long
+_ENDLESS = 1000  # free ranges that are as good as endless; to count the samples in them would take long
 
 
 class StreamLeases(Leases):
@@ -35,6 +36,9 @@ class StreamLeases(Leases):
 
     _usual: float | None = None
     """Mean length of the shards of unknown length in the previous epoch."""
+
+    _mean_length: float | None = None
+    """Mean length of those that have ended in this epoch."""
 
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         super().__init__(epoch, all_train=all_train, before=before, now=now)
@@ -54,30 +58,33 @@ class StreamLeases(Leases):
 
     def _end(self, number: int) -> None:
         """Note that a shard has no sample from a number on."""
-        end = self.epoch.shards[bisect_right(self.epoch.shards, number)]
+        _, end = self.epoch.shard(number)
         self._ended[end] = min(number, self._ended.get(end, number))
+        lengths = [each - self.epoch.shard(each)[0] for each in self._ended.values() if self._is_unknown(each)]
+        self._mean_length = sum(lengths) / len(lengths) if lengths else None
         self._free = without(self._free, number, end)
 
     def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
         for each in ends:
-            if self._ended.get(self._shard_of(number, each), self.epoch.numbers) <= each:
+            begin, end = self._shard_of(number, each)
+            if self._ended.get(end, end) <= each:
                 continue  # a repeated call, or another worker has found it first
-            if not any(first <= each <= last for first, last in worker.held):
+            if not any(begin <= first <= each <= last + worker.size and first < end for first, last in worker.held):
                 raise ProtocolError(
                     f"Worker {number} says that a shard of epoch {self.epoch.key} ends at {each}. Expected a "
-                    "number that was granted to it, or the next."
+                    "number that was granted to it, or one of the next step's."
                 )
             self._end(each)
         for each in ends:
-            end, before = self._shard_of(number, each), sum(last - first for first, last in worker.held)
+            (_, end), before = self._shard_of(number, each), sum(last - first for first, last in worker.held)
             worker.held = deque(without(worker.held, each, end))
             worker.granted -= before - sum(last - first for first, last in worker.held)
 
-    def _shard_of(self, number: int, unit: int) -> int:
-        """One past the last number of a unit's shard."""
+    def _shard_of(self, number: int, unit: int) -> tuple[int, int]:
+        """The numbers of the shard that a worker says ends at a unit: the first, and one past the last."""
         if not 0 <= unit < self.epoch.numbers:
             raise ProtocolError(f"Worker {number} says that a shard ends at {unit}, of {self.epoch.numbers} numbers.")
-        return self.epoch.shards[bisect_right(self.epoch.shards, unit)]
+        return self.epoch.shard(unit)
 
     def _free_in(self, segment: int) -> list[tuple[int, int]]:
         """Free ranges, as many units as may still be trained in the segments up to this one."""
@@ -105,21 +112,22 @@ class StreamLeases(Leases):
     def _expected_left(self) -> int:
         """How many samples are probably free. A shard that exceeds the expected length by some is expected to go on."""
         length = self._usual or self._mean_length
-        if length is None or len(self._free) > _MANY:
+        if length is None or len(self._free) > _ENDLESS:
             return UNKNOWN
         expected = 0.0
         for first, last in self._free:
-            index = bisect_right(self.epoch.shards, first)
-            begin, end = self.epoch.shards[index - 1] if index else 0, self.epoch.shards[index]
-            unknown = last == end and end - begin >= UNKNOWN
-            expected += abs(length - (first - begin)) if unknown else last - first
+            begin, _ = self.epoch.shard(first)
+            expected += abs(length - (first - begin)) if self._is_open(last) else last - first
         return max(1, round(expected))
 
-    @property
-    def _mean_length(self) -> float | None:
-        """Mean length of the shards of unknown length that have ended."""
-        found = [number - (end - UNKNOWN) for end, number in self._ended.items()]
-        return sum(found) / len(found) if found else None
+    def _is_open(self, last: int) -> bool:
+        """Whether a free range ends where its shard does, and that is not known yet."""
+        return last in self._cut_at and self._is_unknown(last - 1)
+
+    def _is_unknown(self, number: int) -> bool:
+        """Whether a shard's length was unknown when the epoch began."""
+        first, last = self.epoch.shard(number)
+        return last - first >= UNKNOWN
 
     def _over(self, segment: int) -> bool:
         holds = any(worker.held for worker in self._workers.values() if worker.segment <= segment)
@@ -127,9 +135,24 @@ class StreamLeases(Leases):
 
     def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
         units = super()._units_for(number, worker, segment, now)
+        if not self._halted and not self._unserved(number, segment):
+            units = self._at_the_end(number, worker, segment, units)
         if worker.begun and not self._halted and self._free_in(segment):  # else there would be a smaller step
             units = max(units, worker.size) - worker.begun
         return units
+
+    def _at_the_end(self, number: int, worker: WorkerLeases, segment: int, units: int) -> int:
+        """Leave no worker with too few units for half a step, so far as there are others to train them with."""
+        left = sum(last - first for first, last in self._free_in(segment))
+        waits = worker.waiting is not None and worker.waiting.wait  # and has trained all it had
+        if 2 * left < worker.size and not self._all_wait:
+            return 0 if waits else left
+        if units and 2 * (left - units) < worker.size:
+            return left
+        # A shard of unknown length is read to its end by the worker that has a step of it already.
+        reads = not waits and (free := self._free_at(worker.places[0])) is not None and self._is_open(free[1])
+        fast = not any(other.unit_s * MUCH_FASTER < worker.unit_s for other in self._others(number) if other.unit_s)
+        return max(units, min(left, worker.size)) if reads and fast else units
 
     def _choose(
         self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float
@@ -158,11 +181,16 @@ class StreamLeases(Leases):
         If there is none, that of a shard that another worker has left; then of a new shard; then of a shard that
         others are reading.
         """
-        index = bisect_left(self._free, (place, 0))
-        if index == len(self._free) or self._free[index][0] != place:
+        found = self._free_at(place)
+        if found is None:
             kinds = [1 if first in self._begins else 2 if first in read else 0 for first, _ in self._free]
-            index = kinds.index(min(kinds))
-        return self._free[index]
+            found = self._free[kinds.index(min(kinds))]
+        return found
+
+    def _free_at(self, place: int) -> tuple[int, int] | None:
+        """The free range that begins at a place, if there is one."""
+        index = bisect_left(self._free, (place, 0))
+        return self._free[index] if index < len(self._free) and self._free[index][0] == place else None
 
     @property
     def _exhausted(self) -> bool:

@@ -129,8 +129,9 @@ class StreamPlan(ReadingPlan):
 
     @property
     def has_step(self) -> bool:
-        """Whether there are samples for a step."""
-        return len(self.reader.samples) >= self.step
+        """Whether there are samples for a step, and for half of the next one, or none."""
+        samples = len(self.reader.samples)
+        return samples == self.step or samples >= self._ahead
 
     @property
     def wants_more(self) -> bool:
@@ -158,7 +159,7 @@ class StreamPlan(ReadingPlan):
 
     def fill(self, *, last: bool) -> int | None:
         """Read the samples of a step, and more; see :meth:`StreamReader.fill`."""
-        return self.reader.fill(self._ahead)
+        return self.reader.fill(self._ahead, math.ceil(self.step / 2))
 
     def end(self, number: int) -> Ended:
         """Forget what was granted of a shard from a number on."""
@@ -200,7 +201,7 @@ class ParallelPlan(ReadingPlan):
 
     @property
     def has_step(self) -> bool:
-        """Whether a step is made."""
+        """Whether there is a step to train."""
         return self.reader.has_step
 
     @property
@@ -226,8 +227,10 @@ class ParallelPlan(ReadingPlan):
     def fill(self, *, last: bool) -> int | None:
         """Wait for a step; see :meth:`ParallelReader.fill`."""
         found = self.reader.fill(last=last)
-        if last and found is None and not self.has_step:  # nothing is on the way
-            self.reader.ask(self.batch, drop_last=self.drop_last)
+        if last and found is None and self.reader.steps <= 1:
+            small = 2 * self.reader.begun < self.step and not self.drop_last
+            if not (small and self.reader.join_rest(self.batch)):
+                self.reader.ask(self.batch, drop_last=self.drop_last)
             found = self.reader.fill(last=True)
         return found
 

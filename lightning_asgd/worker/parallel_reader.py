@@ -79,12 +79,12 @@ class ParallelReader:
     @property
     def steps(self) -> int:
         """Steps on the way, and those that are made."""
-        return len(self._asked) + len(self._made)
+        return sum(not step.void for step in self._asked) + len(self._made)
 
     @property
     def has_step(self) -> bool:
-        """Whether a step is made."""
-        return bool(self._made)
+        """Whether there is a step to train, and no rest that may have to be added to it: see :meth:`join_rest`."""
+        return bool(self._made) and not (self.steps == 1 and self.begun)
 
     def add(self, first: int, last: int, step: int, batch: int | None, *, drop_last: bool) -> None:
         """Units were granted, for steps of ``step`` units in batches of ``batch``; None if a sample is a batch."""
@@ -101,19 +101,43 @@ class ParallelReader:
         if not units:
             return
         left_out = units % size if drop_last else 0
-        count = -(-(units - left_out) // size)
-        sizes = [(units - left_out) * (n + 1) // count - (units - left_out) * n // count for n in range(count)]
-        self._processes.ask(self._turn, StepOrder(tuple(self._part), tuple(sizes)))
-        self._asked.append(_Step(self._turn, self._part, left_out))
+        self._order(self._turn, self._part, size, left_out)
         self._part = []
         self._turn = (self._turn + 1) % self._processes.count
 
-    def fill(self, *, last: bool) -> int | None:
-        """Wait until a step is made, if enough of them, or the ``last`` ones, are on the way.
+    def _order(self, process: int, ranges: list[tuple[int, int]], size: int, left_out: int = 0) -> None:
+        """Have a process make a step in nearly equal batches of at most ``size``."""
+        units = _count(ranges) - left_out
+        count = -(-units // size)
+        sizes = [units * (n + 1) // count - units * n // count for n in range(count)]
+        self._processes.ask(process, StepOrder(tuple(ranges), tuple(sizes)))
+        self._asked.append(_Step(process, ranges, left_out))
 
+    def join_rest(self, batch: int | None) -> bool:
+        """Add too small a rest to the last step, which is made again in two equal ones. Returns whether there were."""
+        if len(self._made) != 1 or self.steps != 1 or not self.begun:
+            return False
+        step, _ = self._made.popleft()
+        ranges, self._part = step.ranges + self._part, []
+        half, first = (_count(ranges) + 1) // 2, list[tuple[int, int]]()
+        while (room := half - _count(first)) > 0:
+            a, b = ranges.pop(0)
+            first.append((a, min(b, a + room)))
+            if a + room < b:
+                ranges.insert(0, (a + room, b))
+        for part in (first, ranges):
+            self._order(step.process, part, batch or 1)
+        return True
+
+    def fill(self, *, last: bool) -> int | None:
+        """Wait until a step is made, and the next one, if enough of them, or the ``last`` ones, are on the way.
+
+        The next one, for if a shard ends within it, its rest may have to be added to the first; see :meth:`join_rest`.
         Stops where a shard ends: returns the number that does not exist.
         """
-        while not self._found and not self._made and self._asked and (last or len(self._asked) >= self._ahead):
+        while not self._found and len(self._made) < 2 and self._asked:
+            if not (last or self._made or self.steps >= self._ahead):
+                break
             made, step = self._processes.get(self._asked[0].process), self._asked.popleft()
             if step.void:
                 continue

@@ -47,6 +47,7 @@ class StepMaker:
     def make(self, order: StepOrder) -> MadeStep:
         """The batches of a step. If a shard has too few samples for it, they are read again for a later one."""
         taken, ended, samples = [], [], []
+        beyond = max(1, sum(order.sizes) // 2)  # see `StreamReader.fill`
         for first, last in order.ranges:
             shard = self._shards.at(first)
             place, found = shard.place, shard.take(last - first)
@@ -55,8 +56,8 @@ class StepMaker:
                 for each, start, read in reversed(taken):
                     each.give_back(start, read)
                 return MadeStep(None, (first + len(found),))
-            if last not in self._ends and not shard.has_next:
-                ended.append(last)
+            if (number := last + shard.upcoming(beyond)) < last + beyond and number not in self._ends:
+                ended.append(number)
             samples += found
         batches, start = [], 0
         for size in order.sizes:

@@ -31,6 +31,7 @@ class StreamReader:
         self._ends = ends
         self._granted: deque[tuple[int, int]] = deque()  # and not yet read
         self._shards = OpenShards(read, ends)
+        self._known = set(ends)  # where shards are known to end
         self._spare: list[Any] = []  # samples of the latest step
         self.samples: list[Any] = []  # read, and not yet taken
         self.place = -1  # one past the last unit that was granted
@@ -45,10 +46,11 @@ class StreamReader:
         self._granted.append((first, last))
         self.place = last
 
-    def fill(self, count: int) -> int | None:
+    def fill(self, count: int, beyond: int) -> int | None:
         """Read until there are ``count`` samples. Stops at the end of a shard: returns the number that does not exist.
 
-        After the last sample that was granted it looks whether there is another one, so that every end is found.
+        Looks whether there are ``beyond`` more samples after the last one that was granted. So every end is found, and
+        a rest of a shard that is too small for a batch is known before the batch that it can be added to is trained.
         """
         while len(self.samples) < count and self._granted:
             first, last = self._granted.popleft()
@@ -60,13 +62,14 @@ class StreamReader:
             self.samples += sample
             if first + 1 < last:
                 self._granted.appendleft((first + 1, last))
-            elif last not in self._ends and not shard.has_next:
-                return last
+            elif (found := last + shard.upcoming(beyond)) < last + beyond and found not in self._known:
+                return found
         return None
 
     def end(self, number: int) -> int:
         """Forget what was granted of a shard from a number on. Returns one past the shard's last number."""
         end = self._ends[bisect_right(self._ends, number)]
+        self._known.add(number)
         self._granted = deque(without(self._granted, number, end))
         return end
 
@@ -79,6 +82,7 @@ class StreamReader:
     def drop(self) -> None:
         """Forget all that was granted."""
         self._granted.clear()
+        self._known = set(self._ends)
         self.samples = []
 
     def any(self, count: int) -> list[Any]:
@@ -131,12 +135,10 @@ class OpenShard:
         self._samples, self.place = samples, place
         self._next: deque[Any] = deque()  # samples that have been read, from there on
 
-    @property
-    def has_next(self) -> bool:
-        """Whether there is another sample."""
-        if not self._next:
-            self._next.extend(islice(self._samples, 1))
-        return bool(self._next)
+    def upcoming(self, count: int) -> int:
+        """How many samples follow, at most ``count``."""
+        self._next.extend(islice(self._samples, max(0, count - len(self._next))))
+        return min(count, len(self._next))
 
     def skip_to(self, place: int) -> None:
         """Leave out what lies before a position, so far as it exists."""
@@ -146,7 +148,7 @@ class OpenShard:
     def take(self, count: int) -> list[Any]:
         """The next samples, as many as there are."""
         taken: list[Any] = []
-        while len(taken) < count and self.has_next:
+        while len(taken) < count and self.upcoming(1):
             taken.append(self._next.popleft())
         self.place += len(taken)
         return taken
