@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightning_asgd.algorithms import ASGD, Algorithm, find
+from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
 from lightning_asgd.compression import Compression, find_compression
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import whole
@@ -51,6 +51,8 @@ class ExchangeConfig:
     """What workers push and what servers do with it."""
     auto: bool = False
     """Whether a worker chooses both by itself; these are its first values."""
+    restarted: bool = False
+    """Whether both follow from the run: see :func:`~lightning_asgd.algorithms.averaging.restarted_period`."""
     overlap: bool = True
     """Continue training while an exchange is in flight."""
     max_offline_steps: int = 1000
@@ -94,7 +96,7 @@ class ExchangeConfig:
         """Check what a user gave.
 
         Args:
-            nsync: default of ``nfetch`` and ``npush``; or ``"auto"``, without these.
+            nsync: default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these.
             nfetch: steps between two fetches; None means ``nsync``.
             npush: steps between two pushes; None means ``nsync``.
             algorithm: an algorithm or its name; None means :class:`ASGD`.
@@ -108,13 +110,18 @@ class ExchangeConfig:
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
         """
-        auto = nsync == "auto"
-        if auto and (nfetch is not None or npush is not None):
+        auto, restarted = nsync == "auto", nsync == "restarted"
+        if (auto or restarted) and (nfetch is not None or npush is not None):
             raise ConfigurationError(
-                f"nsync='auto' was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
+                f"nsync={nsync!r} was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
             )
-        nsync = _FIRST_NSYNC if auto else positive_int("nsync", nsync)
         rule = find(algorithm, scale)
+        if restarted and not isinstance(rule, LocalSGD):
+            raise ConfigurationError(
+                f"nsync='restarted' was given with algorithm={algorithm!r}. Expected algorithm='local_sgd': the rule "
+                "holds where all workers continue from the mean of their weights."
+            )
+        nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
         if timeouts is not None and not isinstance(timeouts, Timeouts):
@@ -130,6 +137,7 @@ class ExchangeConfig:
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
             auto=auto,
+            restarted=restarted,
             algorithm=rule,
             overlap=rule.overlap if overlap is None else overlap,
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),

@@ -38,8 +38,11 @@ class FitMessages:
         self._waited = waited
         self._began = self._waited_before = 0.0
 
-    def start(self, data: str) -> None:
-        """Say how training begins, at its first epoch; ``data`` is how the workers divide the data."""
+    def start(self, data: str, period: int = 0) -> None:
+        """Say how training begins, at its first epoch.
+
+        ``data`` is how the workers divide the data, and ``period`` how often they exchange if that follows from the fit.
+        """
         trainer, membership, begun = self._trainer, self._membership, self._began
         if begun:
             return
@@ -48,7 +51,7 @@ class FitMessages:
             return
         workers = membership.rank_and_size[1]
         servers = membership.client.connection.transport.num_servers
-        what = [exchanges(self._config), *([data] if workers > 1 else [])]
+        what = [exchanges(self._config, period), *([data] if workers > 1 else [])]
         with _aside(trainer.progress_bar_callback):
             tree = tree_of(trainer)
             tree.say(start_line(workers, servers, membership.transport, what, self._folder))
@@ -99,9 +102,9 @@ def _aside(bar: Any, *, over: bool = False) -> Iterator[None]:
         progress.start()
 
 
-def exchanges(config: ExchangeConfig) -> str:
-    """When workers exchange, and by which algorithm if it is not the default."""
-    period = f"nsync={'auto' if config.auto else config.nfetch}"
+def exchanges(config: ExchangeConfig, given: int = 0) -> str:
+    """When workers exchange, and by which algorithm if it is not the default; ``given`` follows from the fit."""
+    period = f"nsync={'auto' if config.auto else given or config.nfetch}"
     if config.nfetch != config.npush:
         period = f"nfetch={config.nfetch}, npush={config.npush}"
     return period if config.algorithm_name == "ASGD" else f"{period}, {config.algorithm_name}"

@@ -30,6 +30,7 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
+from lightning_asgd.adapter.restarted_nsync import restarted_nsync
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
@@ -85,6 +86,7 @@ class FitSession:
         self._resume = resume
         self._units = units
         self._meter: Meter | None = None  # None until metrics are collected
+        self._period = 0  # steps between two exchanges, if it follows from the fit
         self.samples: list[dict[str, Tensor]] = []
         self.last: LastState | None = None  # set when the main process is gone
         waits = config.algorithm.waits or config.algorithm.payload is Payload.LAYERS
@@ -137,9 +139,15 @@ class FitSession:
                 optimizer.use_stream(trainer.global_rank)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state(trainer)
+        self._set_period()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
+
+    def _set_period(self) -> None:
+        if self._config.restarted:
+            trainer, workers = self._trainer, self._membership.rank_and_size[1]
+            self._period = restarted_nsync(trainer.estimated_stepping_batches, workers, trainer.optimizers)
 
     def close(self) -> None:
         """Restore the Trainer and free the buffers."""
@@ -157,7 +165,14 @@ class FitSession:
             membership.collectives,
             module,
             self._config,
-            Training(self._reset_nonfinite_state, self._lr, self._leases, is_monitored(self._trainer), self._units),
+            Training(
+                self._reset_nonfinite_state,
+                self._lr,
+                self._leases,
+                is_monitored(self._trainer),
+                self._units,
+                lambda: self._period,
+            ),
             start,
             late=not looks_at_gradients(module),
         )
@@ -195,7 +210,8 @@ class FitSession:
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._trainer.strategy.announce()
-        self._messages.start("data by speed" if self.data.installed else "data in fixed parts")
+            self._set_period()
+        self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""

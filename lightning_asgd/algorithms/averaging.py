@@ -4,7 +4,9 @@ r"""Model averaging: workers train alone for ``nsync`` steps, then all continue 
 
 References:
     H. Yu, S. Yang, S. Zhu, "Parallel Restarted SGD with Faster Convergence and Less Communication", AAAI 2019
-    (arXiv 1807.06629), algorithm 1 with *I* = nsync.
+    (arXiv 1807.06629), algorithm 1 with *I* = nsync, and the remarks on theorem 1 for :func:`restarted_period`.
+    H. Yu, R. Jin, S. Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed
+    Non-Convex Optimization", ICML 2019 (arXiv 1905.03817): the same period with momentum.
     P. Moritz, R. Nishihara, I. Stoica, M. Jordan, "SparkNet", ICLR 2016 (arXiv 1511.06051): tau = nsync, about 50.
     M. Zinkevich, M. Weimer, A. Smola, L. Li, "Parallelized Stochastic Gradient Descent", NIPS 2010: one average at the
     end, which is what is left if nsync exceeds the number of steps.
@@ -28,7 +30,28 @@ from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.algorithms.rounds import Barrier
 from lightning_asgd.validation import at_least
 
-__all__ = ["LocalSGD"]
+__all__ = ["LocalSGD", "restarted_period"]
+
+
+def restarted_period(steps: float, workers: int) -> int:
+    r"""Steps between two averages of parallel restarted SGD: :math:`\max(1, \lfloor T^{1/4} / N^{3/4} \rfloor)`.
+
+    With a period of this order, and the learning rate :math:`\sqrt N / (L \sqrt T)` for gradients that are
+    *L*-Lipschitz, *N* workers converge as fast per step as one with *N* times the batch: in O(1 / sqrt(NT)). The theorem
+    gives no constant; here it is 1. Longer periods often train as well.
+
+    Args:
+        steps: optimizer steps that every worker takes, *T*.
+        workers: *N*.
+
+    Reference:
+        Yu, Yang and Zhu 2019, theorem 1 and remark 3.
+
+    Example:
+        >>> restarted_period(1_000_000, 4)
+        11
+    """
+    return max(1, int(steps**0.25 / workers**0.75 + 1e-9))
 
 
 @dataclass(frozen=True)

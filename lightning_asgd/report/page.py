@@ -157,6 +157,8 @@ def _period(settings: dict[str, Any]) -> str:
     nsync, fetch, push = (settings.get(name) for name in ("nsync", "nfetch", "npush"))
     if nsync == "auto":
         return "period chosen by measurement (nsync='auto')"
+    if nsync == "restarted":
+        return "period by the theory of parallel restarted SGD (nsync='restarted')"
     if fetch != push:
         return f"push every {push} steps, fetch every {fetch}"
     return f"every {nsync} steps" if nsync else ""

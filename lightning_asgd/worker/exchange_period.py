@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 
 from lightning_asgd.config import ExchangeConfig
 
@@ -53,16 +54,18 @@ class Pace:
 class Schedule:
     """When a channel's next push and fetch are due, and how long an exchange takes.
 
-    The first push and fetch are due ``lead`` steps earlier than later ones.
+    The first push and fetch are due ``lead`` steps earlier than later ones. ``given`` is the period that follows from
+    the run; 0 if it does not.
     """
 
-    def __init__(self, config: ExchangeConfig, lead: int) -> None:
+    def __init__(self, config: ExchangeConfig, lead: int, given: Callable[[], int] = lambda: 0) -> None:
         self.since_push = 0  # steps
         self.since_fetch = 0
         self.trip_s = 0.0  # expected duration of an exchange: the shorter of the latest two
         self.busy_s = 0.0  # spent on exchanges since the latest push began
         self._config = config
         self._lead = lead
+        self._given = given
         self._latest_s = 0.0  # that the latest exchange took
         self._auto = Pace(config.npush) if config.auto else None
         self._wished: int | None = None  # steps between two exchanges that the servers want
@@ -71,7 +74,7 @@ class Schedule:
     @property
     def npush(self) -> int:
         """Steps between two pushes that this worker wants."""
-        return self._config.npush if self._auto is None else self._auto.period
+        return self._given() or (self._config.npush if self._auto is None else self._auto.period)
 
     @property
     def nsync(self) -> int:
@@ -80,7 +83,7 @@ class Schedule:
 
     def due(self, steps: int) -> tuple[bool, bool]:
         """Whether a push, and whether a fetch is due, given the number of optimizer steps taken."""
-        nfetch = self._wished or (self.npush if self._auto else self._config.nfetch)
+        nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)
         period = self._config.algorithm.period
         return (
             self.since_push + self._lead >= period(self.nsync, steps),

@@ -70,7 +70,8 @@ class Channel:
         self.replica = replica
         self.log = ExchangeLog(shards, replica, training.data, waits=config.algorithm.waits)
         # Fragments take turns: the first exchange comes that many steps earlier than after ``nsync``.
-        self.schedule = Schedule(config, config.npush * (fragments - 1 - shards.fragment) // fragments)
+        lead = config.npush * (fragments - 1 - shards.fragment) // fragments
+        self.schedule = Schedule(config, lead, training.period)
         self.leaving: InFlight | None = None  # the exchange that is sent once the device has copied it
         self.stats = ExchangeStats()  # of all channels; set by the exchanger
         self.moved = False  # whether steps were taken since the last :meth:`fetch`

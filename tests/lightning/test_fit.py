@@ -235,3 +235,14 @@ def test_whether_a_worker_validates_is_asked_once(tmp_path: Path, monkeypatch: p
     fit = trainer(tmp_path, ASGDStrategy(nsync=2), devices=1, max_epochs=1)
     fit.fit(Regression(), loader(64), loader(16))
     assert asked == list(range(fit.num_training_batches))
+
+
+def test_the_period_follows_from_steps_and_workers(tmp_path: Path) -> None:
+    """A fit of 256 steps by one worker: the period is their fourth root. 32 steps of an epoch are 8 periods."""
+    strategy = ASGDStrategy(nsync="restarted", algorithm="local_sgd")
+    trainer(tmp_path, strategy, devices=1, max_epochs=8).fit(Regression(), loader())
+    assert strategy.stats.steps == 256
+    assert strategy.stats.pushes == 64
+    nameless = trainer(tmp_path, ASGDStrategy(nsync="restarted", algorithm="local_sgd"), devices=1, max_epochs=-1)
+    with pytest.raises(ValueError, match="number of steps"):
+        nameless.fit(Regression(), loader())

@@ -16,12 +16,14 @@ from lightning_asgd.stats import ExchangeStats
     [
         ({"nsync": 10}, "nsync=10"),
         ({"nsync": "auto"}, "nsync=auto"),
+        ({"nsync": "restarted", "algorithm": "local_sgd"}, "nsync=11, LocalSGD"),
         ({"nsync": 10, "nfetch": 4}, "nfetch=4, npush=10"),
         ({"nsync": 5, "algorithm": "easgd"}, "nsync=5, EASGD"),
     ],
 )
 def test_the_period_and_an_algorithm_that_was_chosen(settings: dict[str, object], said: str) -> None:
-    assert exchanges(ExchangeConfig.create(**settings)) == said  # type: ignore[arg-type]
+    given = 11 if settings["nsync"] == "restarted" else 0
+    assert exchanges(ExchangeConfig.create(**settings), given) == said  # type: ignore[arg-type]
 
 
 def test_the_line_at_the_start() -> None:
