@@ -32,7 +32,7 @@ class LoaderProcesses:
         self._waiting = [0] * self.count  # steps that were asked for and not got
 
     def begin(self, epoch: int) -> int:
-        """An epoch begins. Returns how many steps are to be granted in advance: a step is trained once the next is made."""
+        """An epoch begins. Returns how many steps are to be granted in advance, one of them to be trained meanwhile."""
         self._epoch = epoch
         return 1 + self.count * int(self._loader.prefetch_factor or 1)
 

@@ -110,7 +110,7 @@ class StreamLeases(Leases):
 
     @property
     def _expected_left(self) -> int:
-        """How many samples are probably free. A shard that exceeds the expected length by some is expected to go on."""
+        """How many samples are probably free. A shard that is longer than expected probably has as many more."""
         length = self._usual or self._mean_length
         if length is None or len(self._free) > _ENDLESS:
             return UNKNOWN

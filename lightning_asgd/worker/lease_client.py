@@ -361,8 +361,7 @@ class DataLeases(WorkFeed):
     def _report_end(self, plan: ReadingPlan, number: int) -> None:
         """Report the end of a shard. Nothing that was granted later may be trained before the coordinator knows it."""
         self._take_prefetched()  # it may hold more of the shard
-        begin, end = plan.epoch.shard(number)
-        if any(begin <= first < end for first, _ in self._granted):  # else all was revoked meanwhile
+        if any(first in range(*plan.epoch.shard(number)) for first, _ in self._granted):  # else all was revoked
             found = plan.end(number)
             for first, last in ((number, found.end), *found.returned):
                 self._granted = without(self._granted, first, last)

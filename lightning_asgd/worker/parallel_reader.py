@@ -114,7 +114,7 @@ class ParallelReader:
         self._asked.append(_Step(process, ranges, left_out))
 
     def join_rest(self, batch: int | None) -> bool:
-        """Add too small a rest to the last step, which is made again in two equal ones. Returns whether there were."""
+        """Make two equal steps of the last one and a rest that is too small. Returns whether there were such."""
         if len(self._made) != 1 or self.steps != 1 or not self.begun:
             return False
         step, _ = self._made.popleft()
