@@ -13,6 +13,7 @@ from lightning_asgd.algorithms.downpour import Downpour
 from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
 from lightning_asgd.algorithms.hogwild import Hogwild
 from lightning_asgd.algorithms.layerwise import LayerWise
+from lightning_asgd.algorithms.recipes import recipe
 from lightning_asgd.algorithms.rounds import Barrier, WarmStart
 from lightning_asgd.algorithms.sgmcmc import SGMCMC, ElasticSGMCMC
 from lightning_asgd.algorithms.staleness import (
@@ -56,6 +57,7 @@ __all__ = [
     "Transform",
     "WarmStart",
     "find",
+    "recipe",
 ]
 
 _NAMED: dict[str, type[Algorithm]] = {
