@@ -211,7 +211,7 @@ def entries() -> dict[str, Entry]:
         "Downpour, adadelta": Entry(Downpour("adadelta", accrued="mean"), group="gradient"),
         "Downpour, adam": Entry(Downpour("adam", lr=0.002), group="gradient"),
         "SGMCMC, SGLD": Entry(SGMCMC(), sampler="SGLD", group="samples"),
-        "ElasticSGMCMC, SGHMC": Entry(ElasticSGMCMC(), sampler="SGHMC", group="samples"),
+        "ElasticSGMCMC, SGLD": Entry(ElasticSGMCMC(), sampler="SGLD", group="samples"),
     }
 
 

@@ -98,6 +98,19 @@ class PosteriorSampler(Optimizer):
             self._stream = stream
             self._generator = None
 
+    _chains = 1
+
+    def use_chains(self, chains: int) -> None:
+        """Be one of several chains that draw from the posterior together, tied to each other by springs.
+
+        Each stands for a part of the potential, :math:`U / chains`, so that their sum is *U*: as the step on *U* stays,
+        the noise is larger by the root of their number. See :class:`~lightning_asgd.algorithms.ElasticSGMCMC`.
+        """
+        self._chains = chains
+
+    def _temperature(self, group: dict[str, Any]) -> float:
+        return float(group["temperature"] * self._chains)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step of the chain. Parameters without a gradient stay as they are, without noise.
@@ -225,7 +238,7 @@ class SGLD(PosteriorSampler):
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         slope = _slope(x, gradient, group)
-        x.add_(slope, alpha=-group["lr"]).add_(self._noise(x), alpha=math.sqrt(2 * group["lr"] * group["temperature"]))
+        x.add_(slope, alpha=-group["lr"]).add_(self._noise(x), alpha=math.sqrt(2 * group["lr"] * self._temperature(group)))
 
 
 class PSGLD(PosteriorSampler):
@@ -303,7 +316,7 @@ class PSGLD(PosteriorSampler):
         average.mul_(group["alpha"]).addcmul_(gradient, gradient, value=1 - group["alpha"])
         scale = average.sqrt().add_(group["eps"]).reciprocal_()
         x.addcmul_(_slope(x, gradient, group), scale, value=-group["lr"])
-        x.addcmul_(self._noise(x), scale.sqrt_(), value=math.sqrt(2 * group["lr"] * group["temperature"]))
+        x.addcmul_(self._noise(x), scale.sqrt_(), value=math.sqrt(2 * group["lr"] * self._temperature(group)))
 
 
 class SGHMC(PosteriorSampler):
@@ -371,7 +384,7 @@ class SGHMC(PosteriorSampler):
             state["momentum_buffer"] = torch.zeros_like(x)
         v, h, friction = state["momentum_buffer"], group["lr"], group["friction"]
         v.mul_(1 - friction).add_(_slope(x, gradient, group), alpha=-h)
-        v.add_(self._noise(x), alpha=math.sqrt(2 * friction * h * group["temperature"]))
+        v.add_(self._noise(x), alpha=math.sqrt(2 * friction * h * self._temperature(group)))
         x.add_(v)
 
 

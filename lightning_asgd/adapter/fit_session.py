@@ -137,6 +137,7 @@ class FitSession:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PosteriorSampler):
                 optimizer.use_stream(trainer.global_rank)
+                optimizer.use_chains(self._config.algorithm.chains(self._membership.rank_and_size[1]))
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state(trainer)
         self._set_period()

@@ -285,6 +285,10 @@ class Algorithm(Configurable):
         """Optimizer steps between two exchanges for a worker that has taken ``step`` of them."""
         return nsync
 
+    def chains(self, workers: int) -> int:
+        """Among how many workers the potential is divided that their samplers draw from; for sampling only."""
+        return 1
+
     def check(self, run: Run) -> None:
         """Raise a :class:`ConfigurationError` if the algorithm does not suit the run."""
         for transform in self.transforms:

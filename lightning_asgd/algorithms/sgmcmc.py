@@ -7,9 +7,12 @@ to share it:
 
 .. math::  w \leftarrow w + (x_i - w_i)
 
-*Elastic.* Every worker runs a chain of its own, which a spring ties to the servers' centre:
+*Elastic.* Every worker runs a chain of its own, which a spring ties to the servers' centre, and the centre has noise
+of its own:
 
-.. math::  E = \alpha\,(x_i - w), \qquad x_i \leftarrow x_i - E, \qquad w \leftarrow w + E
+.. math::
+    E = \alpha\,(x_i - w), \qquad x_i \leftarrow x_i - E, \qquad
+    w \leftarrow w + E + \sqrt{2\, h\, n_{sync}}\; \xi
 
 After ``burn_in`` versions the servers keep a copy of their weights every ``thin`` versions. When ``fit`` ends these
 copies are ``strategy.samples``; :func:`lightning_asgd.averaged_prediction` averages predictions over them.
@@ -28,21 +31,27 @@ References:
 
 Departures:
     Only the abstract of the first paper was available: the protocols are derived from it, from Downpour SGD and from
-    EASGD. The elastic centre has no noise of its own, as Springenberg's has.
+    EASGD. Springenberg's chains have momentum, ours in the elastic protocol have none. The centre's noise is Langevin's:
+    with the potential :math:`\sum_i U(x_i) / N + \frac k2 \sum_i |x_i - w|^2` an exchange is a step of the spring, of
+    length :math:`\alpha / k = N h n_{sync}`; the centre takes N of them in the time in which each worker takes one, so
+    that the noise of one is :math:`2 N h n_{sync} / N`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Push, Run, Transform
 from lightning_asgd.algorithms.elastic import EASGD
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.optim import PosteriorSampler
-from lightning_asgd.validation import whole
+from lightning_asgd.optim import SGLD, PosteriorSampler
+from lightning_asgd.validation import at_least, whole
 
 __all__ = ["SGMCMC", "ElasticSGMCMC"]
 
@@ -132,13 +141,16 @@ class SGMCMC(_Collects):
 class ElasticSGMCMC(EASGD, _Collects):
     r"""The elastic protocol: workers run chains of their own; samples are copies of the centre that ties them together.
 
-    The centre is *over-smoothed*: it has no noise of its own and averages the workers' chains, so its samples spread
-    less than the posterior, the less the more workers there are and the weaker the spring is. Their mean is right. Take
-    :class:`SGMCMC` for the spread.
+    Every worker stands for an equal part of the potential, :math:`U / N`; with steps on *U* this means
+    :math:`\sqrt N` times the noise (:meth:`~lightning_asgd.optim.PosteriorSampler.use_chains`). A weak spring makes
+    samples too wide, by about *h* times the steps of all workers between two exchanges of one, :math:`N n_{sync}`,
+    times the curvature of *U*, divided by *beta*. That is as in :class:`SGMCMC`; but the centre moves only as fast as
+    one worker's chain: burn-in and thinning have to be about N times as long.
 
     Args:
         beta: see :class:`EASGD`.
         alpha: see :class:`EASGD`.
+        temperature: that of the workers' optimizers.
         burn_in: see :class:`SGMCMC`.
         thin: see :class:`SGMCMC`.
         max_samples: see :class:`SGMCMC`.
@@ -149,13 +161,52 @@ class ElasticSGMCMC(EASGD, _Collects):
     Staleness:
         of the centre does not arise; a worker's weights are its own.
 
+    Raises:
+        ConfigurationError: before a fit, the optimizer is not SGLD at this temperature: the centre's noise is derived
+            for it.
+
     Example:
         >>> import torch
         >>> w, x = torch.tensor([0.0]), torch.tensor([1.0])
-        >>> ElasticSGMCMC(beta=0.5, burn_in=100).apply(w, x, {}, Push(live=2))
+        >>> ElasticSGMCMC(beta=0.5, burn_in=100).apply(w, x, {}, Push(live=2, lr=0.0))  # lr=0: no noise
         >>> w.item(), x.item()  # x holds the force now
         (0.25, 0.25)
     """
+
+    temperature: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("ElasticSGMCMC(temperature)", self.temperature, 0, finite=True)
+
+    def chains(self, workers: int) -> int:
+        """See :class:`Algorithm`."""
+        return workers
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`. The noise follows from what is pushed, so that a run can be repeated."""
+        noise = torch.Generator(weights.device)
+        noise.manual_seed(_seed(update, push.worker, push.seq, weights.storage_offset()))
+        super().apply(weights, update, slots, push)
+        xi = torch.randn(weights.shape, generator=noise, dtype=weights.dtype, device=weights.device)
+        weights.add_(xi, alpha=math.sqrt(2 * push.lr * push.steps * self.temperature))
+
+    def check(self, run: Run) -> None:
+        """See :class:`Algorithm`."""
+        super().check(run)
+        for optimizer in run.optimizers:
+            temperatures = {group["temperature"] for group in optimizer.param_groups}
+            if not isinstance(optimizer, SGLD) or temperatures != {self.temperature}:
+                raise ConfigurationError(
+                    f"ElasticSGMCMC was given the optimizer {type(optimizer).__name__} with temperatures "
+                    f"{sorted(temperatures)}. Expected SGLD with temperature={self.temperature:g}, as the algorithm's, "
+                    "for which the centre's noise is derived. With other samplers use SGMCMC."
+                )
+
+
+def _seed(update: Tensor, *numbers: int) -> int:
+    start = update[:16].cpu().to(torch.float64).numpy().tobytes()
+    return int.from_bytes(hashlib.sha256(start + repr(numbers).encode()).digest()[:8], "big") >> 1
 
 
 def _changes_updates(transform: type[Transform]) -> bool:

@@ -11,6 +11,7 @@ from lightning_asgd.algorithms import (
     Downpour,
     DropStale,
     DynamicSteps,
+    ElasticSGMCMC,
     GapAware,
     Hogwild,
     LayerWise,
@@ -26,6 +27,7 @@ __all__ = ["EVERY", "ON_SERVERS"]
 
 EVERY: dict[str, Algorithm] = {
     **{name: cls() for name, cls in algorithms._NAMED.items()},
+    "elastic_sgmcmc": ElasticSGMCMC(temperature=1e-6),  # nearly without noise
     "downpour_adagrad": Downpour("adagrad", lr=0.1),
     "downpour_adadelta": Downpour("adadelta", accrued="mean"),
     "downpour_adam": Downpour("adam", lr=0.01),
