@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts regress algorithms programs streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts clients regress algorithms programs streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -93,6 +93,9 @@ accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: h
 
 parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause at a time, in virtual time; WORKERS=, OPTIMIZER=
 	@$(RUN) benchmarks/accuracy_parts.py $(if $(WORKERS),--workers $(WORKERS)) $(if $(OPTIMIZER),--optimizer $(OPTIMIZER))
+
+clients: $(VENV)/.installed-examples ## Paine et al.'s figures with 1 to 16 clients, in virtual time
+	@$(RUN) benchmarks/clients.py
 
 techniques: $(VENV)/.installed-examples ## caches and shared preparation on slow disks, after Mohan et al. (two machines as root)
 	@$(RUN) benchmarks/data_techniques.py
