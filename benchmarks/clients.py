@@ -1,6 +1,6 @@
 """Paine et al. 2013 with 1, 2, 4, 8 and 16 clients, in virtual time: cold start, warm start, and ``nsync``.
 
-    python benchmarks/clients.py            # about five minutes on one core
+    python benchmarks/clients.py            # about ten minutes on one core
     python benchmarks/clients.py --quick    # 1, 4 and 16 clients for a short time
 
 The real objects of servers and workers in one thread: examples/paine2013.py trains real processes, as far as two cores
@@ -22,6 +22,7 @@ The paper's claims, each of which the program answers with yes, no or in part, a
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -35,21 +36,18 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-from digits import datasets
-from paine2013 import digits_network
-
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.report.picture_style import PAPER, SERIES, pyplot
 from lightning_asgd.simulation import Constant, Link, ModuleProblem, Network, Simulation
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
 
 CLIENTS, NSYNCS, SEEDS = (1, 2, 4, 8, 16), (1, 10, 100), (1, 2, 3)
 STEP_S, LR, BATCH, WARM = 0.01, 0.01, 16, 0.3
 GBIT = Link(125e6, 1e-4)
 LOST = 2.0  # a loss above this is no better than a guess, which has 2.3
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,9 @@ class Curve:
 
     def at(self, second: float) -> float:
         """The latest loss at a time."""
-        return next(loss for time, loss in zip(reversed(self.times), reversed(self.losses), strict=True) if time <= second)
+        return next(
+            loss for time, loss in zip(reversed(self.times), reversed(self.losses), strict=True) if time <= second
+        )
 
     def mean(self, begin: float, end: float) -> float:
         found = [loss for time, loss in zip(self.times, self.losses, strict=True) if begin <= time <= end]
@@ -73,13 +73,16 @@ class Curve:
     def roughness(self) -> float:
         """Mean rise of the loss from one evaluation to the next, beside its mean: 0 for a curve that only falls."""
         half = self.losses[len(self.losses) // 4 :]
-        return statistics.fmean(max(0.0, b - a) for a, b in zip(half, half[1:], strict=False)) / statistics.fmean(half)
+        return statistics.fmean(max(0.0, b - a) for a, b in itertools.pairwise(half)) / statistics.fmean(half)
 
 
 class Digits(ModuleProblem):
     """The digits of the examples; clients draw batches from all of them."""
 
     def __init__(self, seed: int, start: Tensor | None = None) -> None:
+        from digits import datasets
+        from paine2013 import digits_network
+
         x, y = datasets()[0].tensors
         torch.manual_seed(seed)
 
@@ -141,16 +144,21 @@ def main() -> None:
             for nsync in NSYNCS:
                 warm[n, nsync].append(train(n, nsync, seed, seconds - warm_s, start))
             CONSOLE.print(f"  seed {seed}, {n} clients")
-    table = Table(title=f"loss on all training data; medians of {len(seeds)} seeds; {seconds:g} s, warm from {warm_s:g} s on")
-    table.add_column("")
+    table = Table(
+        title=f"loss on all training data; medians of {len(seeds)} seeds; {seconds:g} s, warm from {warm_s:g} s on"
+    )
+    table.add_column("", no_wrap=True)
     for column in (f"cold\n- {warm_s:g} s", f"cold\n{seconds:g} s"):
         table.add_column(column, justify="right")
     for nsync in NSYNCS:
         table.add_column(f"warm\nnsync {nsync}", justify="right")
-        table.add_column("mini-batches\nper client", justify="right")
-        table.add_column("roughness", justify="right")
+        table.add_column("batches", justify="right")
+        table.add_column("rough", justify="right")
     for n in clients:
-        cells = [f"{median(cold[n], lambda c: c.mean(0.0, warm_s)):.3f}", f"{median(cold[n], lambda c: c.losses[-1]):.4f}"]
+        cells = [
+            f"{median(cold[n], lambda c: c.mean(0.0, warm_s)):.3f}",
+            f"{median(cold[n], lambda c: c.losses[-1]):.4f}",
+        ]
         for nsync in NSYNCS:
             each = warm[n, nsync]
             cells += [
@@ -177,15 +185,21 @@ def claims(
     CONSOLE.print(f"faster later: {verdict(faster)} {dict(zip(more, faster, strict=True))}")
     for nsync in NSYNCS:
         better = [last[n, nsync] < last[1, nsync] for n in more]
-        CONSOLE.print(f"2. warm, nsync {nsync}: faster with more: {verdict(better)} {dict(zip(more, better, strict=True))}")
+        CONSOLE.print(
+            f"2. warm, nsync {nsync}: faster with more: {verdict(better)} {dict(zip(more, better, strict=True))}"
+        )
     least = [
-        median(warm[n, NSYNCS[0]], lambda c: c.batches) < 0.98 * median(warm[n, NSYNCS[-1]], lambda c: c.batches) for n in more
+        median(warm[n, NSYNCS[0]], lambda c: c.batches) < 0.98 * median(warm[n, NSYNCS[-1]], lambda c: c.batches)
+        for n in more
     ]
     lower = [last[n, NSYNCS[0]] < min(last[n, nsync] for nsync in NSYNCS[1:]) for n in more]
-    CONSOLE.print(f"3. nsync {NSYNCS[0]}: fewest mini-batches: {verdict(least)} {dict(zip(more, least, strict=True))}; ", end="")
+    CONSOLE.print(
+        f"3. nsync {NSYNCS[0]}: fewest mini-batches: {verdict(least)} {dict(zip(more, least, strict=True))}; ", end=""
+    )
     CONSOLE.print(f"lowest loss: {verdict(lower)} {dict(zip(more, lower, strict=True))}")
     rough = [
-        median(warm[n, NSYNCS[-1]], lambda c: c.roughness) > median(warm[n, NSYNCS[0]], lambda c: c.roughness) for n in more
+        median(warm[n, NSYNCS[-1]], lambda c: c.roughness) > median(warm[n, NSYNCS[0]], lambda c: c.roughness)
+        for n in more
     ]
     CONSOLE.print(f"4. nsync {NSYNCS[-1]} is more jagged: {verdict(rough)} {dict(zip(more, rough, strict=True))}")
 

@@ -238,7 +238,9 @@ class SGLD(PosteriorSampler):
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         slope = _slope(x, gradient, group)
-        x.add_(slope, alpha=-group["lr"]).add_(self._noise(x), alpha=math.sqrt(2 * group["lr"] * self._temperature(group)))
+        x.add_(slope, alpha=-group["lr"]).add_(
+            self._noise(x), alpha=math.sqrt(2 * group["lr"] * self._temperature(group))
+        )
 
 
 class PSGLD(PosteriorSampler):

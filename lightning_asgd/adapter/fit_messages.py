@@ -41,7 +41,7 @@ class FitMessages:
     def start(self, data: str, period: int = 0) -> None:
         """Say how training begins, at its first epoch.
 
-        ``data`` is how the workers divide the data, and ``period`` how often they exchange if that follows from the fit.
+        ``data`` is how the workers divide the data, ``period`` how often they exchange if that follows from the fit.
         """
         trainer, membership, begun = self._trainer, self._membership, self._began
         if begun:

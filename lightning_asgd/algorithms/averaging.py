@@ -37,8 +37,8 @@ def restarted_period(steps: float, workers: int) -> int:
     r"""Steps between two averages of parallel restarted SGD: :math:`\max(1, \lfloor T^{1/4} / N^{3/4} \rfloor)`.
 
     With a period of this order, and the learning rate :math:`\sqrt N / (L \sqrt T)` for gradients that are
-    *L*-Lipschitz, *N* workers converge as fast per step as one with *N* times the batch: in O(1 / sqrt(NT)). The theorem
-    gives no constant; here it is 1. Longer periods often train as well.
+    *L*-Lipschitz, *N* workers converge as fast per step as one with *N* times the batch: in O(1 / sqrt(NT)). The
+    theorem gives no constant; here it is 1. Longer periods often train as well.
 
     Args:
         steps: optimizer steps that every worker takes, *T*.

@@ -31,10 +31,10 @@ References:
 
 Departures:
     Only the abstract of the first paper was available: the protocols are derived from it, from Downpour SGD and from
-    EASGD. Springenberg's chains have momentum, ours in the elastic protocol have none. The centre's noise is Langevin's:
-    with the potential :math:`\sum_i U(x_i) / N + \frac k2 \sum_i |x_i - w|^2` an exchange is a step of the spring, of
-    length :math:`\alpha / k = N h n_{sync}`; the centre takes N of them in the time in which each worker takes one, so
-    that the noise of one is :math:`2 N h n_{sync} / N`.
+    EASGD. Springenberg's chains have momentum, ours in the elastic protocol have none. The centre's noise is
+    Langevin's: with the potential :math:`\sum_i U(x_i) / N + \frac k2 \sum_i |x_i - w|^2` an exchange is a step of the
+    spring, of length :math:`\alpha / k = N h n_{sync}`. The centre takes N of them in the time in which each worker
+    takes one, so that the variance of one is :math:`2 N h n_{sync} / N`.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class ElasticSGMCMC(EASGD, _Collects):
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`. The noise follows from what is pushed, so that a run can be repeated."""
         noise = torch.Generator(weights.device)
-        noise.manual_seed(_seed(update, push.worker, push.seq, weights.storage_offset()))
+        noise.manual_seed(_seed(update, push.worker, push.seq, int(weights.storage_offset())))
         super().apply(weights, update, slots, push)
         xi = torch.randn(weights.shape, generator=noise, dtype=weights.dtype, device=weights.device)
         weights.add_(xi, alpha=math.sqrt(2 * push.lr * push.steps * self.temperature))
@@ -205,6 +205,7 @@ class ElasticSGMCMC(EASGD, _Collects):
 
 
 def _seed(update: Tensor, *numbers: int) -> int:
+    """A seed for a push's noise; its numbers are the worker, the push, and the place in the shard."""
     start = update[:16].cpu().to(torch.float64).numpy().tobytes()
     return int.from_bytes(hashlib.sha256(start + repr(numbers).encode()).digest()[:8], "big") >> 1
 

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asgd.adapter.restarted_nsync import restarted_nsync
 from lightning_asgd.algorithms.averaging import restarted_period
@@ -16,6 +17,11 @@ from lightning_asgd.worker.exchange_period import Schedule
 
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
 ADAM = torch.optim.Adam([torch.zeros(1)])
+
+
+@pytest.fixture(autouse=True)
+def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
 
 @pytest.mark.parametrize(
