@@ -110,17 +110,9 @@ class ExchangeConfig:
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
         """
-        auto, restarted = nsync == "auto", nsync == "restarted"
-        if (auto or restarted) and (nfetch is not None or npush is not None):
-            raise ConfigurationError(
-                f"nsync={nsync!r} was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
-            )
         rule = find(algorithm, scale)
-        if restarted and not isinstance(rule, LocalSGD):
-            raise ConfigurationError(
-                f"nsync='restarted' was given with algorithm={algorithm!r}. Expected algorithm='local_sgd': the rule "
-                "holds where all workers continue from the mean of their weights."
-            )
+        _check_period(nsync, nfetch, npush, rule)
+        auto, restarted = nsync == "auto", nsync == "restarted"
         nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
@@ -144,6 +136,18 @@ class ExchangeConfig:
             timeouts=timeouts or Timeouts(),
             compression=code,
             snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
+        )
+
+
+def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
+    if nsync in ("auto", "restarted") and (nfetch is not None or npush is not None):
+        raise ConfigurationError(
+            f"nsync={nsync!r} was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
+        )
+    if nsync == "restarted" and not isinstance(rule, LocalSGD):
+        raise ConfigurationError(
+            f"nsync='restarted' was given with the algorithm {type(rule).__name__}. Expected algorithm='local_sgd': "
+            "the rule holds where all workers continue from the mean of their weights."
         )
 
 

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import at_least, between
 
-__all__ = ["PSGLD", "SGHMC", "SGLD", "PosteriorSampler"]
+__all__ = ["PSGLD", "SGHMC", "SGLD", "PosteriorSampler", "share_posterior"]
 
 _RNG = "rng"  # key of the random stream in a state_dict
 
@@ -238,9 +238,8 @@ class SGLD(PosteriorSampler):
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         slope = _slope(x, gradient, group)
-        x.add_(slope, alpha=-group["lr"]).add_(
-            self._noise(x), alpha=math.sqrt(2 * group["lr"] * self._temperature(group))
-        )
+        x.add_(slope, alpha=-group["lr"])
+        x.add_(self._noise(x), alpha=math.sqrt(2 * group["lr"] * self._temperature(group)))
 
 
 class PSGLD(PosteriorSampler):
@@ -394,6 +393,14 @@ def _slope(x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
     """The estimate of the potential's gradient."""
     slope: Tensor = gradient * group["num_data"]
     return slope.add_(x, alpha=group["weight_decay"])
+
+
+def share_posterior(optimizers: Iterable[Any], stream: int, chains: int) -> None:
+    """Give a worker's samplers a random stream, and the number of chains that draw together."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, PosteriorSampler):
+            optimizer.use_stream(stream)
+            optimizer.use_chains(chains)
 
 
 def _digest(seed: bytes, stream: int) -> int:

@@ -36,7 +36,7 @@ from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_nonfinite
-from lightning_asgd.optim import PosteriorSampler
+from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.lease_client import DataLeases
@@ -82,9 +82,7 @@ class FitSession:
         self._trainer = trainer
         self._membership = membership
         self._run = membership if isinstance(membership, ElasticFleet) else None
-        self._config = config
-        self._resume = resume
-        self._units = units
+        self._config, self._resume, self._units = config, resume, units
         self._meter: Meter | None = None  # None until metrics are collected
         self._period = 0  # steps between two exchanges, if it follows from the fit
         self.samples: list[dict[str, Tensor]] = []
@@ -99,9 +97,10 @@ class FitSession:
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
+        reset, monitored = self._reset_nonfinite_state, is_monitored(trainer)
+        self._training = Training(reset, self._lr, self._leases, monitored, units, lambda: self._period)
         self.synchronizer = self._set_up()
-        servers = resume.take_servers()
-        if servers and trainer.is_global_zero:
+        if (servers := resume.take_servers()) and trainer.is_global_zero:
             self.synchronizer.restore(servers)
         self._undo = [
             JointDecisions(trainer, self).close,
@@ -129,26 +128,19 @@ class FitSession:
 
     def begin(self) -> None:
         """Start from the progress of the others. The optimizers exist by now."""
-        trainer = self._trainer
-        if self._membership.entry is not None:
-            follow_progress(trainer, self._membership.entry.progress)
+        trainer, entry = self._trainer, self._membership.entry
+        if entry is not None:
+            follow_progress(trainer, entry.progress)
         if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints(trainer)
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, PosteriorSampler):
-                optimizer.use_stream(trainer.global_rank)
-                optimizer.use_chains(self._config.algorithm.chains(self._membership.rank_and_size[1]))
+        workers = self._membership.rank_and_size[1]
+        share_posterior(trainer.optimizers, trainer.global_rank, self._config.algorithm.chains(workers))
+        self._period = restarted_nsync(self._config, trainer, workers)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state(trainer)
-        self._set_period()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
-
-    def _set_period(self) -> None:
-        if self._config.restarted:
-            trainer, workers = self._trainer, self._membership.rank_and_size[1]
-            self._period = restarted_nsync(trainer.estimated_stepping_batches, workers, trainer.optimizers)
 
     def close(self) -> None:
         """Restore the Trainer and free the buffers."""
@@ -166,14 +158,7 @@ class FitSession:
             membership.collectives,
             module,
             self._config,
-            Training(
-                self._reset_nonfinite_state,
-                self._lr,
-                self._leases,
-                is_monitored(self._trainer),
-                self._units,
-                lambda: self._period,
-            ),
+            self._training,
             start,
             late=not looks_at_gradients(module),
         )
@@ -211,7 +196,7 @@ class FitSession:
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._trainer.strategy.announce()
-            self._set_period()
+            self._period = restarted_nsync(self._config, self._trainer, self._run.rank_and_size[1])
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
     def before_batch(self, batch: Any) -> None:

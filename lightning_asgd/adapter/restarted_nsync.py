@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.algorithms.averaging import restarted_period
+from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["restarted_nsync"]
 
 
-def restarted_nsync(steps: float, workers: int, optimizers: Sequence[Any]) -> int:
-    """Steps between two exchanges; warns of conditions that do not hold. See :func:`restarted_period`.
+def restarted_nsync(config: ExchangeConfig, trainer: Any, workers: int) -> int:
+    """Steps between two exchanges, 0 if it is not for the fit to decide; warns of conditions that do not hold.
 
-    Args:
-        steps: optimizer steps that each worker takes in the fit.
-        workers: the number of workers.
-        optimizers: a worker's.
+    See :func:`~lightning_asgd.algorithms.averaging.restarted_period`.
 
     Raises:
-        ConfigurationError: the number of steps is not known.
+        ConfigurationError: the number of steps that each worker takes is not known.
     """
+    if not config.restarted:
+        return 0
+    steps, optimizers = trainer.estimated_stepping_batches, trainer.optimizers
     if not 0 < steps < math.inf:
         raise ConfigurationError(
             f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "

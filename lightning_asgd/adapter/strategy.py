@@ -50,8 +50,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
             ``"auto"``: the smallest number whose cost is negligible. Every worker measures steps, exchanges and the
-            servers while it trains, and adapts to changes. ``"restarted"``, with ``algorithm="local_sgd"``: what the
-            theory of parallel restarted SGD gives for the fit's steps and workers.
+            servers while it trains, and adapts. ``"restarted"``: what theory gives for ``algorithm="local_sgd"``.
         nfetch: steps between two fetches of the weights, if not ``nsync``.
         npush: steps between two pushes of updates, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its

@@ -4,7 +4,7 @@ r"""Model averaging: workers train alone for ``nsync`` steps, then all continue 
 
 References:
     H. Yu, S. Yang, S. Zhu, "Parallel Restarted SGD with Faster Convergence and Less Communication", AAAI 2019
-    (arXiv 1807.06629), algorithm 1 with *I* = nsync, and the remarks on theorem 1 for :func:`restarted_period`.
+    (arXiv 1807.06629), algorithm 1 with *I* = nsync, and the remarks on theorem 1 for ``restarted_period``.
     H. Yu, R. Jin, S. Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed
     Non-Convex Optimization", ICML 2019 (arXiv 1905.03817): the same period with momentum.
     P. Moritz, R. Nishihara, I. Stoica, M. Jordan, "SparkNet", ICLR 2016 (arXiv 1511.06051): tau = nsync, about 50.

@@ -142,7 +142,7 @@ class ElasticSGMCMC(EASGD, _Collects):
     r"""The elastic protocol: workers run chains of their own; samples are copies of the centre that ties them together.
 
     Every worker stands for an equal part of the potential, :math:`U / N`; with steps on *U* this means
-    :math:`\sqrt N` times the noise (:meth:`~lightning_asgd.optim.PosteriorSampler.use_chains`). A weak spring makes
+    :math:`\sqrt N` times the noise (``PosteriorSampler.use_chains``). A weak spring makes
     samples too wide, by about *h* times the steps of all workers between two exchanges of one, :math:`N n_{sync}`,
     times the curvature of *U*, divided by *beta*. That is as in :class:`SGMCMC`; but the centre moves only as fast as
     one worker's chain: burn-in and thinning have to be about N times as long.

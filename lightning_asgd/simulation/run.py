@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.optim import PosteriorSampler
+from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Leave
 from lightning_asgd.server.service import Service
 from lightning_asgd.simulation.clock import VirtualClock
@@ -190,9 +190,7 @@ class _Running:
             for rank in range(plan.workers)
         ]
         for rank, worker in enumerate(self.workers):
-            if isinstance(worker.optimizer, PosteriorSampler):
-                worker.optimizer.use_stream(rank)
-                worker.optimizer.use_chains(config.algorithm.chains(plan.workers))
+            share_posterior([worker.optimizer], rank, config.algorithm.chains(plan.workers))
         optimizers = tuple(w.optimizer for w in self.workers[:1])
         config.algorithm.check(Run(plan.workers, 1, config.npush, optimizers))
         self.losses: list[Point] = []

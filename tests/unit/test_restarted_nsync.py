@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,13 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.exchange_period import Schedule
 
+CONFIG = ExchangeConfig.create(nsync="restarted", algorithm="local_sgd")
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
 ADAM = torch.optim.Adam([torch.zeros(1)])
+
+
+def fit(steps: float, *optimizers: Any) -> Any:
+    return SimpleNamespace(estimated_stepping_batches=steps, optimizers=optimizers)
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +43,17 @@ def test_the_period(steps: int, workers: int, period: int) -> None:
 def test_what_holds_is_not_commented_on() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert restarted_nsync(1_000_000, 4, [SGD]) == 11
-        assert restarted_nsync(10, 1, [SGD]) == 1
+        assert restarted_nsync(CONFIG, fit(1_000_000, SGD), 4) == 11
+        assert restarted_nsync(CONFIG, fit(10, SGD), 1) == 1
 
 
 def test_conditions_that_do_not_hold_are_reported() -> None:
     with pytest.warns(UserWarning, match=r"4 workers that take 63 steps .* only from 64 steps"):
-        assert restarted_nsync(63, 4, [SGD]) == 1
+        assert restarted_nsync(CONFIG, fit(63, SGD), 4) == 1
     with pytest.warns(UserWarning, match="not about Adam"):
-        assert restarted_nsync(1_000_000, 4, [SGD, ADAM]) == 11
+        assert restarted_nsync(CONFIG, fit(1_000_000, SGD, ADAM), 4) == 11
     with pytest.raises(ConfigurationError, match="number of steps, which is inf"):
-        restarted_nsync(math.inf, 4, [SGD])
+        restarted_nsync(CONFIG, fit(math.inf, SGD), 4)
 
 
 def test_only_where_workers_continue_from_their_mean() -> None:
