@@ -179,6 +179,8 @@ class Leases:
         self._note_ends(request.worker, worker, request.ended)
         self._take_back(worker, request.returned)
         worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
+        if request.wait:  # it has trained all it had; after a recovery more may be noted, which did not exist
+            worker.granted = request.trained
         worker.rtt_s, worker.flush = request.rtt_s, request.flush
         worker.places = list(request.places) or [-1]
         answers: list[Completion] = []

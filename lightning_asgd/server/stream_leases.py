@@ -25,7 +25,7 @@ from lightning_asgd.server.self_scheduling import MUCH_FASTER
 
 __all__ = ["StreamLeases", "leases_of"]
 
-_ENDLESS = 1000  # free ranges that are as good as endless; to count the samples in them would take long
+_ENDLESS = 100  # free ranges that are as good as endless; to count the samples in them would take long
 
 
 class StreamLeases(Leases):
@@ -37,8 +37,8 @@ class StreamLeases(Leases):
     _usual: float | None = None
     """Mean length of the shards of unknown length in the previous epoch."""
 
-    _mean_length: float | None = None
-    """Mean length of those that have ended in this epoch."""
+    _found = 0
+    """Samples in those that have ended in this epoch."""
 
     def __init__(self, epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> None:
         super().__init__(epoch, all_train=all_train, before=before, now=now)
@@ -58,10 +58,11 @@ class StreamLeases(Leases):
 
     def _end(self, number: int) -> None:
         """Note that a shard has no sample from a number on."""
-        _, end = self.epoch.shard(number)
-        self._ended[end] = min(number, self._ended.get(end, number))
-        lengths = [each - self.epoch.shard(each)[0] for each in self._ended.values() if self._is_unknown(each)]
-        self._mean_length = sum(lengths) / len(lengths) if lengths else None
+        begin, end = self.epoch.shard(number)
+        ended = min(number, self._ended.get(end, number))
+        if self._is_unknown(number):
+            self._found += ended - self._ended.get(end, begin)
+        self._ended[end] = ended
         self._free = without(self._free, number, end)
 
     def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
@@ -69,10 +70,10 @@ class StreamLeases(Leases):
             begin, end = self._shard_of(number, each)
             if self._ended.get(end, end) <= each:
                 continue  # a repeated call, or another worker has found it first
-            if not any(begin <= first <= each <= last + worker.size and first < end for first, last in worker.held):
+            if not any(begin <= first < end for first, _ in worker.held):
                 raise ProtocolError(
-                    f"Worker {number} says that a shard of epoch {self.epoch.key} ends at {each}. Expected a "
-                    "number that was granted to it, or one of the next step's."
+                    f"Worker {number} says that a shard of epoch {self.epoch.key} ends at {each}. Expected a shard of "
+                    "which it has units."
                 )
             self._end(each)
         for each in ends:
@@ -120,6 +121,11 @@ class StreamLeases(Leases):
             expected += abs(length - (first - begin)) if self._is_open(last) else last - first
         return max(1, round(expected))
 
+    @property
+    def _mean_length(self) -> float | None:
+        """Mean length of the shards that have ended."""
+        return self._found / len(self._ended) if self._ended else None
+
     def _is_open(self, last: int) -> bool:
         """Whether a free range ends where its shard does, and that is not known yet."""
         return last in self._cut_at and self._is_unknown(last - 1)
@@ -150,7 +156,8 @@ class StreamLeases(Leases):
         if units and 2 * (left - units) < worker.size:
             return left
         # A shard of unknown length is read to its end by the worker that has a step of it already.
-        reads = not waits and (free := self._free_at(worker.places[0])) is not None and self._is_open(free[1])
+        free = None if waits else self._free_at(worker.places[0])
+        reads = free is not None and self._is_open(free[1]) and free[1] - free[0] <= left
         fast = not any(other.unit_s * MUCH_FASTER < worker.unit_s for other in self._others(number) if other.unit_s)
         return max(units, min(left, worker.size)) if reads and fast else units
 

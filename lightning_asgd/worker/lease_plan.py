@@ -229,7 +229,7 @@ class ParallelPlan(ReadingPlan):
         found = self.reader.fill(last=last)
         if last and found is None and self.reader.steps <= 1:
             small = 2 * self.reader.begun < self.step and not self.drop_last
-            if not (small and self.reader.join_rest(self.batch)):
+            if not (small and self.reader.join_rest(self.step, self.batch)):
                 self.reader.ask(self.batch, drop_last=self.drop_last)
             found = self.reader.fill(last=True)
         return found

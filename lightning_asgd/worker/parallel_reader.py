@@ -113,20 +113,15 @@ class ParallelReader:
         self._processes.ask(process, StepOrder(tuple(ranges), tuple(sizes)))
         self._asked.append(_Step(process, ranges, left_out))
 
-    def join_rest(self, batch: int | None) -> bool:
-        """Make two equal steps of the last one and a rest that is too small. Returns whether there were such."""
+    def join_rest(self, step: int, batch: int | None) -> bool:
+        """Make equal steps of the last one and a rest that is too small. Returns whether there were such."""
         if len(self._made) != 1 or self.steps != 1 or not self.begun:
             return False
-        step, _ = self._made.popleft()
-        ranges, self._part = step.ranges + self._part, []
-        half, first = (_count(ranges) + 1) // 2, list[tuple[int, int]]()
-        while (room := half - _count(first)) > 0:
-            a, b = ranges.pop(0)
-            first.append((a, min(b, a + room)))
-            if a + room < b:
-                ranges.insert(0, (a + room, b))
-        for part in (first, ranges):
-            self._order(step.process, part, batch or 1)
+        last, _ = self._made.popleft()
+        ranges, self._part = last.ranges + self._part, []
+        units = _count(ranges)
+        for part in (ranges,) if units <= step else _split(ranges, -(-units // 2)):
+            self._order(last.process, part, batch or 1)
         return True
 
     def fill(self, *, last: bool) -> int | None:
@@ -207,3 +202,14 @@ class ParallelReader:
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(last - first for first, last in ranges)
+
+
+def _split(ranges: Sequence[tuple[int, int]], count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The first ``count`` units of ranges, and the others."""
+    first: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    for a, b in ranges:
+        cut = min(b, a + count - _count(first))
+        first += [(a, cut)] if a < cut else []
+        others += [(cut, b)] if cut < b else []
+    return first, others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +41,14 @@ class StepMaker:
         ends: Sequence[int],
         collate: Callable[[list[Any]], Any],
     ) -> None:
-        self._ends = frozenset(ends)
+        self._ends = ends
         self._shards = OpenShards(read, ends)
         self._collate = collate
 
     def make(self, order: StepOrder) -> MadeStep:
         """The batches of a step. If a shard has too few samples for it, they are read again for a later one."""
         taken, ended, samples = [], [], []
-        beyond = max(1, sum(order.sizes) // 2)  # see `StreamReader.fill`
+        beyond = -(-sum(order.sizes) // 2)  # see `StreamReader.fill`
         for first, last in order.ranges:
             shard = self._shards.at(first)
             place, found = shard.place, shard.take(last - first)
@@ -56,7 +57,8 @@ class StepMaker:
                 for each, start, read in reversed(taken):
                     each.give_back(start, read)
                 return MadeStep(None, (first + len(found),))
-            if (number := last + shard.upcoming(beyond)) < last + beyond and number not in self._ends:
+            look = min(beyond, self._ends[bisect_right(self._ends, first)] - last)
+            if (number := last + shard.upcoming(look)) < last + look:
                 ended.append(number)
             samples += found
         batches, start = [], 0

@@ -62,8 +62,11 @@ class StreamReader:
             self.samples += sample
             if first + 1 < last:
                 self._granted.appendleft((first + 1, last))
-            elif (found := last + shard.upcoming(beyond)) < last + beyond and found not in self._known:
-                return found
+            else:
+                look = min(beyond, self._ends[bisect_right(self._ends, first)] - last)
+                found = last + shard.upcoming(look)
+                if found < last + look and found not in self._known:
+                    return found
         return None
 
     def end(self, number: int) -> int:

@@ -112,6 +112,7 @@ class Job:
         latency: float = 0.0,
     ) -> None:
         self.latency = latency  # seconds until a request reaches the server
+        self.sent: list[tuple[int, Future[Any]]] = []  # requests that have not reached it
         self.processes = processes  # of each worker, which read the shards
         self.shards, self.batch, self.push_every = shards, batch, push_every
         units = shards.ends[-1]
@@ -278,6 +279,9 @@ class Job:
     def _rejoin(self, number: int) -> None:
         worker = self.workers[number]
         worker.away = False
+        for sender, future in self.sent:
+            if sender == number and not future.done():  # the worker waits for its answer before it rejoins
+                future.set_exception(WorkerAwayError("away"))
         self._answer(self.server.forget(number, self.now))
         worker.unpushed = []
         worker.leases.revoke()
@@ -306,6 +310,7 @@ class Job:
 
     def post(self, request: LeaseRequest, future: Future[Any]) -> None:
         if self.latency:
+            self.sent.append((request.worker, future))
             restored, worker = self.restored, self.workers[request.worker]
             self.at(self.now + self.latency, lambda: self.serve(request, future, restored, worker))
         else:
@@ -313,7 +318,8 @@ class Job:
 
     def serve(self, request: LeaseRequest, future: Future[Any], restored: int, wakes: Worker | None) -> None:
         worker = self.workers[request.worker]
-        if worker.killed:
+        self.sent = [each for each in self.sent if each[1] is not future]
+        if worker.killed or future.done():
             return
         if worker.away:
             future.set_exception(WorkerAwayError("away"))
@@ -511,6 +517,55 @@ def test_a_small_rest_is_trained_with_the_step_before(processes: int, latency: f
     assert small <= 2
 
 
+@dataclass(frozen=True)
+class Stated(Shards):
+    """Shards that have other lengths than they say."""
+
+    stated: Sequence[int] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.stated))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("processes", [0, 1, 2])
+@pytest.mark.parametrize("actual", [(11, 10), (10, 11), (9, 10), (11, 12)])
+def test_what_a_shard_has_beyond_its_stated_length_is_left_out(
+    actual: tuple[int, int], processes: int, workers: int
+) -> None:
+    job = Job(Stated(actual, True, (10, 10)), [0.1] * workers, processes=processes).run()
+    assert job.applied == Shards([min(n, 10) for n in actual]).all
+
+
+def test_a_fenced_worker_may_report_an_end_that_it_found_before() -> None:
+    job = Job(Shards((53,)), [0.0637, 0.0981], (81,), processes=1, push_every=10)
+    job.at(0.1268, lambda: job.fence(1))
+    assert job.run().applied == job.shards.all
+
+
+def test_the_steps_of_an_epoch_may_become_smaller() -> None:
+    job = Job(Shards((106,)), [0.05], (96,), accumulate=8, processes=1)
+    job.at(0.01, lambda: job.workers[0].leases.accumulate(1))
+    assert job.run().applied == job.shards.all
+
+
+def test_a_worker_that_waits_counts_as_free_after_the_coordinator_was_replaced() -> None:
+    paces = [0.0227, 0.0132, 0.0184, 0.0209]
+    for lost_s in (0.16, 0.17, 0.1792, 0.185):
+        job = Job(Shards([51, 28, 32, 32, 8]), paces, (29, 57), processes=2, latency=0.004)
+        job.at(lost_s, job.replace_server)
+        assert job.run().applied == job.shards.all
+
+
+@pytest.mark.parametrize("slow", [0.015, 0.02, 0.035])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_slower_worker_does_not_take_the_last_step_of_an_interval(processes: int, slow: float) -> None:
+    paces = [0.01, slow]
+    job = Job(Shards([4000] * 2), paces, range(200, 8000, 200), push_every=5, processes=processes).run()
+    assert job.now < 1.03 * 2000 / sum(1 / pace for pace in paces)
+
+
 @pytest.mark.parametrize("processes", [0, 3])
 def test_a_shard_is_read_by_one_process_until_no_other_is_left(processes: int) -> None:
     reads: Counter[int] = Counter()
@@ -534,7 +589,7 @@ def test_a_worker_may_end_only_a_shard_that_it_reads() -> None:
     leases.update_members((0, 1), 0.0)
     (first,) = leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4), 0.0)
     assert first.reply.ranges == ((0, 4),)
-    for number in (UNKNOWN + 3, 9, -1, 2 * UNKNOWN):
+    for number in (UNKNOWN + 3, -1, 2 * UNKNOWN):
         with pytest.raises(ProtocolError, match="shard"):
             leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4, ended=(number,)), 0.0)
     (second,) = leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4, ended=(3,)), 0.0)
