@@ -219,7 +219,7 @@ def picture(
             label = f"{n} client{'s' * (n > 1)} ({curve.batches:,})"
             panel.plot([shift + t for t in curve.times], curve.losses, color=colour, lw=1.5, label=label)
         panel.axhline(LOST, color=PAPER["soft"], lw=0.8, ls=":")
-        panel.set(title=title, xlabel="virtual seconds", yscale="log", ylim=(1e-4, 20))
+        panel.set(title=title, xlabel="virtual seconds", yscale="log", ylim=(5e-3, 20))
         panel.legend(title="mini-batches per client", fontsize=8, title_fontsize=8, alignment="left")
     axes[0].set_ylabel("loss on all training data")
     path = ROOT / "results" / "clients.png"
