@@ -38,7 +38,7 @@ from lightning_asgd import algorithms
 from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, Downpour, LocalSGD, StaleSynchronous, Transform
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.optim import SGHMC
+from lightning_asgd.optim import SGHMC, SGLD
 from lightning_asgd.simulation import Constant, Crash, Link, LogNormal, ModuleProblem, Network, Quadratic, Simulation
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import connection as connection_module
@@ -85,7 +85,10 @@ def of(algorithm: Algorithm, **changes: Any) -> Simulation:
 
     def optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
         if algorithm.keep_at_most:  # it samples, and takes no optimizer without noise
-            return SGHMC(parameters, lr=0.005, num_data=1, friction=0.1, temperature=1e-6, seed=1, stream=next(ranks))
+            settings: dict[str, Any] = {"num_data": 1, "seed": 1, "stream": next(ranks)}
+            if isinstance(algorithm, algorithms.ElasticSGMCMC):
+                return SGLD(parameters, lr=0.005, temperature=algorithm.temperature, **settings)
+            return SGHMC(parameters, lr=0.005, friction=0.1, temperature=1e-6, **settings)
         return torch.optim.SGD(parameters, lr=0.005, momentum=0.9, nesterov=True)
 
     nsync = 1 if isinstance(algorithm, algorithms.DANASlim) else 3

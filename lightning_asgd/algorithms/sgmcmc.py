@@ -42,7 +42,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -175,6 +175,8 @@ class ElasticSGMCMC(EASGD, _Collects):
 
     temperature: float = field(default=1.0, kw_only=True)
 
+    chunked: ClassVar[bool] = False  # noise is drawn for a shard at once, so that it does not depend on chunks
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("ElasticSGMCMC(temperature)", self.temperature, 0, finite=True)
@@ -186,7 +188,7 @@ class ElasticSGMCMC(EASGD, _Collects):
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`. The noise follows from what is pushed, so that a run can be repeated."""
         noise = torch.Generator(weights.device)
-        noise.manual_seed(_seed(update, push.worker, push.seq, int(weights.storage_offset())))
+        noise.manual_seed(_seed(update, push.worker, push.seq))
         super().apply(weights, update, slots, push)
         xi = torch.randn(weights.shape, generator=noise, dtype=weights.dtype, device=weights.device)
         weights.add_(xi, alpha=math.sqrt(2 * push.lr * push.steps * self.temperature))
@@ -205,7 +207,7 @@ class ElasticSGMCMC(EASGD, _Collects):
 
 
 def _seed(update: Tensor, *numbers: int) -> int:
-    """A seed for a push's noise; its numbers are the worker, the push, and the place in the shard."""
+    """A seed for a push's noise, from its first values, its worker and its number."""
     start = update[:16].cpu().to(torch.float64).numpy().tobytes()
     return int.from_bytes(hashlib.sha256(start + repr(numbers).encode()).digest()[:8], "big") >> 1
 

@@ -85,10 +85,10 @@ def start(context: Any, tmp_path: Path) -> Any:
         process.join()
 
 
-def run(start: Start, folder: Path, name: str, *arguments: str) -> str:
+def run(start: Start, folder: Path, name: str, *arguments: str, seconds: float = 100) -> str:
     """Run an example, and return what it printed."""
     process = start(be_program, "output", name, arguments)
-    process.join(100)
+    process.join(seconds)
     output = (folder / "output").read_text()
     assert process.exitcode == 0, output
     return output
@@ -132,7 +132,8 @@ def test_the_character_model_learns_and_writes(start: Start, tmp_path: Path) -> 
 
 @pytest.mark.timeout(300)
 def test_the_gan_finds_the_ring_and_saves_a_picture(start: Start, tmp_path: Path) -> None:
-    output = run(start, tmp_path, "gan.py", "--fast", "--strategy", "asgd_fork")
+    # 40 s by itself; beside the other groups of tests on a slow machine more than 100.
+    output = run(start, tmp_path, "gan.py", "--fast", "--strategy", "asgd_fork", seconds=240)
     clouds, inside = numbers(r"(\d) of 8 clouds, ([\d.]+) of the points", output)
     assert clouds >= 4
     assert inside > 0.25  # of points spread evenly over the ring's square it would be 0.1

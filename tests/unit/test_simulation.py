@@ -27,7 +27,7 @@ from lightning_asgd.algorithms import (
 )
 from lightning_asgd.algorithms.base import Payload, Push
 from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
-from lightning_asgd.optim import SGHMC
+from lightning_asgd.optim import SGHMC, SGLD
 from lightning_asgd.simulation import (
     Constant,
     Crash,
@@ -437,7 +437,10 @@ def test_what_does_not_exchange_weights_is_not_simulated(cls: type[Algorithm]) -
 def test_every_algorithm_runs(algorithm: Algorithm) -> None:
     def optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
         if algorithm.keep_at_most:  # it samples, and takes no optimizer without noise
-            return SGHMC(parameters, lr=0.005, num_data=1, friction=0.1, temperature=1e-6, seed=1, stream=next(ranks))
+            settings: dict[str, Any] = {"num_data": 1, "seed": 1, "stream": next(ranks)}
+            if isinstance(algorithm, algorithms.ElasticSGMCMC):
+                return SGLD(parameters, lr=0.005, temperature=algorithm.temperature, **settings)
+            return SGHMC(parameters, lr=0.005, friction=0.1, temperature=1e-6, **settings)
         return torch.optim.SGD(parameters, lr=0.005, momentum=0.9, nesterov=True)
 
     ranks = itertools.count()
