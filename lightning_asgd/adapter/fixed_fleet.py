@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ _LAST = "last checkpoint"  # which worker writes it
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
 _UNREACHABLE_S = 20.0  # without an answer of the servers, after which a worker looks for another host
 _NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
+_RECENT_S = 10.0  # after which an event is old: a worker that becomes chief prints the events since then
 
 
 def _looks(timeouts: Timeouts) -> tuple[float, float]:
@@ -88,6 +90,7 @@ class FixedFleet(Fleet):
         self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started
+        self._unprinted: deque[tuple[float, str]] = deque(maxlen=20)  # events while another was chief, and when
         self.chief = 0
         """The worker that logs and writes checkpoints; changes between two batches and in collectives only."""
         self._trainer = trainer
@@ -163,6 +166,8 @@ class FixedFleet(Fleet):
         seen = any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited)
         if self.is_chief and not seen:
             log.warning(event)
+        elif not seen:
+            self._unprinted.append((time.monotonic(), event))
 
     # ------------------------------------------------------------------ the chief
 
@@ -201,6 +206,9 @@ class FixedFleet(Fleet):
             self._job.hosts.chief = chief
         self._speak_if_chief()
         if self.is_chief:
+            for at, event in self._unprinted:
+                if time.monotonic() - at < _RECENT_S:  # the chief before may not have lived to print it
+                    log.warning(event)
             self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")
             take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
