@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -72,8 +73,8 @@ class Curve:
     @property
     def roughness(self) -> float:
         """Mean rise of the loss from one evaluation to the next, beside its mean: 0 for a curve that only falls."""
-        half = self.losses[len(self.losses) // 4 :]
-        return statistics.fmean(max(0.0, b - a) for a, b in itertools.pairwise(half)) / statistics.fmean(half)
+        late = self.losses[len(self.losses) // 4 :]
+        return statistics.fmean(max(0.0, b - a) for a, b in itertools.pairwise(late)) / statistics.fmean(late)
 
 
 class Digits(ModuleProblem):
@@ -98,7 +99,7 @@ class Digits(ModuleProblem):
 
     def loss(self, weights: Tensor) -> float:
         found = super().loss(weights)
-        return min(found, 1e3) if found == found else 1e3  # NaN
+        return min(found, 1e3) if not math.isnan(found) else 1e3
 
 
 def train(clients: int, nsync: int, seed: int, seconds: float, start: Tensor | None = None) -> Curve:

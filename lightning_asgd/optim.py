@@ -58,6 +58,8 @@ class PosteriorSampler(Optimizer):
         ConfigurationError: a setting is of the wrong type or out of range.
     """
 
+    _chains = 1  # that draw from the posterior together
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -98,13 +100,11 @@ class PosteriorSampler(Optimizer):
             self._stream = stream
             self._generator = None
 
-    _chains = 1
-
     def use_chains(self, chains: int) -> None:
         """Be one of several chains that draw from the posterior together, tied to each other by springs.
 
-        Each stands for a part of the potential, :math:`U / chains`, so that their sum is *U*: as the step on *U* stays,
-        the noise is larger by the root of their number. See :class:`~lightning_asgd.algorithms.ElasticSGMCMC`.
+        Each chain stands for an equal part of the potential, :math:`U / chains`; their sum is *U*. The step on *U*
+        stays as it is, and the noise is larger by the root of their number. See :class:`~lightning_asgd.algorithms.ElasticSGMCMC`.
         """
         self._chains = chains
 

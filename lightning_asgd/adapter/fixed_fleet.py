@@ -206,7 +206,7 @@ class FixedFleet(Fleet):
             self._job.hosts.chief = chief
         self._speak_if_chief()
         if self.is_chief:
-            for at, event in self._unprinted:
+            for at, event in list(self._unprinted):  # the heartbeat thread may append meanwhile
                 if time.monotonic() - at < _RECENT_S:  # the chief before may not have lived to print it
                     log.warning(event)
             self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")

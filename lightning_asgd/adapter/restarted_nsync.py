@@ -16,7 +16,7 @@ __all__ = ["restarted_nsync"]
 
 
 def restarted_nsync(config: ExchangeConfig, trainer: Any, workers: int) -> int:
-    """Steps between two exchanges, 0 if it is not for the fit to decide; warns of conditions that do not hold.
+    """Steps between two exchanges, 0 without ``nsync="restarted"``; warns of conditions that do not hold.
 
     See :func:`~lightning_asgd.algorithms.averaging.restarted_period`.
 

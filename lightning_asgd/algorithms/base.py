@@ -7,7 +7,6 @@ rule must work element by element unless it says that it is not :attr:`Algorithm
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,7 +116,6 @@ class Run:
         nsync: optimizer steps between two exchanges.
         optimizers: the worker's optimizers.
         precision: the precision, by Lightning's name.
-        steps: optimizer steps that every worker will take; infinite if unknown.
     """
 
     workers: int
@@ -125,7 +123,6 @@ class Run:
     nsync: int = 1
     optimizers: Sequence[Any] = ()
     precision: str = "32-true"
-    steps: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class ParallelReader:
         self._asked.append(_Step(process, ranges, left_out))
 
     def join_rest(self, step: int, batch: int | None) -> bool:
-        """Make equal steps of the last one and a rest that is too small. Returns whether there were such."""
+        """Order the last step again, together with a rest too small for a step. Returns False if there are none."""
         if len(self._made) != 1 or self.steps != 1 or not self.begun:
             return False
         last, _ = self._made.popleft()
@@ -127,7 +127,7 @@ class ParallelReader:
     def fill(self, *, last: bool) -> int | None:
         """Wait until a step is made, and the next one, if enough of them, or the ``last`` ones, are on the way.
 
-        The next one, for if a shard ends within it, its rest may have to be added to the first; see :meth:`join_rest`.
+        A shard may end within the next step, and the rest may have to join the first step; see :meth:`join_rest`.
         Stops where a shard ends: returns the number that does not exist.
         """
         while not self._found and len(self._made) < 2 and self._asked:

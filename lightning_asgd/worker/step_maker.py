@@ -48,7 +48,7 @@ class StepMaker:
     def make(self, order: StepOrder) -> MadeStep:
         """The batches of a step. If a shard has too few samples for it, they are read again for a later one."""
         taken, ended, samples = [], [], []
-        beyond = -(-sum(order.sizes) // 2)  # see `StreamReader.fill`
+        beyond = max(1, -(-sum(order.sizes) // 2))  # see `StreamReader.fill`
         for first, last in order.ranges:
             shard = self._shards.at(first)
             place, found = shard.place, shard.take(last - first)

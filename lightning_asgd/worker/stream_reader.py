@@ -49,8 +49,8 @@ class StreamReader:
     def fill(self, count: int, beyond: int) -> int | None:
         """Read until there are ``count`` samples. Stops at the end of a shard: returns the number that does not exist.
 
-        Looks whether there are ``beyond`` more samples after the last one that was granted. So every end is found, and
-        a rest of a shard that is too small for a batch is known before the batch that it can be added to is trained.
+        The reader looks up to ``beyond`` samples further than it was granted. This finds the end of every shard. If a
+        shard has a rest that is too small for a batch, the rest is found before the batch is trained that it can join.
         """
         while len(self.samples) < count and self._granted:
             first, last = self._granted.popleft()
