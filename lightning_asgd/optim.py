@@ -104,7 +104,8 @@ class PosteriorSampler(Optimizer):
         """Be one of several chains that draw from the posterior together, tied to each other by springs.
 
         Each chain stands for an equal part of the potential, :math:`U / chains`; their sum is *U*. The step on *U*
-        stays as it is, and the noise is larger by the root of their number. See :class:`~lightning_asgd.algorithms.ElasticSGMCMC`.
+        stays as it is, and the noise is larger by the root of their number. See
+        :class:`~lightning_asgd.algorithms.ElasticSGMCMC`.
         """
         self._chains = chains
 
