@@ -283,7 +283,8 @@ class TrainingJob:
     def _rendezvous(self, timeout_s: float | None = None) -> Rendezvous:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
-        return Rendezvous.connect(*self.address, timeout_s or self.start_timeout_s, elsewhere=self.attaches)
+        wait_s = timeout_s or self.start_timeout_s
+        return Rendezvous.connect(*self.address, wait_s, elsewhere=self.attaches, transport=self.transport)
 
     def _reach_host(self) -> Rendezvous:
         """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""

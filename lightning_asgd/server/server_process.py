@@ -108,7 +108,7 @@ def run_server(argv: list[str] | None = None) -> int:
         server = kind.serve(checked(service.handle), arguments.name, settings.interface)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
-    with Rendezvous.connect(arguments.host, arguments.port, _START_S) as rendezvous:
+    with Rendezvous.connect(arguments.host, arguments.port, _START_S, transport=settings.transport) as rendezvous:
         rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):

@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 _POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
 _GRACE_S = 1.0
 _GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store waits for the client
+_EXPECTED_GREETING_S = 1.0  # on a busy machine it takes longer
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
 _FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _MOST_SUCCESSORS = 1000  # replacements of one server
@@ -59,7 +60,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """
         secret = os.environ.get(SECRET_ENV)
         try:
-            return cls(store(host, port, secret))
+            made = cls(store(host, port, secret))
         except OSError as error:
             if error.errno == errno.EADDRINUSE and (mine := TorchStore.of_this_process(host, port, secret)) is not None:
                 return cls(mine)
@@ -67,6 +68,8 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
                 f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
                 "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
             ) from error
+        _silent.discard(made.address)  # the port of an earlier store may be that of another kind now
+        return made
 
     @classmethod
     def connect(
@@ -77,13 +80,16 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         hint: str = "MASTER_ADDR and MASTER_PORT name it on every machine",
         *,
         elsewhere: bool = False,
+        transport: str = "",
     ) -> Rendezvous:
         """Connect to a store that another process hosts, waiting for it to appear. The hint is for the error.
 
-        ``elsewhere``: it is not of a job that this process belongs to.
+        ``elsewhere``: it is not of a job that this process belongs to. ``transport``: the job's, if known.
         """
+        secret = given() if elsewhere else os.environ.get(SECRET_ENV)
+        greeting_s = _EXPECTED_GREETING_S if transport == "zmq" else _GREETING_S
         try:
-            return cls(_reach(host, port, given() if elsewhere else os.environ.get(SECRET_ENV), timeout_s))
+            return cls(_reach(host, port, secret, timeout_s, greeting_s))
         except LaunchError:
             raise
         except (OSError, RuntimeError) as error:
@@ -259,27 +265,43 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         return answer
 
 
-def _reach(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
+def _reach(host: str, port: int, secret: str | None, timeout_s: float, greeting_s: float) -> EntryStore:
     """Connect to the store that listens there, of whichever kind it is, once one does."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             with _listener(host, port, deadline) as probe:
-                if not _greets(probe, 0.0 if (host, port) in _silent else _GREETING_S):
-                    attempt = TorchStore.connect(host, port, secret, timeout_s)
-                    while not attempt.done() and not _greets(probe, 0.0):
-                        if time.monotonic() > deadline + _GRACE_S:
-                            raise RuntimeError("another program listens there")
-                        time.sleep(_ATTEMPT_S)
-                    if not _greets(probe, 0.0):
-                        store = attempt.result()
+                if not _greets(probe, 0.0 if (host, port) in _silent else greeting_s):
+                    store = _reach_torch(host, port, secret, timeout_s, deadline, probe)
+                    if store is not None:
                         _silent.add((host, port))
                         return store
+            _silent.discard((host, port))
             return _reach_zmq(host, port, secret, timeout_s)
         except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
             if time.monotonic() > deadline:
                 raise
         time.sleep(_POLL_S)
+
+
+def _reach_torch(
+    host: str, port: int, secret: str | None, timeout_s: float, deadline: float, probe: socket.socket
+) -> EntryStore | None:
+    """Connect to torch's store; None if what listens there turns out to be ZeroMQ.
+
+    Raises a ``ConnectionError`` if that fails for now.
+    """
+    attempt = TorchStore.connect(host, port, secret, timeout_s)
+    while not attempt.done() and not _greets(probe, 0.0):
+        if time.monotonic() > deadline + _GRACE_S:
+            raise RuntimeError("another program listens there")
+        time.sleep(_ATTEMPT_S)
+    if _greets(probe, 0.0):
+        return None
+    try:
+        return attempt.result()
+    except RuntimeError as error:
+        raise ConnectionResetError(str(error)) from error
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:

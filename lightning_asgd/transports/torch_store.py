@@ -20,6 +20,7 @@ __all__ = ["TorchStore"]
 
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
 _PREFIX = "lightning_asgd"
+_ATTEMPT_S = 1.0  # to connect: torch keeps a thread for as long, and a process that ends meanwhile aborts
 _T = TypeVar("_T")
 
 
@@ -66,11 +67,12 @@ class TorchStore(EntryStore):
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str | None, timeout_s: float) -> Future[TorchStore]:
-        """Connect to the store of another process."""
+        """Connect to the store of another process. Where something else listens, the attempt ends soon."""
 
         def connect() -> TorchStore:
-            wait = timedelta(seconds=timeout_s)
+            wait = timedelta(seconds=min(timeout_s, _ATTEMPT_S))
             store = _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+            store.set_timeout(timedelta(seconds=timeout_s))
             return cls(store, (host, port), secret, timeout_s)
 
         return _in_thread(connect)

@@ -240,3 +240,34 @@ def test_entries_of_a_main_process_without_the_secret_are_an_error_within_second
     monkeypatch.setattr(rendezvous, "_FOREIGN_S", 0.2)
     with pytest.raises(LaunchError, match=rf"'job' at .* was not written by .* Expected the same {SECRET_ENV} on all"):
         Rendezvous.connect(*main.address, timeout_s=10.0).get("job", "The main process", 50.0)
+
+
+def test_a_late_greeting_of_zeromq_is_awaited_where_it_is_expected(
+    main: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker on a busy machine prints the stack of torch's client, which ZeroMQ refuses."""
+    main.put("x", 1)
+    monkeypatch.setattr(rendezvous, "_GREETING_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_EXPECTED_GREETING_S", 10.0)
+    monkeypatch.setattr(rendezvous.TorchStore, "connect", lambda *_: pytest.fail("torch's store was tried"))
+    with Rendezvous.connect(*main.address, timeout_s=10.0, transport="zmq") as guest:
+        assert guest.get("x", "The host", 5.0) == 1
+
+
+def test_a_port_that_was_that_of_torchs_store_may_be_zeromqs_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives the ports of earlier jobs out again."""
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        address = probe.getsockname()
+    monkeypatch.setattr(rendezvous, "_silent", {address})
+    with ZMQ.host_rendezvous(*address):
+        assert address not in rendezvous._silent
+
+
+def test_an_attempt_with_torchs_client_ends_soon_where_zeromq_listens(main: Rendezvous) -> None:
+    """A process that ends while the attempt lasts aborts, and the attempt's thread cannot be stopped."""
+    main.put("x", 1)
+    attempt = rendezvous.TorchStore.connect(*main.address, SECRET, 60.0)
+    with pytest.raises(RuntimeError):
+        attempt.result(10.0)
