@@ -49,7 +49,7 @@ import os
 from lightning_asgd.server import server_process
 from lightning_asgd.transports import tensorpipe
 class Told:
-    connect = classmethod(lambda cls, *about: contextlib.nullcontext(cls()))
+    connect = classmethod(lambda cls, *about, **more: contextlib.nullcontext(cls()))
     def put(self, key, about):
         print(about["address"], flush=True)
 server_process.Rendezvous = Told
