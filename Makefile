@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy parts clients regress algorithms programs streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients layerwise regress algorithms programs streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -90,6 +90,12 @@ regress: $(VENV)/.installed-examples ## speed and memory beside another commit's
 
 accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: hours, goes on where it was interrupted
 	@$(RUN) benchmarks/accuracy.py
+
+sets: $(VENV)/.installed-examples ## accuracy on four data sets, 2 to 16 workers, in virtual time: hours; continues where it was interrupted
+	@$(RUN) benchmarks/accuracy_sets.py
+
+layerwise: $(VENV)/.installed-examples ## layer-wise descent beside DDP, also on slow networks (as root): about 40 minutes
+	@$(RUN) benchmarks/layerwise.py
 
 parts: $(VENV)/.installed-examples ## what early accuracy is lost to: one cause at a time, in virtual time; WORKERS=, OPTIMIZER=
 	@$(RUN) benchmarks/accuracy_parts.py $(if $(WORKERS),--workers $(WORKERS)) $(if $(OPTIMIZER),--optimizer $(OPTIMIZER))

@@ -39,11 +39,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not
 import torch
 from accuracy import BATCH, CNN, CONSOLE, IMAGES, OPTIMIZERS, PACKAGE, ROOT, TESTED, TRAINED, difference, read
 from rich.table import Table
+from shares import Shares, train_together
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
-from lightning_asgd.simulation import Link, LogNormal, Network, Problem, Simulation
+from lightning_asgd.simulation import Link, LogNormal, Network, Simulation
 
 FILE = ROOT / "results" / "accuracy_parts.jsonl"
 LATE = Network(workers=Link(latency_s=2.0))  # a step takes one second: the answer comes four to five steps later
@@ -58,61 +59,12 @@ STATISTICS = ("worker 0's", "the mean", "fresh")
 COLUMNS = (*(f"accuracy, {kind}" for kind in STATISTICS), "loss, fresh")
 
 
-class Images(Problem):
-    """The CNN on the workers' shares of the images, shuffled and divided again every epoch, as under DDP.
-
-    Args:
-        seed: of the first weights and of the order of the images.
-        train: images and labels.
-        workers: number of workers.
-    """
-
-    def __init__(self, seed: int, train: tuple[Tensor, Tensor], workers: int) -> None:
-        torch.manual_seed(seed)
-        self.workers = workers
-        self.nets = [CNN("SGD").net for _ in range(workers)]  # a net per worker has its own statistics
-        self._seed, self._train = seed, train
-        self.first = parameters_to_vector(self.nets[0].parameters()).detach().clone()
-        self.steps = TRAINED // workers // BATCH  # of an epoch
-        self._taken = [0] * workers
-        self._orders: dict[int, Tensor] = {}
-
-    def start(self) -> Tensor:
-        return self.first.clone()
-
-    def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
-        epoch, step = divmod(self._taken[worker], self.steps)
-        self._taken[worker] += 1
-        if epoch not in self._orders:
-            self._orders[epoch] = torch.randperm(
-                TRAINED, generator=torch.Generator().manual_seed(1000 * self._seed + epoch)
-            )
-        mine = self._orders[epoch][worker :: self.workers][step * BATCH : (step + 1) * BATCH]
-        net = self.nets[worker]
-        vector_to_parameters(weights, net.parameters())
-        images, labels = (part[mine] for part in self._train)
-        with torch.enable_grad():
-            loss = functional.cross_entropy(net(images), labels)
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-        return float(loss.detach()), torch.cat([g.reshape(-1) for g in gradients])
-
-    def loss(self, weights: Tensor) -> float:
-        return 0.0  # only what training ends with is looked at
+def images(seed: int, train: tuple[Tensor, Tensor], workers: int) -> Shares:
+    """The CNN on the workers' shares of the images."""
+    return Shares(lambda: CNN("SGD").net, functional.cross_entropy, train, workers, BATCH, seed)
 
 
-def train_together(problem: Images, epochs: int, make: Callable[[Any], Any]) -> Tensor:
-    """Take the mean of the workers' gradients in every step."""
-    weights = nn.Parameter(problem.start())
-    optimizer = make([weights])
-    nobody = torch.Generator()
-    for _ in range(epochs * problem.steps):
-        gradients = [problem.gradient(weights.detach(), worker, nobody)[1] for worker in range(problem.workers)]
-        weights.grad = torch.stack(gradients).mean(0)
-        optimizer.step()
-    return weights.detach()
-
-
-def train(row: str, problem: Images, epochs: int, seed: int, optimizer: str) -> Tensor:
+def train(row: str, problem: Shares, epochs: int, seed: int, optimizer: str) -> Tensor:
     """Train one row's way, and return the final weights, shape ``(n,)``."""
     settings = ROWS[row]
     make: Callable[[Any], Any] = OPTIMIZERS[optimizer]
@@ -132,7 +84,7 @@ def train(row: str, problem: Images, epochs: int, seed: int, optimizer: str) -> 
     return plan.run().weights
 
 
-def accuracies(problem: Images, weights: Tensor, fresh: Tensor, test: tuple[Tensor, Tensor]) -> list[float]:
+def accuracies(problem: Shares, weights: Tensor, fresh: Tensor, test: tuple[Tensor, Tensor]) -> list[float]:
     """On the test images, with each kind of statistics; last the loss with fresh ones."""
     ours = [[b.clone() for b in net.buffers()] for net in problem.nets]
     net = problem.nets[0]
@@ -194,7 +146,7 @@ def main() -> int:
         return 2
     torch.set_num_threads(1)
     train_set, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
-    sources = map(inspect.getsource, (Images, train_together, train, accuracies))
+    sources = map(inspect.getsource, (Shares, train_together, images, train, accuracies))
     version = hashlib.sha256("".join([*sources, repr(ROWS)]).encode()).hexdigest()[:12]
     names = "optimizer", "epochs", "workers", "row", "seed"
     known = {}
@@ -210,7 +162,7 @@ def main() -> int:
                 key = args.optimizer, epochs, args.workers, row, seed
                 if key not in known:
                     began = time.monotonic()
-                    problem = Images(seed, train_set, args.workers)
+                    problem = images(seed, train_set, args.workers)
                     weights = train(row, problem, epochs, seed, args.optimizer)
                     known[key] = accuracies(problem, weights, train_set[0][:5000], test)
                     entry = dict(zip(names, key, strict=True))

@@ -189,6 +189,7 @@ def entries() -> dict[str, Entry]:
         ),
         "LayerWise": Entry(LayerWise(), group="mean"),
         "LayerWise(delay=1)": Entry(LayerWise(1), group="mean"),
+        "LayerWise(delay=1, compensate=False)": Entry(LayerWise(1, compensate=False), group="mean"),
         "Hogwild": Entry(Hogwild(), group="mean"),
         "ASGD('sum')": Entry(ASGD("sum")),
         "ASGD('sum'), WarmStart(100)": Entry(ASGD("sum", transforms=[WarmStart(100)])),

@@ -2,6 +2,7 @@
 
     python benchmarks/cost.py
     python benchmarks/cost.py --flame results/cost.png   # with py-spy: where rank 1's training thread spends its time
+    python benchmarks/cost.py --after 30 --seconds 60 --repeats 1   # with the standby, which starts after 15 s
 
 Runs are interleaved. Times are CPU time per step of one worker, so they count the same on a busy machine. It needs
 Linux, whose kernel counts the CPU time of each thread.
@@ -64,7 +65,9 @@ def all_threads() -> dict[str, float]:
     return seconds
 
 
-def watched(folder: Path, flame: str, scenario: Scenario, system: System, rank: int, last_step: Any) -> dict[str, Any]:
+def watched(
+    folder: Path, flame: str, after_s: float, scenario: Scenario, system: System, rank: int, last_step: Any
+) -> dict[str, Any]:
     """As :func:`throughput.train`; the times of the threads in the window are written to a file."""
     import pytorch_lightning as pl
 
@@ -72,7 +75,7 @@ def watched(folder: Path, flame: str, scenario: Scenario, system: System, rank: 
         recorders: list[subprocess.Popen[bytes]] = []  # noqa: RUF012
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.warm = time.monotonic() + WARM_UP_S
+            self.warm = time.monotonic() + max(WARM_UP_S, after_s)
             self.before: dict[str, float] = {}
             self.steps = 0
 
@@ -99,14 +102,14 @@ def watched(folder: Path, flame: str, scenario: Scenario, system: System, rank: 
     return train(scenario, system, rank, last_step, callbacks=[Watch()])
 
 
-def measure(scenario: Scenario, flame: str) -> dict[str, list[dict[str, float]]]:
+def measure(scenario: Scenario, flame: str, after_s: float) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of CPU time per step, by thread, of every run of every system; and the samples per second."""
     runs: dict[str, list[dict[str, float]]] = {str(system): [] for system in SYSTEMS}
     for repeat in range(scenario.repeats):
         for system in SYSTEMS:
             folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the first rank that exits
             try:
-                result = run(scenario, system, None, partial(watched, folder, flame if not repeat else ""))
+                result = run(scenario, system, None, partial(watched, folder, flame if not repeat else "", after_s))
                 answers = [json.loads(file.read_text()) for file in folder.glob("*.json")]
             finally:
                 shutil.rmtree(folder)
@@ -130,9 +133,10 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, float]]]) -> None:
         system: {name: statistics.median(each.get(name, 0.0) for each in results) for name in set().union(*results)}
         for system, results in runs.items()
     }
-    names = {name for of in medians.values() for name, value in of.items() if value >= 0.01} - {"samples/s"}
+    names = {n for of in medians.values() for n, value in of.items() if value >= 0.01 or n.startswith("standby")}
+    names.discard("samples/s")
     for name in sorted(names, key=lambda name: -max(of.get(name, 0.0) for of in medians.values())):
-        table.add_row(name, *(f"{of.get(name, 0.0):.2f}" for of in medians.values()))
+        table.add_row(name, *(f"{of.get(name, 0.0):.3f}" for of in medians.values()))
     totals = [[sum(v for k, v in each.items() if k != "samples/s") for each in results] for results in runs.values()]
     table.add_row("all", *(f"{statistics.median(total):.2f}" for total in totals))
     table.add_row("samples/s", *(f"{of['samples/s']:.0f}" for of in medians.values()))
@@ -205,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="measuring window of a run (default %(default)s)")
+    parser.add_argument("--after", type=float, default=0.0, help="seconds of training before CPU time is counted")
     parser.add_argument("--params", type=float, default=0.6e6, help="parameters of the model (default %(default)g)")
     parser.add_argument("--flame", default="", metavar="PICTURE", help="draw a flame graph there; needs py-spy")
     args = parser.parse_args()
@@ -213,12 +218,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
-    scenario = Scenario("cost", params=int(args.params), seconds=args.seconds, repeats=args.repeats)
+    scenario = Scenario("cost", params=int(args.params), seconds=args.after + args.seconds, repeats=args.repeats)
     CONSOLE.print(f"\n[bold]cost[/]: {scenario.describe()}  (load {os.getloadavg()[0]:.1f})")
     with told_of_errors(CONSOLE):
         stacks = Path(f"{args.flame}.stacks")
         stacks.parent.mkdir(parents=True, exist_ok=True)
-        show(scenario, measure(scenario, str(stacks) if args.flame else ""))
+        show(scenario, measure(scenario, str(stacks) if args.flame else "", args.after))
         if args.flame:
             draw(stacks.read_text(), args.flame)
             stacks.unlink()

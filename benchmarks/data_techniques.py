@@ -317,7 +317,7 @@ def main() -> None:
         program(experiment, system, Path(folder), int(number))
         return
     clean_environment()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for experiment in args.only:
         if experiment == "two machines" and (reason := network.available()) is not None:
             console.print(f"{experiment}: {reason}")

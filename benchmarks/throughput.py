@@ -47,9 +47,11 @@ AHEAD = 5  # steps that DDP still takes after its time is up, and twice the peri
 NETWORKS = ("cnn", "alexnet", "googlenet")
 # Plain loops of torch, and how their ranks join.
 LOOPS = {"bare torch": unconnected, "bare local SGD": averaging, "torchft": replica_group, "hivemind": peer}
-KINDS = ("one alone", "unconnected", *LOOPS, "DDP", "local SGD", "A-SGD")
-TOGETHER = ("DDP", "local SGD", "A-SGD", "bare local SGD", "torchft", "hivemind")  # their ranks belong to one job
-IN_STEP = ("DDP", "local SGD", "bare local SGD", "torchft")  # all their ranks take the same number of steps
+KINDS = ("one alone", "unconnected", *LOOPS, "DDP", "DDP at once", "local SGD", "A-SGD", "layer-wise")
+CHOICES = tuple(kind for kind in KINDS if kind not in ("DDP at once", "layer-wise"))  # these: see layerwise.py
+# All their ranks take the same number of steps.
+IN_STEP = ("DDP", "DDP at once", "local SGD", "layer-wise", "bare local SGD", "torchft")
+TOGETHER = (*IN_STEP, "A-SGD", "hivemind")  # their ranks belong to one job
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -73,6 +75,7 @@ class Scenario:
     unconnected: bool = False  # also: all workers at once, each for itself
     bare: bool = False  # also: the same without Lightning and data loader, unconnected and with local SGD
     rivals: bool = False  # also: torchft and hivemind
+    delays: tuple[int, ...] = ()  # of layer-wise descent; also: DDP that sends all gradients at once, after backward
     num_servers: int = 1
     compression: str | None = None  # of A-SGD
     kept: bool = False  # workers wait rather than take more than nsync steps between two exchanges
@@ -98,7 +101,8 @@ class Scenario:
         if self.rivals:  # hivemind is made for long periods
             for n in periods:
                 local += [System("torchft", n), System("hivemind", n), System("hivemind", 10 * int(n))]
-        systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync)]
+        layers = [System("DDP at once"), *(System("layer-wise", n) for n in self.delays)] if self.delays else []
+        systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync), *layers]
         return [system for system in systems if not self.kinds or system.kind in self.kinds]
 
     def describe(self) -> str:
@@ -122,9 +126,11 @@ class System:
     """One of the things compared."""
 
     kind: str  # one of KINDS
-    nsync: int | str = 0
+    nsync: int | str = 0  # of layer-wise descent, its delay
 
     def __str__(self) -> str:
+        if self.kind == "layer-wise":
+            return f"layer-wise delay {self.nsync}"
         return f"{self.kind} nsync {self.nsync}" if self.nsync else self.kind
 
 
@@ -140,10 +146,10 @@ class Target:
 # ---------------------------------------------------------------------- in a rank's process
 
 
-def build_module(params: int, network: str = "cnn", slowness: Slowness | None = None) -> Any:
+def build_module(params: int, network: str = "cnn", slowness: Slowness | None = None, rank: int = 0) -> Any:
     """A small CNN for 3x32x32 images; its hidden layer is as wide as ``params`` asks for. Or one of torchvision's.
 
-    Rank 1 is slow.
+    Rank 1 is slow. Where ranks are not connected, each is rank 0 of a Trainer of its own: so it is given.
 
     With 0.6 M parameters one worker alone makes about 1,200 samples/s in bare torch on the machines that the targets
     were set on.
@@ -176,7 +182,7 @@ def build_module(params: int, network: str = "cnn", slowness: Slowness | None = 
             self.slowness = slowness or Slowness()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.slowness.before_step(slow=self.global_rank == 1)
+            self.slowness.before_step(slow=rank == 1)
             images, labels = batch
             return nn.functional.cross_entropy(self.layers(images), labels)
 
@@ -257,22 +263,35 @@ def train(
     if system.kind in TOGETHER:
         options = {"devices": scenario.workers // nodes, "num_nodes": nodes, "strategy": "ddp"}
     options["accelerator"] = scenario.accelerator
-    if system.kind == "local SGD":
-        options["strategy"] = local_sgd(int(system.nsync))
-    if system.kind == "A-SGD":
-        from lightning_asgd import ASGDStrategy
-
-        kept: dict[str, Any] = {"max_offline_steps": system.nsync} if scenario.kept and system.nsync != "auto" else {}
-        kept |= {"num_servers": scenario.num_servers, "compression": scenario.compression}
-        options["strategy"] = ASGDStrategy(system.nsync, monitor=False, **kept)
+    options |= strategy_of(scenario, system)
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
     samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
-    module = build_module(scenario.params, scenario.network, scenario.slowness)
+    module = build_module(scenario.params, scenario.network, scenario.slowness, rank)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
     return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+
+
+def strategy_of(scenario: Scenario, system: System) -> dict[str, Any]:
+    """The Trainer's argument, if it is more than a name."""
+    from pytorch_lightning.strategies import DDPStrategy
+
+    from lightning_asgd import ASGDStrategy
+    from lightning_asgd.algorithms import LayerWise
+
+    common: dict[str, Any] = {"monitor": False, "num_servers": scenario.num_servers}
+    if system.kind == "local SGD":
+        return {"strategy": local_sgd(int(system.nsync))}
+    if system.kind == "DDP at once":
+        return {"strategy": DDPStrategy(bucket_cap_mb=4000)}
+    if system.kind == "layer-wise":
+        return {"strategy": ASGDStrategy(algorithm=LayerWise(int(system.nsync)), **common)}
+    if system.kind == "A-SGD":
+        kept = {"max_offline_steps": system.nsync} if scenario.kept and system.nsync != "auto" else {}
+        return {"strategy": ASGDStrategy(system.nsync, compression=scenario.compression, **common, **kept)}
+    return {}
 
 
 def train_bare(scenario: Scenario, system: System, rank: int, last_step: mmap.mmap) -> dict[str, Any]:
@@ -472,7 +491,8 @@ def ratios(scenario: Scenario, runs: dict[str, list[dict[str, Any]]], system: st
     if base == "ideal":
         theirs = [ideal(scenario, r["samples_per_s"]) for r in runs["one alone"]]
     else:  # "local SGD" stands for the one with whatever period
-        theirs = [r["samples_per_s"] for name, results in runs.items() if name.startswith(base) for r in results]
+        same = [base] if base in runs else [name for name in runs if name.startswith(base)]
+        theirs = [r["samples_per_s"] for name in same for r in runs[name]]
     return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
@@ -490,7 +510,7 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     for name, results in runs.items():
         row = [name, _spread([r["samples_per_s"] for r in results], "{:.0f}")]
         for base in bases:
-            same = name.startswith((base, "one alone"))
+            same = name.partition(" nsync ")[0] in (base, "one alone")
             row.append("" if same else _spread(ratios(scenario, runs, name, base), "{:.2f}"))
         speeds.add_row(*row)
     CONSOLE.print(speeds)
@@ -673,7 +693,7 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
     parser.add_argument("--unconnected", action="store_true", help="also run all workers at once without exchanges")
     parser.add_argument("--bare", action="store_true", help="plain loops of torch, with local SGD and without")
     parser.add_argument("--rivals", action="store_true", help="torchft and hivemind, which rivals_suite.py installs")
-    parser.add_argument("--systems", nargs="+", choices=KINDS, help="only these; without DDP and one alone no ratios")
+    parser.add_argument("--systems", nargs="+", choices=CHOICES, help="only these; without DDP and one alone no ratios")
     parser.add_argument("--all", action="store_true", help="the four scenarios that have targets")
     parser.add_argument("--suite", action="store_true", help="these and seven more: other workers, networks, models")
     parser.add_argument("--check", action="store_true", help="print PASS or FAIL per target; exit code 1 if one fails")

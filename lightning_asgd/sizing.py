@@ -28,6 +28,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import at_least, whole
 
 __all__ = [
+    "WORKER_VECTORS",
     "Job",
     "cycle_s",
     "efficiency",
@@ -46,7 +47,7 @@ __all__ = [
     "worker_memory_bytes",
 ]
 
-_WORKER_VECTORS = 3  # base, wire, and what was fetched last: docs/architecture.md, "Memory"
+WORKER_VECTORS = 3  # base, wire, and what was fetched last: docs/architecture.md, "Memory"
 _ROUNDING = 1e-9  # of quotients that are whole numbers but for floating point
 
 
@@ -218,7 +219,7 @@ def worker_link_use(job: Job) -> float:
 
 def worker_memory_bytes(job: Job) -> float:
     """Host memory of a worker beyond single-device training, in bytes: three vectors of the parameters' size."""
-    return _WORKER_VECTORS * job.parameter_bytes
+    return WORKER_VECTORS * job.parameter_bytes
 
 
 def server_memory_bytes(job: Job) -> float:

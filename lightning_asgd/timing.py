@@ -47,6 +47,19 @@ class TrainingStep:
         self._optimizer = optimizers[0]
         self._numbered = "batch_idx" in inspect.signature(module.training_step).parameters
 
+    @property
+    def module(self) -> Any:
+        """The module, on the device."""
+        return self._module
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and buffers, and of gradients and the optimizer's state as far as these exist by now."""
+        parameters = [*self._module.parameters()]
+        state = [v for values in self._optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return sum(tensor.nbytes for tensor in [*parameters, *self._module.buffers(), *gradients, *state])
+
     def to_device(self, batch: Any) -> Any:
         """The batch where the module is, by the module's own hooks."""
         return to_device.of(self._module)(batch, self.device)

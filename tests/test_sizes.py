@@ -66,8 +66,10 @@ TOOLS = {
 # 680 of the core are shards that loader processes read side by side.
 # 220 of the core are caches that are partitioned over machines, and batches that are weighed by what they hold.
 # 15 of the core are attempts with torch's client that end soon.
+# 210 of the core are layers that are sent in bundles and pieces, and steps along late gradients.
+# 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-LINES = {"core": 24_355, "tools": 7_715}
+LINES = {"core": 24_590, "tools": 8_115}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

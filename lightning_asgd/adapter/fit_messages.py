@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
 
 from lightning_asgd.adapter.asgd_monitor import log_folder
 from lightning_asgd.adapter.class_trees import tree_of
 from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.private_names import rich_bar
 from lightning_asgd.adapter.sync_callback import is_monitored
+from lightning_asgd.algorithms import ASGD, Algorithm
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.fit_summary import FitSummary, count
 from lightning_asgd.stats import ExchangeStats
 
-__all__ = ["FitMessages", "exchanges", "start_line"]
+__all__ = ["FitMessages", "exchanges", "rate_advice", "start_line"]
 
 log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
+_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_MANY = 8  # workers from which it shows: `make sets`
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
 
 
@@ -57,6 +63,8 @@ class FitMessages:
             tree.say(start_line(workers, servers, membership.transport, what, self._folder))
             if workers == 1:
                 tree.say(FIRST if membership.comes_and_goes else ALONE)
+            if (advice := rate_advice(workers, self._config.algorithm, trainer.optimizers)) is not None:
+                tree.say(advice)
 
     def end(self, stats: ExchangeStats) -> None:
         """Sum up the fit."""
@@ -108,6 +116,22 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
     if config.nfetch != config.npush:
         period = f"nfetch={config.nfetch}, npush={config.npush}"
     return period if config.algorithm_name == "ASGD" else f"{period}, {config.algorithm_name}"
+
+
+def rate_advice(workers: int, algorithm: Algorithm, optimizers: Iterable[Any]) -> str | None:
+    """What to do about the learning rate where the mean of the workers' updates learns more slowly than DDP.
+
+    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
+    """
+    names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
+    if workers < _MANY or not names or not isinstance(algorithm, ASGD) or algorithm.scale != "mean":
+        return None
+    root = math.sqrt(workers)
+    return (
+        f"A-SGD: {workers} workers with {names[0]} learn more slowly than DDP at the same learning rate: each takes "
+        f"smaller steps along its own noisier gradients. About sqrt({workers}) = {root:.1f} times the rate makes up "
+        "for it."
+    )
 
 
 def start_line(workers: int, servers: int, transport: str, what: list[str], folder: str | None) -> str:

@@ -97,8 +97,8 @@ class FitSession:
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
-        reset, monitored = self._reset_nonfinite_state, is_monitored(trainer)
-        self._training = Training(reset, self._lr, self._leases, monitored, units, lambda: self._period)
+        about = self._leases, is_monitored(trainer), units, lambda: self._period, lambda: trainer.optimizers
+        self._training = Training(self._reset_nonfinite_state, self._lr, *about)
         self.synchronizer = self._set_up()
         if (servers := resume.take_servers()) and trainer.is_global_zero:
             self.synchronizer.restore(servers)

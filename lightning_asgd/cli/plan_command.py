@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from lightning_asgd import sizing
 from lightning_asgd.cli.console_tables import console, in_bytes, in_seconds, table
 from lightning_asgd.cli.user_code import module_and_loader
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.mini_batch import RECOMPUTED, Choice, check_solver, choose_ways
 from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
 from lightning_asgd.sizing import Job
 from lightning_asgd.validation import at_least, whole
@@ -33,6 +34,7 @@ def plan(
     batch_size: int | None = None,
     module: str | None = None,
     batch_sizes: list[int] | None = None,
+    memory_gb: float | None = None,
     workers: int = 2,
     servers: int = 1,
     nsync: int = 10,
@@ -57,11 +59,12 @@ def plan(
         module: a LightningModule to measure, as package.module:Class or script.py:Class, which is created without
             arguments and has a train_dataloader; or a function that returns a module and a loader.
         batch_sizes: batch sizes to measure the module with, to recommend one. Needs a map-style dataset.
+        memory_gb: memory of a worker's device in GB; what would not fit is recomputed in backward. Needs scipy.
         workers: number of workers, on other machines than the servers.
         servers: number of servers, each with a link of its own.
         nsync: optimizer steps between two exchanges.
         worker_link_gbit_s: speed of a worker's link. The default is that of a server's.
-        latency_s: seconds that a small message takes, one way.
+        latency_s: seconds of a small message, one way.
         sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
         exchange_s: seconds that training pauses for each exchange.
         server_gbyte_s: GB of parameters that a server can take in and send back per second.
@@ -69,8 +72,7 @@ def plan(
         picture: PNG file for a picture of the scaling.
     """
     _check(locals())
-    measured = None if module is None else _measured(module, batch_sizes or [])
-    if measured is not None:
+    if (measured := None if module is None else _measured(module, batch_sizes or [], memory_gb)) is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes, 1, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
     job = Job(
@@ -79,8 +81,7 @@ def plan(
         workers=workers,
         servers=servers,
         nsync=nsync,
-        worker_gbit_s=link_gbit_s if worker_link_gbit_s is None else worker_link_gbit_s,
-        server_gbit_s=link_gbit_s,
+        **{"worker_gbit_s": worker_link_gbit_s or link_gbit_s, "server_gbit_s": link_gbit_s},
         **{"latency_s": latency_s, "sent": sent, "exchange_s": exchange_s, "server_gbyte_s": server_gbyte_s},
     )
     return _print(job, given["batch_size"], measured, simulate, picture)
@@ -92,6 +93,10 @@ def _check(given: dict[str, Any]) -> None:
         if given[name] is not None:
             at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))
     whole("simulate", given["simulate"], 0)
+    if given["memory_gb"] is not None:
+        at_least("memory_gb", given["memory_gb"], 0, above=True)
+        if given["module"] is None:
+            raise ConfigurationError("--memory-gb was given without a module to measure. Expected --module, too.")
     for size in given["batch_sizes"] or ():
         whole("batch_sizes", size)
     if given["module"] is None and given["batch_sizes"]:
@@ -117,6 +122,8 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
     output = console()
     if measured is not None:
         output.print(_batches(measured, batch_size))
+        if measured.choices:
+            _print_choice(output, measured.choices[batch_size])
     simulated = _simulated(job, simulate)
     output.print(_answers(job, batch_size, simulated))
     output.print(_speeds(job, batch_size, simulated))
@@ -134,15 +141,23 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
 class _Measured:
     parameter_bytes: int
     step_s: dict[int, float]  # by batch size
+    choices: dict[int, Choice | None] = field(default_factory=dict)  # by batch size, if the memory is limited
 
     @property
     def recommended(self) -> tuple[int, float]:
         """A batch size, and seconds per step with it."""
-        size = sizing.recommended_batch_size(self.step_s)
-        return size, self.step_s[size]
+        fitting = {size: choice.seconds for size, choice in self.choices.items() if choice is not None}
+        if self.choices and not fitting:
+            raise ConfigurationError(
+                f"No batch size of {sorted(self.choices)} fits into --memory-gb, whichever layers are recomputed. "
+                "Expected more memory, or smaller batches."
+            )
+        step_s = fitting or self.step_s
+        size = sizing.recommended_batch_size(step_s)
+        return size, step_s[size]
 
 
-def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
+def _measured(reference: str, batch_sizes: list[int], memory_gb: float | None) -> _Measured:
     """Time a module's step with the batches of its loader, or with batches of these sizes."""
     from lightning_asgd.timing import TrainingStep, seconds_per_step
 
@@ -151,9 +166,25 @@ def _measured(reference: str, batch_sizes: list[int]) -> _Measured:
     batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): next(iter(loader))}
     tensors = [p for p in module.parameters() if p.requires_grad]
     tensors += [b for b in module.buffers() if b.is_floating_point()]
-    return _Measured(
-        sum(t.nbytes for t in tensors), {size: seconds_per_step(step, batch) for size, batch in batches.items()}
-    )
+    exchanged = sum(t.nbytes for t in tensors)
+    if memory_gb is None:
+        return _Measured(exchanged, {size: seconds_per_step(step, batch) for size, batch in batches.items()})
+    from torch import OutOfMemoryError
+
+    from lightning_asgd.layer_profile import profile_step
+
+    check_solver()
+    beside = sizing.WORKER_VECTORS * exchanged if step.device.type == "cpu" else 0
+    step_s: dict[int, float] = {}
+    choices: dict[int, Choice | None] = {}
+    for size, batch in batches.items():
+        try:
+            profile = profile_step(step, batch, beside)
+        except OutOfMemoryError:
+            step_s[size], choices[size] = math.nan, None
+        else:
+            step_s[size], choices[size] = profile.seconds, choose_ways(profile, memory_gb * 1e9)
+    return _Measured(exchanged, step_s, choices)
 
 
 def _size(loader: Any) -> int:
@@ -188,11 +219,29 @@ def _simulated(job: Job, most: int) -> dict[int, float]:
 
 
 def _batches(measured: _Measured, recommended: int) -> Table:
-    made = table("Batch size, measured", "samples", "seconds per step", "samples/s", "")
+    limited = ("memory", "layers recomputed") if measured.choices else ()
+    made = table("Batch size, measured", "samples", "seconds per step", "samples/s", *limited, "")
     for size, seconds in measured.step_s.items():
         mark = "recommended" if size == recommended and len(measured.step_s) > 1 else ""
-        made.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", mark)
+        if measured.choices and (choice := measured.choices[size]) is None:
+            why = "out of memory" if math.isnan(seconds) else "does not fit"
+            made.add_row(f"{size:,}", "", "", why, "", "")
+            continue
+        cells: list[str] = []
+        if measured.choices and choice is not None:
+            seconds = choice.seconds
+            cells = [in_bytes(choice.memory), f"{len(choice.named(RECOMPUTED))} of {len(choice.ways)}"]
+        made.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", *cells, mark)
     return made
+
+
+def _print_choice(output: Any, choice: Choice | None) -> None:
+    """Say how a module is made to recompute the layers that were chosen."""
+    names = [] if choice is None else choice.named(RECOMPUTED)
+    if names:
+        output.print("\nTo recompute these layers, call this at the end of the module's __init__:\n")
+        output.print("  from lightning_asgd.layer_profile import recompute")
+        output.print(f"  recompute(self, {names})\n", soft_wrap=True)
 
 
 def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:

@@ -125,12 +125,12 @@ class ShardState(Request):
 
 @dataclass(frozen=True)
 class LayerGradient(Request):
-    """One layer's gradient, to be answered with the mean of all workers'."""
+    """A piece of the gradient of some layers, to be answered with the mean of all workers'."""
 
     phase: int  # number of sync points that the worker has passed
     step: int  # number of the step since the last one
-    layer: int  # number of the layer
-    gradient: Tensor | None  # shape `(n,)`, the layer's parameters one after the other; None: the worker ends the phase
+    layer: int  # number of the piece
+    gradient: Tensor | None  # shape `(n,)`, the layers' parameters one after the other; None: the worker ends the phase
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ SERIES = [PAPER[name] for name in ("blue", "orange", "green", "purple", "teal", 
 SYSTEM_COLOURS = {
     "A-SGD": PAPER["blue"],
     "DDP": PAPER["orange"],
+    "DDP at once": PAPER["rose"],
+    "layer-wise": PAPER["purple"],
     "local SGD": PAPER["green"],
     "alone": PAPER["grey"],
     "one alone": PAPER["grey"],

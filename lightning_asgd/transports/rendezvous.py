@@ -30,9 +30,10 @@ __all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "listens", "l
 LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
 _POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
+_RETRY_S = 0.5  # after an attempt with torch's client, which prints its stack
 _GRACE_S = 1.0
 _GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store waits for the client
-_EXPECTED_GREETING_S = 1.0  # on a busy machine it takes longer
+_EXPECTED_GREETING_S = 1.0  # where ZeroMQ is expected: a busy machine may be slow to greet
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
 _FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _MOST_SUCCESSORS = 1000  # replacements of one server
@@ -301,7 +302,8 @@ def _reach_torch(
     try:
         return attempt.result()
     except RuntimeError as error:
-        raise ConnectionResetError(str(error)) from error
+        time.sleep(_RETRY_S)
+        raise ConnectionResetError(f"what listens there is no rendezvous: {error}") from error
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
@@ -340,7 +342,10 @@ def _listener(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _greets(connection: socket.socket, wait_s: float) -> bool:
-    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed."""
+    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed.
+
+    Raises a ``RuntimeError`` if it has begun with something else: torch's store waits for the client.
+    """
     connection.settimeout(wait_s)
     try:
         begun = connection.recv(1, socket.MSG_PEEK)
@@ -348,7 +353,9 @@ def _greets(connection: socket.socket, wait_s: float) -> bool:
         return False
     if not begun:
         raise ConnectionResetError("the other end closed the connection")
-    return begun == b"\xff"
+    if begun != b"\xff":
+        raise RuntimeError("another program listens there")
+    return True
 
 
 def listens(host: str, port: int) -> bool | None:

@@ -20,7 +20,7 @@ __all__ = ["TorchStore"]
 
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
 _PREFIX = "lightning_asgd"
-_ATTEMPT_S = 1.0  # to connect: torch keeps a thread for as long, and a process that ends meanwhile aborts
+_ATTEMPT_S = 1.0  # per attempt to connect: torch's thread lives that long, and a process that exits meanwhile aborts
 _T = TypeVar("_T")
 
 

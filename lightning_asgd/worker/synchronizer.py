@@ -64,6 +64,7 @@ class Training:
     measure: bool = False  # whether the distance to the servers is measured now and then
     units: TrainedUnits = field(default_factory=TrainedUnits)  # what counts where batches differ in size
     period: Callable[[], int] = lambda: 0  # steps between two exchanges where that follows from the run; else 0
+    optimizers: Callable[[], Sequence[Any]] = lambda: ()  # this worker's, once they exist
 
 
 class Synchronizer(Protocol):

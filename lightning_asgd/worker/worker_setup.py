@@ -21,7 +21,7 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.layer_gradients import LayerGradients, layers_of
+from lightning_asgd.worker.layer_gradients import LayerGradients
 from lightning_asgd.worker.replica import Replica, places_of
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
@@ -80,8 +80,9 @@ def set_up(
         return LayerGradients(
             client.connection,
             layout,
-            layers_of(module, set(trainable)),
-            algorithm.delay,
+            module,
+            algorithm,
+            training or Training(),
             lambda: make_identical(collectives, named_state(module), mean=True),
             late=late and not _tied(module),
         )

@@ -32,6 +32,7 @@ from lightning_asgd.algorithms import (
     DropStale,
     DynamicSteps,
     GapAware,
+    LayerWise,
     LocalSGD,
     Rennala,
     ScaleByStaleness,
@@ -619,3 +620,39 @@ def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: flo
     assert w.item() == expected
     replica.pack()
     assert replica.wire[0][0].item() == expected - 5.0  # what it pushes next is against the servers' weights
+
+
+def decays(algorithm: LayerWise, momentum: float, step: float) -> bool:
+    """Whether SGD along gradients that are late finds the minimum of w^2 / 2."""
+    a, b = algorithm.compensation(momentum)
+    v, path = 0.0, [1.0] * (algorithm.delay + 1)
+    for _ in range(20_000):
+        gradient = path[-1 - algorithm.delay]
+        v = momentum * v + gradient
+        path.append(path[-1] - step * (a * v + b * gradient))
+        if abs(path[-1]) > 1e6:
+            return False
+    return max(map(abs, path[-10:])) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("delay", "momentum", "compensate", "limit"),
+    [
+        *((0, 0.0, True, 2.0), (1, 0.0, True, 1.0), (2, 0.0, True, 0.618)),
+        *((0, 0.9, True, 3.8), (1, 0.9, False, 0.1), (2, 0.9, False, 0.0513)),
+        *((1, 0.9, True, 0.2535), (2, 0.9, True, 0.114)),
+    ],
+)
+def test_late_gradients_are_stable_for_the_steps_that_the_docstring_names(
+    delay: int, momentum: float, compensate: bool, limit: float
+) -> None:
+    algorithm = LayerWise(delay, compensate)
+    assert decays(algorithm, momentum, 0.97 * limit)
+    assert not decays(algorithm, momentum, 1.03 * limit)
+
+
+def test_the_compensation_for_a_delay_of_one_is_nesterovs() -> None:
+    assert LayerWise(1).compensation(0.9) == pytest.approx((0.9, 1.0))
+    assert LayerWise(0).compensation(0.9) == (1.0, 0.0)
+    assert LayerWise(3).compensation(0.5) == pytest.approx((0.125, 1.75))
+    assert (LayerWise(3).lr_factor, LayerWise(3, compensate=False).lr_factor) == (0.25, 1.0)

@@ -179,8 +179,11 @@ def weights(outcomes: list[Outcome]) -> list[list[torch.Tensor]]:
     return [outcome.facts["weights"] for outcome in outcomes]
 
 
-def delayed(lab: Lab, delay: int) -> dict[str, Any]:
-    """Plain SGD on one weight, f = w^2 / 2: w <- w - lr w of ``delay`` steps ago."""
+LR = 0.05
+
+
+def delayed(lab: Lab, delay: int, momentum: float, compensate: bool) -> dict[str, Any]:
+    """SGD on one weight, f = w^2 / 2, whose gradients are those of ``delay`` steps ago."""
 
     class Scalar(lab.pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -193,25 +196,40 @@ def delayed(lab: Lab, delay: int) -> dict[str, Any]:
             return (self.w**2).sum() / 2
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.3)
+            return torch.optim.SGD(self.parameters(), lr=LR, momentum=momentum)
 
     module = Scalar()
-    trainer = lab.trainer(strategy=ASGDStrategy(algorithm=LayerWise(delay)), max_epochs=1, limit_train_batches=10)
-    trainer.fit(module, lab.loader())
-    return {"path": module.path, "end": float(module.w)}
+    strategy = ASGDStrategy(algorithm=LayerWise(delay, compensate))
+    lab.trainer(strategy=strategy, max_epochs=1, limit_train_batches=10).fit(module, lab.loader())
+    return {"path": module.path, "end": float(module.w), "lr": strategy.optimizers[0].param_groups[0]["lr"]}
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_a_delayed_gradient_is_used_so_many_steps_later(delay: int, pair: Pair, tmp_path: Path) -> None:
-    outcomes = pair.run(partial(delayed, delay=delay), tmp_path, DEADLINE_S)
-    path = [1.0]
-    for t in range(10):
-        path.append(path[-1] - (0.3 * path[t - delay] if t >= delay else 0.0))
-    end = path[-1] - sum(0.3 * path[t] for t in range(10 - delay, 10))  # nothing is lost at the end
+@pytest.mark.parametrize(
+    ("delay", "momentum", "compensate"),
+    [(0, 0.9, True), (1, 0.0, False), (3, 0.9, False), (1, 0.9, True), (3, 0.9, True)],
+)
+def test_a_delayed_gradient_is_used_so_many_steps_later(
+    delay: int, momentum: float, compensate: bool, pair: Pair, tmp_path: Path
+) -> None:
+    job = partial(delayed, delay=delay, momentum=momentum, compensate=compensate)
+    outcomes = pair.run(job, tmp_path, DEADLINE_S)
+    w, v, past, path = 1.0, 0.0, [], []
+    for _ in range(10 + delay):  # nothing is lost at the end
+        path.append(w)
+        past.append(w)
+        if len(past) > delay:
+            gradient = past[-1 - delay]
+            v = momentum * v + gradient
+            if compensate and delay:
+                a, b = momentum**delay, sum(momentum**i for i in range(delay))
+                w -= LR / (delay + 1) * (a * v + b * gradient)
+            else:
+                w -= LR * v
     for outcome in outcomes:
         assert not outcome.error, outcome.trace
         assert outcome.facts["path"] == pytest.approx(path[:10], rel=1e-12)
-        assert outcome.facts["end"] == pytest.approx(end, rel=1e-12)
+        assert outcome.facts["end"] == pytest.approx(w, rel=1e-12)
+        assert outcome.facts["lr"] == LR
 
 
 def rounds(lab: Lab) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lightning_asgd.adapter.fit_messages import exchanges, start_line
+from lightning_asgd.adapter.fit_messages import exchanges, rate_advice, start_line
+from lightning_asgd.algorithms import ASGD, EASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.fit_summary import FitSummary
 from lightning_asgd.protocol import WorkerMetrics
@@ -115,3 +117,13 @@ def test_eight_workers_are_listed_if_there_is_room() -> None:
     )
     wide = FitSummary(8, 10.0, figures(*(100_000.0 + each for each in range(8))), ExchangeStats(), 0, 0.0, None)
     assert "By worker: 100,000 (worker 0) to 100,007 (worker 7)." in str(wide)
+
+
+def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    adam, plain = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
+    assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, ASGD(), [plain, adam]))
+    assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, ASGD(), [adam]))
+    for workers, algorithm, optimizer in ((4, ASGD(), adam), (9, ASGD(), plain), (9, ASGD("sum"), adam)):
+        assert rate_advice(workers, algorithm, [optimizer]) is None
+    assert rate_advice(9, EASGD(), [adam]) is None
