@@ -50,23 +50,10 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-class ResNet(LightningModule):
-    """ResNet-18, whose blocks are the layers."""
+def resnet() -> LightningModule:
+    import torchvision
 
-    def __init__(self) -> None:
-        super().__init__()
-        import torchvision
-
-        made = torchvision.models.resnet18(num_classes=10)
-        self.stem = nn.Sequential(made.conv1, made.bn1, made.relu, made.maxpool)
-        self.blocks = nn.Sequential(made.layer1, made.layer2, made.layer3, made.layer4)
-        self.head = nn.Sequential(made.avgpool, nn.Flatten(), made.fc)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.head(self.blocks(self.stem(batch))).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+    return Classifier(torchvision.models.resnet18(num_classes=10))
 
 
 def linear_blocks() -> LightningModule:
@@ -80,7 +67,7 @@ def transformer() -> LightningModule:
 
 
 MODULES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Tensor]]] = {
-    "ResNet-18, 64 images": (ResNet, lambda: torch.randn(64, 3, 64, 64)),
+    "ResNet-18, 64 images": (resnet, lambda: torch.randn(64, 3, 64, 64)),
     "linear blocks, 2,048 rows": (linear_blocks, lambda: torch.randn(2048, 128)),
     "Transformer, 32 x 128 tokens": (transformer, lambda: torch.randn(32, 128, 128)),
 }

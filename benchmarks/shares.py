@@ -1,4 +1,4 @@
-"""A data set that simulated workers share, divided among them anew in every epoch, as DDP's sampler does it."""
+"""A data set for simulated workers: every epoch each worker gets another share, as with DDP's sampler."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ __all__ = ["FitMessages", "exchanges", "rate_advice", "start_line"]
 log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
-_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
-_MANY = 8  # workers from which it shows: `make sets`
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
+_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
 
 
 class FitMessages:

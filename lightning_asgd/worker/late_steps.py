@@ -17,9 +17,8 @@ class LateSteps:
     def __init__(self, algorithm: LayerWise) -> None:
         self._algorithm = algorithm
         self._known: dict[int, tuple[Any, Any]] = {}  # optimizers and their hooks
-        self._lowered: dict[
-            int, list[tuple[dict[str, Any], Any, Any]]
-        ] = {}  # by optimizer: groups, rates before and now
+        # By optimizer: its groups, and their rates before and now.
+        self._lowered: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
 
     def prepare(self, optimizer: Any) -> None:
         """Called just before an optimizer's step, at the end of its closure."""
