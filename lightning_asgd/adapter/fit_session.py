@@ -98,7 +98,8 @@ class FitSession:
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
         about = self._leases, is_monitored(trainer), units, lambda: self._period, lambda: trainer.optimizers
-        self._training = Training(self._reset_nonfinite_state, self._lr, *about)
+        late = not looks_at_gradients(self._module)
+        self._training = Training(self._reset_nonfinite_state, self._lr, *about, late_steps=late)
         self.synchronizer = self._set_up()
         if (servers := resume.take_servers()) and trainer.is_global_zero:
             self.synchronizer.restore(servers)
@@ -153,15 +154,8 @@ class FitSession:
         start = Start(self._resume.take_versions(), fill=True if run is not None else None)
         if entry is not None:
             start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
-        synchronizer = set_up(
-            membership.client,
-            membership.collectives,
-            module,
-            self._config,
-            self._training,
-            start,
-            late=not looks_at_gradients(module),
-        )
+        client, collectives = membership.client, membership.collectives
+        synchronizer = set_up(client, collectives, module, self._config, self._training, start)
         exchanged = {spec.name for spec in synchronizer.layout.tensors}
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
         membership.share_first_values(self._trainer, synchronizer.layout, constants, self._resume)

@@ -1,7 +1,7 @@
 """Layer-wise gradients: sent during backward, used ``delay`` steps later, awaited when the layer is next needed.
 
-Small layers that are next to each other leave in one message, a bundle, once all of them have their gradients. A large
-bundle leaves in several pieces, so that the means of some arrive while others still leave.
+Small layers that are next to each other leave in one message, a bundle, once all of them have their gradients. Over a
+network a large bundle leaves in several pieces, so that the means of some arrive while others still leave.
 
 If no code reads gradients between backward and the optimizer's step, a layer's mean gradient is awaited just before the
 layer's next forward instead of in the step. The optimizer then steps this layer alone, with the learning rate and other
@@ -11,6 +11,7 @@ parameter by itself.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from lightning_asgd.worker.synchronizer import Synchronizer, Training, Waits
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
 _BUNDLE = 1 << 18  # bytes from which a bundle is full: 20 ms at 100 Mbit/s, and some hundred times a message's cost
-_PIECE = 1 << 19  # bytes of a message at most
+_PIECE = 1 << 19  # bytes of a message over a network at most
 
 
 @dataclass
@@ -51,12 +52,13 @@ class _Bundle:
     number: int  # of its first piece, the same on all workers
     layers: list[int]
     parameters: list[Parameter]
+    piece_bytes: int  # of a message at most
     ready: set[int] = field(default_factory=set)  # ids of the parameters that have their gradients in this backward
 
     @property
     def piece(self) -> int:
         """Elements of a piece."""
-        return max(1, _PIECE // self.parameters[0].element_size())
+        return max(1, self.piece_bytes // self.parameters[0].element_size())
 
     @property
     def pieces(self) -> int:
@@ -91,8 +93,8 @@ class _Late:
 class LayerGradients(Synchronizer):
     """Puts the mean of all workers' gradients in place of this worker's, layer by layer, ``delay`` steps later.
 
-    All workers call ``agree`` together, which gives them the same weights and buffers. ``late`` says whether a layer's
-    step may be taken as late as before its next forward.
+    All workers call ``agree`` together, which gives them the same weights and buffers. ``one_machine`` says whether all
+    of them are on this machine, where pieces gain nothing.
     """
 
     versions: Sequence[int] = ()
@@ -107,7 +109,7 @@ class LayerGradients(Synchronizer):
         training: Training,
         agree: Callable[[], object],
         *,
-        late: bool = False,
+        one_machine: bool = False,
     ) -> None:
         self.layout = layout
         self.stats = ExchangeStats()
@@ -117,16 +119,17 @@ class LayerGradients(Synchronizer):
         self._layers: list[Layer] = []  # once an optimizer steps
         self._bundles: list[_Bundle] = []
         self._bundle_of: dict[int, _Bundle] = {}  # by the layer's number
+        self._piece_bytes = sys.maxsize if one_machine else _PIECE
         self._delay = algorithm.delay
         self._late_steps = LateSteps(algorithm)
         self._agree = agree
         self._phase = 0
         self._step = 0
-        self._under_way: dict[int, deque[_Step]] = {}  # by optimizer
+        self._in_flight: dict[int, deque[_Step]] = {}  # by optimizer
         self._now: _Step | None = None  # the step whose backward runs
         self._late: dict[int, _Late] = {}  # by layer
         # Layers whose forward runs in every step; a layer whose weights other modules use must not be late.
-        self._called: set[int] | None = None if late else set()
+        self._called: set[int] | None = None if training.late_steps else set()
         self._forwards: set[int] = set()
         self._handles: list[Any] = []
 
@@ -147,7 +150,7 @@ class LayerGradients(Synchronizer):
             for bundle in bundles:
                 if bundle.number not in step.futures:
                     self._send(step, bundle)  # without gradient, or made outside the closure
-            waiting = self._under_way.setdefault(id(optimizer), deque())
+            waiting = self._in_flight.setdefault(id(optimizer), deque())
             waiting.append(step)
             self._step += 1
             due = waiting.popleft() if len(waiting) > self._delay else _Step(optimizer, bundles)
@@ -161,7 +164,7 @@ class LayerGradients(Synchronizer):
         """Make the bundles, now that the optimizers exist."""
         exchanged = {spec.name for spec in self.layout.tensors}
         self._layers = layers_of(self._module, exchanged, self._training.optimizers() or [optimizer])
-        self._bundles = _bundled(self._layers)
+        self._bundles = _bundled(self._layers, self._piece_bytes)
         self._bundle_of = {layer: bundle for bundle in self._bundles for layer in bundle.layers}
         for index, layer in enumerate(self._layers):
             for parameter in layer.parameters:
@@ -178,12 +181,12 @@ class LayerGradients(Synchronizer):
     def flush(self) -> Waits:
         """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
-        for step in [step for waiting in self._under_way.values() for step in waiting]:
+        for step in [step for waiting in self._in_flight.values() for step in waiting]:
             self._use(step)
             self._late_steps.prepare(step.optimizer)
             step.optimizer.step()
             step.optimizer.zero_grad()
-        self._under_way.clear()
+        self._in_flight.clear()
         if self.moved:
             for server in self._connection.servers:
                 self._connection.result(server, self._post(server, 0, -1, None))
@@ -209,7 +212,7 @@ class LayerGradients(Synchronizer):
 
     def close(self) -> None:
         """See :class:`Synchronizer`."""
-        self._under_way.clear()
+        self._in_flight.clear()
         self._late.clear()
         self._late_steps.close()
         for handle in self._handles:
@@ -315,7 +318,7 @@ class LayerGradients(Synchronizer):
             parameter.grad.copy_(values)
 
 
-def _bundled(layers: Sequence[Layer]) -> list[_Bundle]:
+def _bundled(layers: Sequence[Layer], piece_bytes: int) -> list[_Bundle]:
     """From the end, where backward begins, so that the first layers, which are needed first, wait for few others."""
     made: list[_Bundle] = []
     size, last_kind = 0, None
@@ -323,7 +326,7 @@ def _bundled(layers: Sequence[Layer]) -> list[_Bundle]:
         first = layer.parameters[0]
         kind = first.dtype, first.device, layer.optimizers
         if size >= _BUNDLE or kind != last_kind:
-            made.append(_Bundle(made[-1].number + made[-1].pieces if made else 0, [], []))
+            made.append(_Bundle(made[-1].number + made[-1].pieces if made else 0, [], [], piece_bytes))
             size, last_kind = 0, kind
         made[-1].layers.append(index)
         made[-1].parameters += layer.parameters

@@ -65,6 +65,8 @@ class Training:
     units: TrainedUnits = field(default_factory=TrainedUnits)  # what counts where batches differ in size
     period: Callable[[], int] = lambda: 0  # steps between two exchanges where that follows from the run; else 0
     optimizers: Callable[[], Sequence[Any]] = lambda: ()  # this worker's, once they exist
+    # Whether a layer's step may be as late as its next forward: no code reads gradients after backward.
+    late_steps: bool = False
 
 
 class Synchronizer(Protocol):

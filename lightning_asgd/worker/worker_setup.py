@@ -49,16 +49,14 @@ def set_up(
     config: ExchangeConfig,
     training: Training | None = None,
     start: Start | None = None,
-    *,
-    late: bool = False,
 ) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
-    All workers call it together; the module is changed in place. ``late`` says that no code reads gradients between
-    backward and the optimizer's step. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or
-    one without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
+    All workers call it together; the module is changed in place. Raises a :class:`ConfigurationError` if the module has
+    no trainable parameter, or one without a shape yet, and a :class:`LayoutMismatchError` that names the first
+    parameter in which modules differ.
     """
-    start = start or Start()
+    start, training = start or Start(), training or Training()
     state = named_state(module)
     _check_shapes(state)
     trainable, buffers = _exchanged(module, state)
@@ -82,9 +80,9 @@ def set_up(
             layout,
             module,
             algorithm,
-            training or Training(),
+            training if not _tied(module) else replace(training, late_steps=False),
             lambda: make_identical(collectives, named_state(module), mean=True),
-            late=late and not _tied(module),
+            one_machine=_on_one_machine(collectives),
         )
     parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
     chief = None
@@ -98,6 +96,11 @@ def set_up(
     run(exchanger.fetch(together=start.layout is None))
     exchanger.stats = ExchangeStats()
     return exchanger
+
+
+def _on_one_machine(collectives: Collectives) -> bool:
+    hosts = set(collectives.gather("gather", "the workers' machines", shared_memory.host_identity()).values())
+    return len(hosts) == 1 and "" not in hosts
 
 
 def _check_shapes(state: Mapping[str, Tensor]) -> None:

@@ -36,10 +36,13 @@ class Alone:
         return future.wait()
 
 
-def made(module: nn.Module, optimizers: Sequence[Any], connection: Alone, delay: int = 0) -> LayerGradients:
-    training = Training(optimizers=lambda: optimizers)
+def made(
+    module: nn.Module, optimizers: Sequence[Any], connection: Alone, delay: int = 0, *, one_machine: bool = False
+) -> LayerGradients:
+    training = Training(optimizers=lambda: optimizers, late_steps=True)
     layout = build_layout(module.named_parameters(), (), 1)
-    return LayerGradients(cast(Any, connection), layout, module, LayerWise(delay), training, lambda: None, late=True)
+    given = (cast(Any, connection), layout, module, LayerWise(delay), training, lambda: None)
+    return LayerGradients(*given, one_machine=one_machine)
 
 
 def trained(module: nn.Module, optimizers: Sequence[Any], loss: Any, ours: LayerGradients | None) -> None:
@@ -66,18 +69,26 @@ def loss_of(module: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("limit", "piece", "messages"),
-    [(1, 1 << 30, 21), (3 * 4 * 272, 1 << 30, 7), (1 << 30, 1 << 30, 1), (1 << 30, 4000, 6), (1, 1000, 41)],
+    ("limit", "piece", "one_machine", "messages"),
+    [
+        (1, 1 << 30, False, 21),
+        (3 * 4 * 272, 1 << 30, False, 7),
+        (1 << 30, 1 << 30, False, 1),
+        (1 << 30, 4000, False, 6),
+        (1, 1000, False, 41),
+        (1, 1000, True, 21),
+        (1 << 30, 1000, True, 1),
+    ],
 )
-def test_small_layers_leave_together_and_large_ones_in_pieces(
-    limit: int, piece: int, messages: int, monkeypatch: pytest.MonkeyPatch
+def test_small_layers_leave_together_and_large_ones_in_pieces_over_a_network(
+    limit: int, piece: int, one_machine: bool, messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_gradients, "_BUNDLE", limit)
     monkeypatch.setattr(layer_gradients, "_PIECE", piece)
     one, other = deep(), deep()
     connection = Alone(servers=2)
     mine = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)]
-    ours = made(one, mine, connection)
+    ours = made(one, mine, connection, one_machine=one_machine)
     for _ in range(3):
         trained(one, mine, loss_of, ours)
     assert len(connection.messages) == 3 * messages
