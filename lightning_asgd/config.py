@@ -1,4 +1,4 @@
-"""The settings of a run, checked where they are given, and the environment variable that users set."""
+"""The settings of a run, checked where they are given, and the environment variables that users set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from lightning_asgd.compression import Compression, find_compression
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import whole
 
-__all__ = ["SECRET_ENV", "ExchangeConfig", "Timeouts", "positive_int", "seconds", "server_address"]
+__all__ = [
+    "RUN_ENV",
+    "SECRET_ENV",
+    "SERVER_ENV",
+    "ExchangeConfig",
+    "Timeouts",
+    "positive_int",
+    "seconds",
+    "server_address",
+]
 
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
+
+SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
+"""What ``ASGDStrategy(server=..., run_id=...)`` are if neither is given."""
 
 _FIRST_NSYNC = 10  # until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with

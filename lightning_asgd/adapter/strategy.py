@@ -82,7 +82,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             ``LIGHTNING_ASGD_SECRET`` on each. ``"auto"``: ``"zmq"`` where that is given. The first lines say which.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
-            None means a separate job, whose workers start and end together.
+            None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
         run_id: name of that run.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_asgd.adapter.batch_units import check_units, name_of_units
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int, server_address
+from lightning_asgd.config import RUN_ENV, SERVER_ENV, ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import check_name
@@ -80,6 +81,9 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
+        if self.server is None and self.run_id is None:  # an engine may have started this process for a run
+            object.__setattr__(self, "server", os.environ.get(SERVER_ENV))
+            object.__setattr__(self, "run_id", os.environ.get(RUN_ENV))
         config = self.config
         for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
             _check_importable(type(rule))

@@ -488,6 +488,16 @@ def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], 
         ASGDStrategy(2, **about)
 
 
+def test_the_environment_names_a_run_for_a_strategy_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ASGD_SERVER", "host:1")
+    with pytest.raises(ConfigurationError, match="Expected both, or neither"):
+        ASGDStrategy(2)
+    monkeypatch.setenv("LIGHTNING_ASGD_RUN_ID", "theirs")
+    assert (ASGDStrategy(2).options.address, ASGDStrategy(2).options.run_id) == (("host", 1), "theirs")
+    given = ASGDStrategy(2, server="other:2", run_id="mine").options
+    assert (given.address, given.run_id) == (("other", 2), "mine")
+
+
 def test_where_nobody_serves_the_error_says_what_to_start(tmp_path: Path) -> None:
     strategy = ASGDStrategy(2, server="127.0.0.1:9", run_id="r", timeouts=Timeouts(start_s=0.5))
     with pytest.raises(LaunchError, match="lightning-asgd serve"):
