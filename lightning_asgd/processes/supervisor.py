@@ -46,11 +46,15 @@ class Supervisor:
         rendezvous: where they publish their addresses; None if there are none.
         settings: what they have in common. Where they are to write snapshots and no folder is named, they get one that
             goes with this.
+        first: number of the first server, of a process that hosts some of a job's servers only.
     """
 
-    def __init__(self, rendezvous: Rendezvous | None, settings: ServerSettings | None = None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous | None, settings: ServerSettings | None = None, *, first: int = 0
+    ) -> None:
         self.rendezvous = rendezvous
         self.settings = settings or ServerSettings()
+        self._first = first
         self._private: str | None = None  # folder for snapshots that are for a lost server's place only
         self._servers: list[ServerHandle] = []
         self._exits: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
@@ -95,7 +99,7 @@ class Supervisor:
         They ``succeed`` servers that were lost with another process, or are the first.
         """
         while self.rendezvous is not None and len(self._servers) < total:
-            server = self._new_server(len(self._servers), self.rendezvous, succeeds=succeed)
+            server = self._new_server(self._first + len(self._servers), self.rendezvous, succeeds=succeed)
             self._servers.append(server)
             self.register(server.process.pid)
 
@@ -242,7 +246,7 @@ class Supervisor:
                 self._exits = [each for each in self._exits if not self.has_returned(each["worker"])]
                 for exited in self._exits:
                     replacement.report_exit(**exited)
-                self._servers[server.index] = replacement
+                self._servers[server.index - self._first] = replacement
             server.close()
             server.rendezvous.put(successor_of(server.key), replacement.key)
 
@@ -265,7 +269,7 @@ class Supervisor:
             return
         if time.monotonic() > self._quiet_since + _STANDBY_AFTER_S and self._restarts < _RESTARTS:
             with contextlib.suppress(OSError):  # then there is none
-                self._standby = self._new_server(len(self._servers), self.rendezvous)
+                self._standby = self._new_server(self._first + len(self._servers), self.rendezvous)
                 self.register(self._standby.process.pid)
 
     def _watch(self) -> None:

@@ -1,0 +1,189 @@
+"""What runs on a cluster's nodes: servers, workers, and the board where workers post their reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from lightning_asgd.config import RUN_ENV, SECRET_ENV, SERVER_ENV
+from lightning_asgd.processes.supervisor import Supervisor
+from lightning_asgd.ray import report
+from lightning_asgd.ray.report import Storage
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, successor_of
+
+__all__ = ["FINISHED", "STOPPED", "Board", "RunAddress", "ServerActor", "WorkerActor", "end_process", "first_key"]
+
+FINISHED, STOPPED = "finished", "stopped"
+_START_S = 120.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where processes find a run, and what lets them in."""
+
+    host: str
+    port: int
+    run_id: str
+    transport: str
+    secret: str = field(repr=False)
+
+    def enter(self) -> None:
+        """Let this process, and strategies that are made in it, find the run."""
+        os.environ[SECRET_ENV] = self.secret
+        os.environ[SERVER_ENV], os.environ[RUN_ENV] = f"{self.host}:{self.port}", self.run_id
+
+
+def first_key(index: int) -> str:
+    """Where the key of a server's first process is published."""
+    return f"ray/server/{index}"
+
+
+class ServerActor:
+    """Hosts one server of a run, in a process of its own that is replaced if it dies.
+
+    When the actor or its node is lost, Ray starts it again: then its server succeeds the lost one, and the workers
+    restore its state.
+    """
+
+    def __init__(self, index: int, run: RunAddress) -> None:
+        run.enter()
+        rendezvous = Rendezvous.connect(run.host, run.port, _START_S, transport=run.transport)
+        settings = ServerSettings(interface_of(ray.util.get_node_ip_address()), run.transport, run=run.run_id)
+        self._supervisor = Supervisor(rendezvous, settings, first=index)
+        self._supervisor.start()
+        before = rendezvous.peek(first_key(index), str)
+        self._supervisor.add_servers(1, succeed=before is not None)
+        [key] = self._supervisor.keys(1)
+        rendezvous.put(first_key(index) if before is None else successor_of(before), key)
+
+    def serve(self) -> None:
+        """Return never. Raises a :class:`LaunchError` if a server cannot be replaced."""
+        while True:
+            self._supervisor.check_servers()
+            time.sleep(_POLL_S)
+
+
+class WorkerActor:
+    """Runs the training function as one worker of a run. When it dies, Ray starts it again, and it joins once more."""
+
+    def __init__(self, number: int, run: RunAddress, board: Any) -> None:
+        run.enter()
+        self._number, self._board = number, board
+        node = ray.get_runtime_context().get_node_id()
+        self._is_over = ray.get(board.begin.remote(number, node, os.getpid()))
+
+    def train(self, function: Callable[..., Any], arguments: tuple[Any, ...], storage: Storage) -> str:
+        """Run the training function; how it has ended."""
+        if self._is_over:  # started again after it, or the run, had ended
+            return STOPPED
+        # Lightning handles SIGTERM, and leaves the run in good order, where no other handler is set: Ray has one.
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        report.enter(self._number, self._board, storage)
+        try:
+            function(*arguments)
+        except BaseException:
+            if self._is_stopping():
+                return STOPPED
+            raise
+        finally:
+            report.leave()
+            signal.signal(signal.SIGTERM, before)
+        return STOPPED if self._is_stopping() else FINISHED
+
+    def _is_stopping(self) -> bool:
+        return bool(ray.get(self._board.is_stopping.remote(self._number)))
+
+
+@dataclass
+class _Report:
+    metrics: dict[str, Any]
+    checkpoint: str | None  # its path in the storage
+
+
+class Board:
+    """What workers post, and the driver reads: where they run, their reports, and whether the run is over."""
+
+    def __init__(self, keep: int | None, score: str | None, order: str, checkpoints: list[str]) -> None:
+        self._keep, self._score, self._sign = keep, score, -1.0 if order == "min" else 1.0
+        self._reports: list[_Report] = []
+        self._number = 1 + max((int(path.rpartition("_")[2]) for path in checkpoints), default=-1)
+        self._latest = checkpoints[-1] if checkpoints else None
+        self._places: dict[int, tuple[str, int]] = {}
+        self._begun: dict[int, list[float]] = {}
+        self._stopping: set[int] = set()
+        self._over = False
+
+    def begin(self, worker: int, node: str, pid: int) -> bool:
+        """A worker's process begins; whether the run is over."""
+        self._places[worker] = node, pid
+        self._begun.setdefault(worker, []).append(time.time())
+        return self._over or worker in self._stopping
+
+    def places(self) -> dict[int, tuple[str, int]]:
+        """Node and process number of every worker."""
+        return self._places
+
+    def begun(self) -> dict[int, list[float]]:
+        """When the processes of each worker began, in seconds since 1970."""
+        return self._begun
+
+    def stop(self, worker: int) -> None:
+        """A worker is to end."""
+        self._stopping.add(worker)
+
+    def is_stopping(self, worker: int) -> bool:
+        """Whether a worker is to end."""
+        return worker in self._stopping
+
+    def end(self) -> None:
+        """The run is over: a worker that is started again trains no more."""
+        self._over = True
+
+    def next_checkpoint(self) -> str:
+        """A name for the next checkpoint's folder."""
+        self._number += 1
+        return f"checkpoint_{self._number - 1:06d}"
+
+    def add(self, metrics: dict[str, Any], checkpoint: str | None) -> list[str]:
+        """Take a report. Returns checkpoints that are kept no longer."""
+        self._reports.append(_Report(metrics, checkpoint))
+        self._latest = checkpoint or self._latest
+        kept = [each for each in self._reports if each.checkpoint is not None]
+        if self._keep is None or len(kept) <= self._keep:
+            return []
+        ranked = sorted(kept, key=self._rank)
+        dropped = [each for each in ranked if each is not kept[-1]][: len(kept) - self._keep]
+        paths = [str(each.checkpoint) for each in dropped]
+        for each in dropped:
+            each.checkpoint = None
+        return paths
+
+    def _rank(self, report: _Report) -> float:
+        """Higher is better; without a score the order is that of the reports."""
+        if self._score is None:
+            return 0.0
+        value = report.metrics.get(self._score)
+        return self._sign * float(value) if value is not None else float("-inf")
+
+    def latest(self) -> str | None:
+        """The latest checkpoint."""
+        return self._latest
+
+    def reports(self) -> list[tuple[dict[str, Any], str | None]]:
+        """All reports with the checkpoints that are kept."""
+        return [(each.metrics, each.checkpoint) for each in self._reports]
+
+
+def end_process(pid: int) -> None:
+    """Ask a process of this node to end; it may have ended already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,166 @@
+"""Metrics and checkpoints from the workers of a run to its driver, by way of the storage of the cluster."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray
+from ray.train import Checkpoint
+
+from lightning_asgd.adapter.class_trees import CallbackExtension, Extension
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report"]
+
+CHECKPOINT_FILE = "checkpoint.ckpt"
+"""Lightning's checkpoint in the folder of a Ray checkpoint, as Ray's own callback names it."""
+_MARKER = ".lightning_asgd"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A run's folder in storage that all nodes reach."""
+
+    filesystem: Any  # pyarrow's
+    path: str
+
+    @classmethod
+    def of(cls, storage_path: str, name: str, filesystem: Any = None) -> Storage:
+        """The folder ``name`` below a path or URI."""
+        if filesystem is not None:
+            return cls(filesystem, f"{storage_path.rstrip('/')}/{name}")
+        if "://" in storage_path:
+            filesystem, path = pyarrow.fs.FileSystem.from_uri(storage_path)
+            return cls(filesystem, f"{path.rstrip('/')}/{name}")
+        return cls(pyarrow.fs.LocalFileSystem(), str(Path(storage_path).expanduser().resolve() / name))
+
+    def create(self) -> list[str]:
+        """Make the folder. Returns the checkpoints that are there already, oldest first."""
+        self.filesystem.create_dir(self.path)
+        with self.filesystem.open_output_stream(f"{self.path}/{_MARKER}"):
+            pass
+        found = self.filesystem.get_file_info(pyarrow.fs.FileSelector(self.path))
+        return sorted(each.base_name for each in found if _is_checkpoint(each.base_name))
+
+    def upload(self, folder: str, name: str) -> None:
+        """Copy a local folder to here. Raises a :class:`ConfigurationError` if this node has other storage."""
+        marker = self.filesystem.get_file_info(f"{self.path}/{_MARKER}")
+        if marker.type == pyarrow.fs.FileType.NotFound:
+            raise ConfigurationError(
+                f"Node {socket.gethostname()} does not find the folder {self.path} that the driver has made. Expected "
+                "storage that all nodes share: give RunConfig(storage_path=...) a folder on a network file system, or "
+                "a URI such as s3://bucket/runs."
+            )
+        self.filesystem.create_dir(f"{self.path}/{name}")
+        pyarrow.fs.copy_files(folder, f"{self.path}/{name}", destination_filesystem=self.filesystem)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint."""
+        self.filesystem.delete_dir(f"{self.path}/{name}")
+
+    def checkpoint(self, name: str) -> Any:
+        """One of the checkpoints here."""
+        return Checkpoint(f"{self.path}/{name}", self.filesystem)
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith("checkpoint_") and name.rpartition("_")[2].isdecimal()
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """This process, while it runs a training function."""
+
+    number: int
+    board: Any
+    storage: Storage
+
+
+_worker: _Worker | None = None
+
+
+def enter(number: int, board: Any, storage: Storage) -> None:
+    """This process runs a training function from now on."""
+    global _worker
+    _worker = _Worker(number, board, storage)
+
+
+def leave() -> None:
+    """The training function has ended."""
+    global _worker
+    _worker = None
+
+
+def _here(what: str) -> _Worker:
+    if _worker is None:
+        raise ConfigurationError(f"{what} was called outside of a run. Expected a training function of ASGDTrainer.")
+    return _worker
+
+
+def report(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None = None) -> None:
+    """Report metrics, and perhaps a checkpoint, to the driver. Returns without waiting for other workers.
+
+    Unlike ``ray.train.report`` it is for one worker, the chief, and no barrier: workers of a run take their steps at
+    different times.
+
+    Args:
+        metrics: plain values by name.
+        checkpoint: writes the checkpoint's files into the folder that it is given.
+
+    Raises:
+        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node does not share the storage.
+    """
+    here = _here("lightning_asgd.ray.report()")
+    name = None
+    if checkpoint is not None:
+        name = ray.get(here.board.next_checkpoint.remote())
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint(folder)
+            here.storage.upload(folder, name)
+    for dropped in ray.get(here.board.add.remote(metrics, name)):
+        here.storage.remove(dropped)
+
+
+def get_checkpoint() -> Any:
+    """The latest checkpoint of this run, as a ``ray.train.Checkpoint``; None if there is none.
+
+    Raises:
+        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`.
+    """
+    here = _here("lightning_asgd.ray.get_checkpoint()")
+    name = ray.get(here.board.latest.remote())
+    return None if name is None else here.storage.checkpoint(name)
+
+
+class ReportCallback(CallbackExtension, Extension):  # type: ignore[misc]
+    """Reports the metrics and a checkpoint at the end of every epoch, on the chief. Extends Lightning's ``Callback``.
+
+    A checkpoint is a folder with the file ``checkpoint.ckpt``, as that of Ray's own ``RayTrainReportCallback``.
+
+    Args:
+        checkpoints: whether checkpoints are reported too.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(callbacks=[ReportCallback()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, checkpoints: bool = True) -> None:
+        self.checkpoints = checkpoints
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report what the Trainer has logged."""
+        if not trainer.is_global_zero:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        save = None
+        if self.checkpoints:
+            save = lambda folder: trainer.save_checkpoint(f"{folder}/{CHECKPOINT_FILE}")  # noqa: E731
+        report(metrics, save)

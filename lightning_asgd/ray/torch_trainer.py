@@ -1,0 +1,90 @@
+"""Inside Ray Train's own ``TorchTrainer``: a backend without a process group, and a strategy that Ray Train accepts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+import torch
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, get_device
+
+from lightning_asgd.adapter.strategy import ASGDStrategy
+from lightning_asgd.transports.rendezvous import LOOPBACK
+
+__all__ = ["ASGDConfig", "RayASGDStrategy"]
+
+
+class _ASGDBackend(Backend):
+    """Gives the workers their ranks and the address of the job. There is no process group to make or to destroy."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Before the training function."""
+        host, port = worker_group.execute_single(0, _address)
+        worker_group.execute(_announce, host, port)
+
+
+def _address() -> tuple[str, int]:
+    """An address of the first worker's machine with a port that is free there."""
+    import socket
+
+    with socket.socket() as probe:
+        host = ray.util.get_node_ip_address() or LOOPBACK
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
+
+
+def _announce(host: str, port: int) -> None:
+    context = ray.train.get_context()
+    os.environ |= {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+    }
+
+
+@dataclass
+class ASGDConfig(TorchConfig):  # type: ignore[misc]
+    """``TorchTrainer(torch_config=ASGDConfig())``: the workers make no process group.
+
+    Ray Train's own configuration makes one on the port that the servers of :class:`RayASGDStrategy` need.
+    """
+
+    @property
+    def backend_cls(self) -> Any:
+        """What Ray Train starts the workers with."""
+        return _ASGDBackend
+
+
+class RayASGDStrategy(ASGDStrategy):
+    """:class:`~lightning_asgd.ASGDStrategy` for a training function of Ray Train's ``TorchTrainer``.
+
+    It takes the place of ``RayDDPStrategy``, together with ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer``;
+    the ``TorchTrainer`` needs ``torch_config=ASGDConfig()``. Ray Train restarts all workers from a checkpoint when one
+    dies, and its reports are barriers: they belong at the end of an epoch, where workers synchronise anyway. A run of
+    :class:`~lightning_asgd.ray.ASGDTrainer` has neither limit.
+    """
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that Ray has given this worker."""
+        device: torch.device = get_device()
+        return device
+
+
+def _be_accepted() -> None:
+    """Let ``prepare_trainer`` take the strategy for one of Ray's: it asks for subclasses of these."""
+    from ray.train.lightning import RayDDPStrategy
+
+    RayDDPStrategy.register(RayASGDStrategy)
+
+
+_be_accepted()

@@ -1,0 +1,446 @@
+"""The driver of a run on a Ray cluster: it hosts the rendezvous, and has Ray place servers and workers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.util import get_node_ip_address
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
+from lightning_asgd.ray.actors import (
+    FINISHED,
+    Board,
+    RunAddress,
+    ServerActor,
+    WorkerActor,
+    end_process,
+    first_key,
+)
+from lightning_asgd.ray.report import Storage
+from lightning_asgd.transports import job_secret, registry
+from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.validation import whole
+
+__all__ = ["ASGDRun", "ASGDTrainer"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_START_S = 120.0  # for actors to start once they have their place
+_STOP_S = 30.0  # for a worker to leave the run in good order
+_END_S = 120.0  # for the other workers to end after the first one has finished the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a user gave to :class:`ASGDTrainer`, checked."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    scaling: Any
+    run: Any
+    num_servers: int
+    resources_per_server: dict[str, float]
+    max_restarts: int
+    transport: str
+    place_s: float
+
+    @property
+    def least(self) -> int:
+        """Workers that a run begins with."""
+        given = self.scaling.num_workers
+        return given if isinstance(given, int) else given[0]
+
+    @property
+    def most(self) -> int:
+        """Workers at most."""
+        given = self.scaling.num_workers
+        return given if isinstance(given, int) else given[1]
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """As Ray Train has it: one CPU, and one GPU with ``use_gpu``."""
+        given = self.scaling.resources_per_worker
+        return dict(given) if given is not None else {"CPU": 1, **({"GPU": 1} if self.scaling.use_gpu else {})}
+
+
+class ASGDTrainer:
+    """Trains with asynchronous SGD on a Ray cluster, in the form of Ray Train's ``TorchTrainer``.
+
+    Every worker is an actor that runs the training function, in which a Lightning ``Trainer`` with
+    ``strategy=ASGDStrategy(...)`` and one device joins the run by itself. Servers are actors on different nodes. What
+    dies, alone or with its node, Ray starts again while the others train; no acknowledged update is lost as long as one
+    worker lives. Workers may be added and removed: between ``num_workers=(least, most)``, as the cluster has room, and
+    with :meth:`ASGDRun.scale`. Tensors do not pass through Ray.
+
+    Args:
+        train_loop_per_worker: the training function, with a configuration or without an argument.
+        train_loop_config: the configuration.
+        scaling_config: Ray Train's: ``num_workers``, ``use_gpu``, ``resources_per_worker``, ``placement_strategy``.
+        run_config: Ray Train's: ``name``, ``storage_path``, ``storage_filesystem``, ``checkpoint_config``,
+            ``worker_runtime_env``. Its ``failure_config`` and ``callbacks`` are not used.
+        num_servers: processes that share the weights equally.
+        resources_per_server: what Ray reserves for each; ``{"CPU": 1}`` if not given.
+        max_restarts: how often Ray starts each worker and each server again; -1 for as often as needed.
+        transport: as for :class:`~lightning_asgd.ASGDStrategy`. ``"auto"`` is ``"zmq"`` where pyzmq is installed, with
+            a secret that the run makes and hands out through Ray, unless ``LIGHTNING_ASGD_SECRET`` is set.
+        place_s: seconds to wait until the cluster has room for the servers and the first workers.
+
+    Raises:
+        ConfigurationError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        scaling_config: Any = None,
+        run_config: Any = None,
+        num_servers: int = 1,
+        resources_per_server: dict[str, float] | None = None,
+        max_restarts: int = 100,
+        transport: str = "auto",
+        place_s: float = 300.0,
+    ) -> None:
+        takes = len(inspect.signature(train_loop_per_worker).parameters)
+        self._plan = _Plan(
+            function=train_loop_per_worker,
+            arguments=(train_loop_config or {},) if takes else (),
+            scaling=scaling_config or ScalingConfig(),
+            run=run_config or RunConfig(),
+            num_servers=whole("num_servers", num_servers),
+            resources_per_server=dict(resources_per_server or {"CPU": 1}),
+            max_restarts=max_restarts,
+            transport=transport,
+            place_s=place_s,
+        )
+        registry.check_name(transport)
+        if self._plan.least < 1:
+            raise ConfigurationError(
+                f"ScalingConfig(num_workers={self._plan.scaling.num_workers!r}). Expected at least one worker."
+            )
+
+    def fit(self) -> Any:
+        """Train until the training function has ended. Returns Ray Train's ``Result``.
+
+        Raises:
+            ASGDError: no worker has finished.
+            LaunchError: the cluster has no room, or a server cannot start.
+        """
+        return self.start().result()
+
+    def start(self) -> ASGDRun:
+        """Start servers and workers, and return once the first workers have their places.
+
+        Raises:
+            LaunchError: the cluster has no room, or a server cannot start.
+        """
+        return ASGDRun(self._plan)
+
+
+class _Worker:
+    """A worker of the run, as the driver sees it."""
+
+    def __init__(self, number: int, actor: Any, ended: Any) -> None:
+        self.number, self.actor, self.ended = number, actor, ended
+        self.stop_at: float | None = None  # when it is killed, of one that was asked to stop
+
+
+class ASGDRun:
+    """A run that :meth:`ASGDTrainer.start` has started."""
+
+    def __init__(self, plan: _Plan) -> None:
+        _check_driver()
+        self._plan, self._lock = plan, threading.Lock()
+        self._workers: dict[int, _Worker] = {}
+        self._target, self._number = plan.most, 0
+        self._failures: dict[int, BaseException] = {}
+        self._finished, self._stopped = False, False
+        self._error: BaseException | None = None
+        self._groups: list[Any] = []
+        self._servers: list[Any] = []
+        self._rendezvous: Rendezvous | None = None
+        self._storage = Storage.of(str(plan.run.storage_path), plan.run.name, plan.run.storage_filesystem)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        keeps = plan.run.checkpoint_config
+        self._board = (
+            ray.remote(Board)
+            .options(num_cpus=0, scheduling_strategy=here)
+            .remote(
+                keeps.num_to_keep,
+                keeps.checkpoint_score_attribute,
+                keeps.checkpoint_score_order,
+                self._storage.create(),
+            )
+        )
+        self._thread = threading.Thread(target=self._watch, name="lightning_asgd.ray", daemon=True)
+        try:
+            self._address = self._host()
+            places = self._places()
+            self._start_servers(places[0])
+            for index in range(plan.least):
+                self._add_worker(PlacementGroupSchedulingStrategy(places[1], placement_group_bundle_index=index))
+        except BaseException:
+            self._close()
+            raise
+        self._thread.start()
+
+    # ------------------------------------------------------------------ for the program
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have been started and have not ended."""
+        with self._lock:
+            return sum(worker.stop_at is None for worker in self._workers.values())
+
+    def scale(self, workers: int) -> None:
+        """Have so many workers from now on. New ones start as the cluster has room; the newest leave first.
+
+        Raises:
+            ConfigurationError: the number is not between those of ``ScalingConfig(num_workers=(least, most))``.
+        """
+        plan = self._plan
+        if not plan.least <= workers <= plan.most:
+            raise ConfigurationError(
+                f"scale({workers}). Expected {plan.least} to {plan.most}, as ScalingConfig(num_workers="
+                f"{plan.scaling.num_workers!r}) says."
+            )
+        with self._lock:
+            self._target = workers
+            self._adjust()
+
+    def stop(self) -> None:
+        """End the run: every worker leaves it in good order. :meth:`result` returns what was reported until then."""
+        with self._lock:
+            self._stopped = True
+            for worker in self._workers.values():
+                self._end_worker(worker)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the run's end. Returns Ray Train's ``Result``.
+
+        Args:
+            timeout_s: seconds to wait; None for as long as it takes.
+
+        Raises:
+            TimeoutError: the run has not ended by then; it continues.
+            ASGDError: no worker has finished; its ``__cause__`` is the first worker's exception.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"Run {self._plan.run.name!r} has not ended within {timeout_s:g} s.")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    # ------------------------------------------------------------------ starting
+
+    def _host(self) -> RunAddress:
+        asked, host = self._plan.transport, get_node_ip_address()
+        secret = job_secret.given() or secrets.token_hex(32)
+        before = os.environ.get(SECRET_ENV)
+        os.environ[SECRET_ENV] = secret
+        try:
+            name, _, who = registry.choose(asked, one_machine=False)
+            kind = registry.kind_of(name)
+            kind.check_available()
+            self._rendezvous = kind.host_rendezvous(host, 0)
+        finally:
+            os.environ.pop(SECRET_ENV)
+            if before is not None:
+                os.environ[SECRET_ENV] = before
+        log.info("Run %r: transport %s %s", self._plan.run.name, name, who)
+        return RunAddress(host, self._rendezvous.address[1], self._plan.run.name, name, secret)
+
+    def _places(self) -> list[Any]:
+        """Reserve room for the servers, on different nodes if possible, and for the first workers."""
+        plan = self._plan
+        wanted = (
+            ([plan.resources_per_server] * plan.num_servers, "SPREAD"),
+            ([plan.resources_per_worker] * plan.least, plan.scaling.placement_strategy),
+        )
+        self._groups = [placement_group(bundles, strategy=strategy) for bundles, strategy in wanted]
+        for group, (bundles, _) in zip(self._groups, wanted, strict=True):
+            if not group.wait(plan.place_s):
+                raise LaunchError(
+                    f"The cluster had no room for {len(bundles)} times {bundles[0]} within {plan.place_s:g} s. It has "
+                    f"{_resources(ray.cluster_resources())}, of which {_resources(ray.available_resources())} are "
+                    "free. Ask for less in scaling_config or resources_per_server, add nodes, or raise place_s."
+                )
+        return self._groups
+
+    def _start_servers(self, places: Any) -> None:
+        plan, rendezvous = self._plan, self._rendezvous
+        assert rendezvous is not None  # noqa: S101
+        for index in range(plan.num_servers):
+            at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
+            options = _options(plan.resources_per_server, plan.max_restarts, at)
+            actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
+            self._servers.append((actor, actor.serve.remote()))
+        keys = []
+        for index, (_, served) in enumerate(self._servers):
+            keys.append(rendezvous.get(first_key(index), f"Server {index}", _START_S, _checking(served), kind=str))
+            rendezvous.server(index, keys[-1], _START_S, check=_checking(served))
+        rendezvous.announce_run(self._address.run_id, self._address.transport, keys)
+
+    def _add_worker(self, at: Any) -> None:
+        plan, number = self._plan, self._number
+        self._number += 1
+        options = _options(plan.resources_per_worker, plan.max_restarts, at)
+        if plan.run.worker_runtime_env:
+            options["runtime_env"] = plan.run.worker_runtime_env
+        actor = ray.remote(WorkerActor).options(**options).remote(number, self._address, self._board)
+        ended = actor.train.remote(plan.function, plan.arguments, self._storage)
+        self._workers[number] = _Worker(number, actor, ended)
+
+    # ------------------------------------------------------------------ watching
+
+    def _adjust(self) -> None:
+        """Start or stop workers, to have as many as wanted."""
+        alive = [worker for worker in self._workers.values() if worker.stop_at is None]
+        for worker in alive[self._target :]:
+            self._end_worker(worker)
+        if not (self._finished or self._stopped):
+            for _ in range(self._target - len(alive) - len(self._failures)):
+                self._add_worker("DEFAULT")
+
+    def _end_worker(self, worker: _Worker) -> None:
+        """Ask a worker to leave the run. It is killed if that takes long."""
+        if worker.stop_at is not None:
+            return
+        worker.stop_at = time.monotonic() + _STOP_S
+        ray.get(self._board.stop.remote(worker.number))
+        place = ray.get(self._board.places.remote()).get(worker.number)
+        if place is None:  # it has not begun
+            worker.stop_at = time.monotonic()
+            return
+        node, pid = place
+        at = NodeAffinitySchedulingStrategy(node, soft=False)
+        ray.remote(end_process).options(num_cpus=0, scheduling_strategy=at, max_retries=0).remote(pid)
+
+    def _watch(self) -> None:
+        try:
+            while self._workers:
+                with self._lock:
+                    self._adjust()
+                    refs = [worker.ended for worker in self._workers.values()]
+                ended, _ = ray.wait([*refs, *(served for _, served in self._servers)], timeout=_POLL_S)
+                with self._lock:
+                    for server, served in self._servers:
+                        if served in ended:
+                            ray.get(served)  # raises
+                    for worker in [each for each in self._workers.values() if each.ended in ended]:
+                        self._note_end(worker)
+                    for worker in [*self._workers.values()]:
+                        if worker.stop_at is not None and time.monotonic() > worker.stop_at:
+                            self._remove(worker)
+            self._result = self._collect()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._close()
+
+    def _note_end(self, worker: _Worker) -> None:
+        """A worker's training function has ended, or its process cannot be started again."""
+        try:
+            how = ray.get(worker.ended)
+        except RayError as error:
+            self._failures[worker.number] = error
+            log.warning("Worker %d has failed, and the others continue: %s", worker.number, error)
+        else:
+            if how == FINISHED and not self._finished:
+                self._finished = True
+                ray.get(self._board.end.remote())
+                for other in self._workers.values():
+                    other.stop_at = other.stop_at or time.monotonic() + _END_S
+        self._remove(worker)
+
+    def _remove(self, worker: _Worker) -> None:
+        ray.kill(worker.actor, no_restart=True)
+        del self._workers[worker.number]
+
+    def _collect(self) -> Any:
+        """The result, from what the workers have reported."""
+        import pandas
+
+        if not (self._finished or self._stopped):
+            first = next(iter(self._failures.values()), None)
+            raise ASGDError(
+                f"No worker of the run {self._plan.run.name!r} has finished: {len(self._failures)} have failed. The "
+                f"first failure: {first}"
+            ) from first
+        reports = ray.get(self._board.reports.remote())
+        kept = [(self._storage.checkpoint(name), metrics) for metrics, name in reports if name is not None]
+        return Result(
+            metrics=reports[-1][0] if reports else None,
+            checkpoint=kept[-1][0] if kept else None,
+            error=None,
+            path=self._storage.path,
+            metrics_dataframe=pandas.DataFrame([metrics for metrics, _ in reports]) if reports else None,
+            best_checkpoints=kept,
+            _storage_filesystem=self._storage.filesystem,
+        )
+
+    def _close(self) -> None:
+        """End every process of the run, and free its places."""
+        actors = [server for server, _ in self._servers] + [worker.actor for worker in self._workers.values()]
+        for actor in [*actors, self._board]:
+            ray.kill(actor, no_restart=True)
+        for group in self._groups:
+            remove_placement_group(group)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+
+def _check_driver() -> None:
+    """Connect to Ray. Raises a :class:`LaunchError` if this process is outside of the cluster."""
+    if ray.util.client.ray.is_connected():
+        raise LaunchError(
+            "This program is connected through Ray Client (ray://). Expected a driver on a node of the cluster, which "
+            "workers can reach: submit the program with `ray job submit`."
+        )
+    if not ray.is_initialized():
+        ray.init()
+
+
+def _options(resources: dict[str, float], max_restarts: int, at: Any) -> dict[str, Any]:
+    """An actor's options. A restarted actor runs its method again."""
+    rest = dict(resources)
+    named = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
+    if "memory" in rest:
+        named["memory"] = rest.pop("memory")
+    restarts = {"max_restarts": max_restarts, "max_task_retries": max_restarts}
+    return {**named, "resources": rest, **restarts, "scheduling_strategy": at}
+
+
+def _checking(served: Any) -> Callable[[], None]:
+    """Raise what has ended a server, instead of waiting for it."""
+
+    def check() -> None:
+        if ray.wait([served], timeout=0)[0]:
+            try:
+                ray.get(served)
+            except RayActorError as error:
+                raise LaunchError(f"A server's actor has died: {error}") from error
+
+    return check
+
+
+def _resources(found: dict[str, float]) -> str:
+    shown = (f"{amount:g} {name}" for name, amount in sorted(found.items()) if ":" not in name)
+    return ", ".join(shown) or "nothing"
