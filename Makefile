@@ -9,9 +9,9 @@ NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
 # prints as it runs. The output of the others follows, and after it what failed in any group.
-GROUPS := 'tests/component' 'tests/conformance' 'tests/lightning/test_[a-l]*.py tests/transport' \
+GROUPS := 'tests/component tests/ray' 'tests/conformance' 'tests/lightning/test_[a-l]*.py tests/transport' \
 	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[p-z]*.py'
-OTHERS := $(foreach folder,component conformance examples lightning transport,--ignore=tests/$(folder))
+OTHERS := $(foreach folder,component conformance examples lightning ray transport,--ignore=tests/$(folder))
 define run-tests
 @rm -f $(VENV)/tests-*.log; number=0; running=; \
 for group in $(GROUPS); do number=$$((number + 1)); \
@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients layerwise regress algorithms programs streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -93,6 +93,12 @@ accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: h
 
 sets: $(VENV)/.installed-examples ## accuracy on four data sets, 2 to 16 workers, in virtual time: hours; continues where it was interrupted
 	@$(RUN) benchmarks/accuracy_sets.py
+
+claims: $(VENV)/.installed-dev ## claims of four papers, in virtual time: Yu, SparkNet, SpeeDO, asynchronous SG-MCMC
+	@$(RUN) benchmarks/claims.py
+
+ray: $(VENV)/.installed-dev ## a Ray cluster on this machine: accuracy, lost nodes, scaling, Ray Train, Ray Tune
+	@$(RUN) benchmarks/ray_cluster.py
 
 layerwise: $(VENV)/.installed-examples ## layer-wise descent beside DDP, also on slow networks (as root): about 40 minutes
 	@$(RUN) benchmarks/layerwise.py

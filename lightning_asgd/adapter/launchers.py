@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_asgd.adapter import job_address, private_names
+from lightning_asgd.adapter import job_address, pickled_program, private_names
 from lightning_asgd.adapter.class_trees import Extension, is_foreign
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.errors import ConfigurationError, LaunchError, ServerLostError
@@ -371,16 +371,22 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
                 f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
-        self.job.begin(environment, self.num_nodes, self.tree, is_main=rank == 0)
-        if not external:
-            with rank_variables.launching():
-                processes = self.start_scripts()
-            first = environment.node_rank() * self.num_processes
-            watch = supervisor.ensure_watch()
-            for local_rank, process in enumerate(processes, start=1):
-                watch.add_worker(first + local_rank, process)
-        self.tree.set_num_threads(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        with contextlib.ExitStack() as meanwhile:
+            if not external and self.num_processes > 1 and pickled_program.is_needed():
+                meanwhile.enter_context(pickled_program.offered(trainer, function, args, kwargs))
+            self.job.begin(environment, self.num_nodes, self.tree, is_main=rank == 0)
+            if not external:
+                self._start_workers(environment.node_rank() * self.num_processes)
+            self.tree.set_num_threads(num_processes=self.num_processes)
+            return function(*args, **kwargs)
+
+    def _start_workers(self, first: int) -> None:
+        """Start this machine's other workers; ``first`` is the rank of its first one."""
+        with rank_variables.launching():
+            processes = self.start_scripts()
+        watch = supervisor.ensure_watch()
+        for local_rank, process in enumerate(processes, start=1):
+            watch.add_worker(first + local_rank, process)
 
     def kill(self, signum: Any) -> None:
         """Send the workers a signal. However they end then, it is no failure."""

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
-from lightning_asgd.ray.report import ReportCallback, get_checkpoint, report
-from lightning_asgd.ray.torch_trainer import ASGDConfig, RayASGDStrategy
+from typing import TYPE_CHECKING, Any
+
+from lightning_asgd.ray.reports import ReportCallback, get_checkpoint, report
 from lightning_asgd.ray.trainer import ASGDRun, ASGDTrainer
+
+if TYPE_CHECKING:
+    from lightning_asgd.ray.torch_trainer import ASGDConfig, RayASGDStrategy
 
 __all__ = [
     "ASGDConfig",
@@ -19,3 +23,11 @@ __all__ = [
     "get_checkpoint",
     "report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ASGDConfig", "RayASGDStrategy"):  # they import Lightning, which servers do without
+        from lightning_asgd.ray import torch_trainer
+
+        return getattr(torch_trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

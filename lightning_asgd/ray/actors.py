@@ -14,8 +14,8 @@ import ray
 
 from lightning_asgd.config import RUN_ENV, SECRET_ENV, SERVER_ENV
 from lightning_asgd.processes.supervisor import Supervisor
-from lightning_asgd.ray import report
-from lightning_asgd.ray.report import Storage
+from lightning_asgd.ray import reports
+from lightning_asgd.ray.reports import Storage
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, successor_of
 
@@ -23,7 +23,6 @@ __all__ = ["FINISHED", "STOPPED", "Board", "RunAddress", "ServerActor", "WorkerA
 
 FINISHED, STOPPED = "finished", "stopped"
 _START_S = 120.0
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,42 +64,35 @@ class ServerActor:
         [key] = self._supervisor.keys(1)
         rendezvous.put(first_key(index) if before is None else successor_of(before), key)
 
-    def serve(self) -> None:
-        """Return never. Raises a :class:`LaunchError` if a server cannot be replaced."""
-        while True:
-            self._supervisor.check_servers()
-            time.sleep(_POLL_S)
+    def check(self) -> None:
+        """Raise a :class:`LaunchError` if a server was lost that could not be replaced."""
+        self._supervisor.check_servers()
 
 
 class WorkerActor:
     """Runs the training function as one worker of a run. When it dies, Ray starts it again, and it joins once more."""
 
-    def __init__(self, number: int, run: RunAddress, board: Any) -> None:
+    def __init__(self, number: int, run: RunAddress) -> None:
         run.enter()
-        self._number, self._board = number, board
-        node = ray.get_runtime_context().get_node_id()
-        self._is_over = ray.get(board.begin.remote(number, node, os.getpid()))
+        self._number = number
 
-    def train(self, function: Callable[..., Any], arguments: tuple[Any, ...], storage: Storage) -> str:
+    def train(self, function: Callable[..., Any], arguments: tuple[Any, ...], storage: Storage, board: Any) -> str:
         """Run the training function; how it has ended."""
-        if self._is_over:  # started again after it, or the run, had ended
-            return STOPPED
+        if ray.get(board.begin.remote(self._number, ray.get_runtime_context().get_node_id(), os.getpid())):
+            return STOPPED  # started again after it, or the run, had ended
         # Lightning handles SIGTERM, and leaves the run in good order, where no other handler is set: Ray has one.
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        report.enter(self._number, self._board, storage)
+        reports.enter(self._number, board, storage)
         try:
             function(*arguments)
         except BaseException:
-            if self._is_stopping():
+            if ray.get(board.is_stopping.remote(self._number)):
                 return STOPPED
             raise
         finally:
-            report.leave()
+            reports.leave()
             signal.signal(signal.SIGTERM, before)
-        return STOPPED if self._is_stopping() else FINISHED
-
-    def _is_stopping(self) -> bool:
-        return bool(ray.get(self._board.is_stopping.remote(self._number)))
+        return STOPPED if ray.get(board.is_stopping.remote(self._number)) else FINISHED
 
 
 @dataclass

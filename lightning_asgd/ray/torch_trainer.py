@@ -67,10 +67,10 @@ class ASGDConfig(TorchConfig):  # type: ignore[misc]
 class RayASGDStrategy(ASGDStrategy):
     """:class:`~lightning_asgd.ASGDStrategy` for a training function of Ray Train's ``TorchTrainer``.
 
-    It takes the place of ``RayDDPStrategy``, together with ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer``;
-    the ``TorchTrainer`` needs ``torch_config=ASGDConfig()``. Ray Train restarts all workers from a checkpoint when one
-    dies, and its reports are barriers: they belong at the end of an epoch, where workers synchronise anyway. A run of
-    :class:`~lightning_asgd.ray.ASGDTrainer` has neither limit.
+    It takes the place of ``RayDDPStrategy``; ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer`` stay as
+    they are. The ``TorchTrainer`` needs ``torch_config=ASGDConfig()``. Ray Train restarts all workers from a checkpoint
+    when one dies, and its reports are barriers: they belong at the end of an epoch, where workers synchronise anyway. A
+    run of :class:`~lightning_asgd.ray.ASGDTrainer` has neither limit.
     """
 
     @property

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train import Result, RunConfig, ScalingConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.config import SECRET_ENV, seconds
 from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
 from lightning_asgd.ray.actors import (
     FINISHED,
@@ -30,7 +30,7 @@ from lightning_asgd.ray.actors import (
     end_process,
     first_key,
 )
-from lightning_asgd.ray.report import Storage
+from lightning_asgd.ray.reports import Storage
 from lightning_asgd.transports import job_secret, registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.validation import whole
@@ -130,6 +130,8 @@ class ASGDTrainer:
             place_s=place_s,
         )
         registry.check_name(transport)
+        whole("max_restarts", max_restarts, -1)
+        seconds("place_s", place_s)
         if self._plan.least < 1:
             raise ConfigurationError(
                 f"ScalingConfig(num_workers={self._plan.scaling.num_workers!r}). Expected at least one worker."
@@ -161,6 +163,25 @@ class _Worker:
         self.stop_at: float | None = None  # when it is killed, of one that was asked to stop
 
 
+class _Server:
+    """A server of the run, as the driver sees it."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self._checked = actor, actor.check.remote()
+
+    def check(self) -> None:
+        """Raise a :class:`LaunchError` if it is lost for good. It may not answer now: Ray may be restarting it."""
+        if not ray.wait([self._checked], timeout=0)[0]:
+            return
+        try:
+            ray.get(self._checked)
+        except RayTaskError as error:
+            raise LaunchError(str(error.cause)) from error
+        except RayActorError as error:
+            raise LaunchError(f"A server cannot be started again: {error}") from error
+        self._checked = self.actor.check.remote()
+
+
 class ASGDRun:
     """A run that :meth:`ASGDTrainer.start` has started."""
 
@@ -173,7 +194,7 @@ class ASGDRun:
         self._finished, self._stopped = False, False
         self._error: BaseException | None = None
         self._groups: list[Any] = []
-        self._servers: list[Any] = []
+        self._servers: list[_Server] = []
         self._rendezvous: Rendezvous | None = None
         self._storage = Storage.of(str(plan.run.storage_path), plan.run.name, plan.run.storage_filesystem)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -291,11 +312,11 @@ class ASGDRun:
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
             options = _options(plan.resources_per_server, plan.max_restarts, at)
             actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
-            self._servers.append((actor, actor.serve.remote()))
+            self._servers.append(_Server(actor))
         keys = []
-        for index, (_, served) in enumerate(self._servers):
-            keys.append(rendezvous.get(first_key(index), f"Server {index}", _START_S, _checking(served), kind=str))
-            rendezvous.server(index, keys[-1], _START_S, check=_checking(served))
+        for index, server in enumerate(self._servers):
+            keys.append(rendezvous.get(first_key(index), f"Server {index}", _START_S, server.check, kind=str))
+            rendezvous.server(index, keys[-1], _START_S, check=server.check)
         rendezvous.announce_run(self._address.run_id, self._address.transport, keys)
 
     def _add_worker(self, at: Any) -> None:
@@ -304,8 +325,8 @@ class ASGDRun:
         options = _options(plan.resources_per_worker, plan.max_restarts, at)
         if plan.run.worker_runtime_env:
             options["runtime_env"] = plan.run.worker_runtime_env
-        actor = ray.remote(WorkerActor).options(**options).remote(number, self._address, self._board)
-        ended = actor.train.remote(plan.function, plan.arguments, self._storage)
+        actor = ray.remote(WorkerActor).options(**options).remote(number, self._address)
+        ended = actor.train.remote(plan.function, plan.arguments, self._storage, self._board)
         self._workers[number] = _Worker(number, actor, ended)
 
     # ------------------------------------------------------------------ watching
@@ -339,11 +360,10 @@ class ASGDRun:
                 with self._lock:
                     self._adjust()
                     refs = [worker.ended for worker in self._workers.values()]
-                ended, _ = ray.wait([*refs, *(served for _, served in self._servers)], timeout=_POLL_S)
+                ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
                 with self._lock:
-                    for server, served in self._servers:
-                        if served in ended:
-                            ray.get(served)  # raises
+                    for server in self._servers:
+                        server.check()
                     for worker in [each for each in self._workers.values() if each.ended in ended]:
                         self._note_end(worker)
                     for worker in [*self._workers.values()]:
@@ -398,9 +418,9 @@ class ASGDRun:
 
     def _close(self) -> None:
         """End every process of the run, and free its places."""
-        actors = [server for server, _ in self._servers] + [worker.actor for worker in self._workers.values()]
-        for actor in [*actors, self._board]:
-            ray.kill(actor, no_restart=True)
+        for each in [*self._workers.values(), *self._servers]:
+            ray.kill(each.actor, no_restart=True)
+        ray.kill(self._board, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
         if self._rendezvous is not None:
@@ -428,19 +448,7 @@ def _options(resources: dict[str, float], max_restarts: int, at: Any) -> dict[st
     return {**named, "resources": rest, **restarts, "scheduling_strategy": at}
 
 
-def _checking(served: Any) -> Callable[[], None]:
-    """Raise what has ended a server, instead of waiting for it."""
-
-    def check() -> None:
-        if ray.wait([served], timeout=0)[0]:
-            try:
-                ray.get(served)
-            except RayActorError as error:
-                raise LaunchError(f"A server's actor has died: {error}") from error
-
-    return check
-
-
 def _resources(found: dict[str, float]) -> str:
-    shown = (f"{amount:g} {name}" for name, amount in sorted(found.items()) if ":" not in name)
-    return ", ".join(shown) or "nothing"
+    """Those that programs ask for, without what Ray keeps for placement groups and addresses."""
+    ours = {name: amount for name, amount in found.items() if ":" not in name and "_group_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(ours.items()) if "memory" not in name) or "nothing"

@@ -114,7 +114,7 @@ def report(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None =
         checkpoint: writes the checkpoint's files into the folder that it is given.
 
     Raises:
-        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node does not share the storage.
+        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node has other storage.
     """
     here = _here("lightning_asgd.ray.report()")
     name = None

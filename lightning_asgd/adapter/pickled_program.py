@@ -1,0 +1,63 @@
+"""Workers of a program that cannot be started once more, such as a trial of Ray Tune: they get a pickled copy of it.
+
+Lightning's launcher runs ``sys.argv`` again for every further worker. In a process of Ray's that is Ray's own program.
+Here it is :mod:`lightning_asgd.adapter.pickled_worker`, with the name of a file that holds the Trainer, its method and
+the method's arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.processes import supervisor
+
+__all__ = ["is_needed", "offered"]
+
+_SCRIPT = str(Path(__file__).with_name("pickled_worker.py"))
+
+
+def is_needed() -> bool:
+    """Whether this process is a worker of Ray's."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    return bool(ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
+
+
+@contextlib.contextmanager
+def offered(trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+    """Have the workers that are started meanwhile run a Trainer's method, as it is now.
+
+    Raises a :class:`ConfigurationError` for what cannot be pickled.
+    """
+    from ray import cloudpickle
+
+    random_numbers = torch.get_rng_state(), random.getstate()
+    try:
+        data = cloudpickle.dumps((trainer, function, args, kwargs, random_numbers))
+    except Exception as error:
+        raise ConfigurationError(
+            f"A Trainer with several workers is used in a process of Ray's, and cannot be pickled: {error}. Expected a "
+            "Trainer, module and data that can be: the other workers get copies of them."
+        ) from error
+    folder = tempfile.mkdtemp(prefix="lightning_asgd-")
+    supervisor.ensure_watch().remove_at_end(folder)
+    path, before = Path(folder, "program"), sys.argv
+    path.write_bytes(pickle.dumps(sys.path) + data)
+    sys.argv = [_SCRIPT, str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = before
+        shutil.rmtree(folder, ignore_errors=True)

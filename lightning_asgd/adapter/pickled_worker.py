@@ -1,0 +1,34 @@
+"""The program of a worker that gets a pickled copy of what it runs: see ``pickled_program``."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+
+def main() -> None:
+    """Run the Trainer's method as the worker that the environment says."""
+    with open(sys.argv[1], "rb") as file:
+        sys.path[:] = pickle.load(file)  # before any import: Python has put this file's folder there
+        import random
+
+        import torch
+
+        import lightning_asgd  # noqa: F401  # takes the variables of its rank
+
+        trainer, function, args, kwargs, (torch_numbers, numbers) = pickle.load(file)
+    torch.set_rng_state(torch_numbers)
+    random.setstate(numbers)
+    strategy = trainer.strategy
+    strategy.set_world_ranks()  # as when a Trainer is made: the copy has those of worker 0
+    try:
+        strategy.launcher.launch(function, *args, trainer=trainer, **kwargs)
+    except BaseException as error:
+        strategy.on_exception(error)
+        raise
+    finally:
+        strategy.leave_job()
+
+
+if __name__ == "__main__":
+    main()

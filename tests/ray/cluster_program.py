@@ -1,0 +1,158 @@
+"""What the tests run on a small Ray cluster, in a process of its own: Ray leaves threads in the process that uses it.
+
+Prints a JSON object of what was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+
+from lightning_asgd.errors import ASGDError, LaunchError
+from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, report
+
+SAMPLES, EPOCHS, PROCESSES = 300, 2, 3
+SLOW_S = 0.2  # a step's seconds until so many processes have trained
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def count_samples(config: dict[str, Any]) -> None:
+    """Add 1 to a sample's weight whenever it is trained."""
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_asgd import ASGDStrategy
+    from lightning_asgd.algorithms import ASGD
+
+    class Counts(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = torch.nn.Parameter(torch.zeros(SAMPLES))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.0 if len([*Path(config["folder"]).glob("trains-*")]) >= PROCESSES else SLOW_S)
+            loss = -self.seen[batch[0]].sum()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    class Notes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            Path(config["folder"], f"trains-{os.getpid()}").touch()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.is_global_zero:
+                report({"exactly": int((pl_module.seen.round() == EPOCHS).sum())})
+
+    pl.seed_everything(1)
+    strategy = ASGDStrategy(2, algorithm=ASGD("sum"))
+    trainer = pl.Trainer(
+        strategy=strategy, devices=1, max_epochs=EPOCHS, callbacks=[Notes(), ReportCallback()], **QUIET
+    )
+    trainer.fit(Counts(), DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True))
+
+
+def fail() -> None:
+    assert get_checkpoint() is None
+    raise KeyError("no such column")
+
+
+@ray.remote(num_cpus=0)
+def train_in_a_task(folder: str) -> dict[str, Any]:
+    """A Trainer with two workers, of classes that only this function knows."""
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_asgd import ASGDStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Notes(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            Path(folder, f"rank-{trainer.global_rank}").write_text(str(os.getpid()))
+
+    trainer = pl.Trainer(strategy=ASGDStrategy(), devices=2, max_epochs=1, callbacks=[Notes()], **QUIET)
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4))
+    left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("lightning_asgd-")]
+    ranks = {path.name: int(path.read_text()) for path in Path(folder).glob("rank-*")}
+    return {"ranks": sorted(ranks), "first_is_mine": ranks.get("rank-0") == os.getpid(), "left": left}
+
+
+def main(folder: str) -> dict[str, Any]:
+    ray.init(num_cpus=4, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
+    task = train_in_a_task.remote(folder)
+    seen: dict[str, Any] = {"task": ray.get(task)}
+    seen |= {"no_room": refused(fail, folder, {"CPU": 64}), "raises": refused(fail, folder, {"CPU": 1})}
+    run = trainer(count_samples, folder, {"CPU": 1}).start()
+    deadline = time.monotonic() + 60
+    while len(found := sorted(Path(folder).glob("trains-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(int(found[-1].name.partition("-")[2]), signal.SIGKILL)
+    result = run.result(120)
+    while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline + 60:  # Ray frees them afterwards
+        time.sleep(0.1)
+    seen["run"] = {
+        "exactly": result.metrics["exactly"],
+        "epochs": [int(m["epoch"]) for m in result.metrics_dataframe.to_dict("records") if m["epoch"] == m["epoch"]],
+        "checkpoints": len(result.best_checkpoints),
+        "processes": len([*Path(folder).glob("trains-*")]),
+        "free": ray.available_resources().get("CPU"),
+    }
+    with result.checkpoint.as_directory() as checkpoint:
+        seen["run"]["file"] = os.listdir(checkpoint)
+    return seen
+
+
+def trainer(function: Any, folder: str, resources: dict[str, float]) -> ASGDTrainer:
+    return ASGDTrainer(
+        function,
+        train_loop_config={"folder": folder},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker=resources),
+        run_config=RunConfig(name="run", storage_path=folder, checkpoint_config=CheckpointConfig(num_to_keep=1)),
+        resources_per_server={"CPU": 1},
+        place_s=5,
+    )
+
+
+def refused(function: Any, folder: str, resources: dict[str, float]) -> str:
+    with contextlib.suppress(TimeoutError):
+        try:
+            trainer(function, folder, resources).fit()
+        except (ASGDError, LaunchError) as error:
+            return f"{type(error).__name__}: {error}; {error.__cause__!r}"
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        json.dump(main(temporary), sys.stdout)
+    ray.shutdown()

@@ -1,0 +1,105 @@
+"""What the driver keeps of a run on a Ray cluster, and the storage, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report
+from lightning_asgd.ray.actors import Board
+from lightning_asgd.ray.reports import Storage
+
+
+def filled(losses: list[float], keep: int | None, *score: str) -> tuple[Board, list[str]]:
+    board, dropped = Board(keep, *(score or (None, "max")), []), []
+    for loss in losses:
+        dropped += board.add({"loss": loss}, board.next_checkpoint())
+    return board, dropped
+
+
+def test_all_checkpoints_are_kept_without_a_limit() -> None:
+    board, dropped = filled([3, 2, 1], None)
+    assert dropped == []
+    assert [path for _, path in board.reports()] == [f"checkpoint_00000{n}" for n in range(3)]
+
+
+def test_the_latest_checkpoints_are_kept_without_a_score() -> None:
+    board, dropped = filled([3, 2, 1], 2)
+    assert dropped == ["checkpoint_000000"]
+    assert board.latest() == "checkpoint_000002"
+
+
+def test_the_best_checkpoints_are_kept_and_always_the_latest() -> None:
+    board, dropped = filled([1, 3, 2, 4], 2, "loss", "min")
+    assert dropped == ["checkpoint_000001", "checkpoint_000002"]
+    assert [path for _, path in board.reports() if path] == ["checkpoint_000000", "checkpoint_000003"]
+
+
+def test_a_report_without_the_score_is_the_worst() -> None:
+    board, _ = filled([1], 1, "accuracy", "max")
+    board.add({"accuracy": 0.5}, board.next_checkpoint())
+    assert board.add({"accuracy": 0.1}, board.next_checkpoint()) == ["checkpoint_000001"]
+
+
+def test_metrics_need_no_checkpoint() -> None:
+    board, _ = filled([1], 1)
+    assert board.add({"loss": 0.5}, None) == []
+    assert board.reports() == [({"loss": 1}, "checkpoint_000000"), ({"loss": 0.5}, None)]
+
+
+def test_checkpoints_are_numbered_after_those_that_were_there(tmp_path: Path) -> None:
+    storage = Storage.of(str(tmp_path), "run")
+    assert storage.create() == []
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "checkpoint.ckpt").write_text("weights")
+    storage.upload(str(tmp_path / "files"), "checkpoint_000007")
+    (tmp_path / "run" / "checkpoint_of_mine").mkdir()
+    board = Board(None, None, "max", storage.create())
+    assert (board.latest(), board.next_checkpoint()) == ("checkpoint_000007", "checkpoint_000008")
+    with storage.checkpoint("checkpoint_000007").as_directory() as folder:
+        assert (Path(folder) / "checkpoint.ckpt").read_text() == "weights"
+    storage.remove("checkpoint_000007")
+    assert storage.create() == []
+
+
+def test_storage_that_a_node_does_not_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"storage that all nodes share.*s3://"):
+        Storage.of(str(tmp_path), "run").upload(str(tmp_path), "checkpoint_000000")
+
+
+def test_a_worker_that_is_to_end_or_comes_after_the_end_does_not_train() -> None:
+    board = Board(None, None, "max", [])
+    assert not board.begin(0, "node", 1)
+    board.stop(0)
+    assert board.is_stopping(0)
+    assert board.begin(0, "node", 2)
+    assert not board.begin(1, "node", 3)
+    board.end()
+    assert board.begin(1, "other", 4)
+    assert board.places() == {0: ("node", 2), 1: ("other", 4)}
+
+
+@pytest.mark.parametrize("function", [lambda: report({}), get_checkpoint])
+def test_reports_outside_of_a_run_are_refused(function: object) -> None:
+    with pytest.raises(ConfigurationError, match="Expected a training function of ASGDTrainer"):
+        function()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("about", "error"),
+    [
+        ({"num_servers": 0}, "num_servers"),
+        ({"transport": "tcp"}, "transport='tcp'"),
+        ({"workers": 0}, "Expected at least one worker"),
+        ({"max_restarts": -2}, "max_restarts"),
+        ({"place_s": 0}, "place_s"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(about: dict[str, object], error: str) -> None:
+    from ray.train import ScalingConfig
+
+    scaling = ScalingConfig(num_workers=about.pop("workers", 1))
+    with pytest.raises(ConfigurationError, match=error):
+        ASGDTrainer(lambda: None, scaling_config=scaling, **about)
