@@ -41,9 +41,10 @@ def main(workers: int | tuple[int, int], epochs: int) -> None:
     trainer = ASGDTrainer(
         train,
         train_loop_config={"epochs": epochs},
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=False),
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),  # or use_gpu=True
         run_config=RunConfig(name="digits", storage_path=str(RESULTS), checkpoint_config=best),
         num_servers=1,
+        resources_per_server={"CPU": 0.5},
     )
     result = trainer.fit()
     print(f"accuracy {result.metrics['val_acc']:.3f} after {result.metrics['epoch'] + 1} epochs")

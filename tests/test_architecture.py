@@ -148,8 +148,8 @@ def test_server_and_worker_do_not_know_each_other() -> None:
             assert not [m for m in imported_modules(module) if is_part_of(m, other)], module
 
 
-def test_only_the_package_itself_imports_the_strategy() -> None:
-    assert [m for m in FILES if "adapter.strategy" in imported_modules(m)] == ["__init__"]
+def test_only_the_package_itself_and_engines_import_the_strategy() -> None:
+    assert [m for m in FILES if "adapter.strategy" in imported_modules(m)] == ["__init__", "ray.torch_trainer"]
 
 
 def test_only_one_module_imports_lightning() -> None:

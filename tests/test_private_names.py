@@ -70,6 +70,7 @@ TORCH: dict[str, set[str]] = {
     "_update_group_membership": {"transports.tensorpipe"},
     "_world": {"adapter.process_group", "adapter.world"},
     "TensorPipeAgent": {"transports.tensorpipe"},
+    "_storage_filesystem": {"ray.trainer"},  # Ray's: without it a result's checkpoints are looked for on this machine
 }
 
 # os._exit is documented; ends of our strategies' names; a key of what our samplers are pickled as

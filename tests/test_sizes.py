@@ -25,6 +25,7 @@ MANY_PARAMETERS: dict[str, int] = {}
 # Users call these, or give their arguments on the command line: what they take is documented, and stays.
 PUBLIC = {
     "cli.plan_command.plan",
+    "ray.trainer.ASGDTrainer.__init__",
     "config.ExchangeConfig.create",  # the arguments of ASGDStrategy, which simulations take too
     "data_stalls.probe.stalls",
     "data_stalls.shared_loader.SharedLoader.__init__",
@@ -34,6 +35,7 @@ PUBLIC = {
     "adapter.strategy.ASGDStrategy.__init__",
 }
 
+ENGINES = {*LAYERS["engines"]}
 # What is made for people beside a training job; the core is everything else.
 TOOLS = {
     *LAYERS["tools"],
@@ -69,7 +71,8 @@ TOOLS = {
 # 210 of the core are layers that are sent in bundles and pieces, and steps along late gradients.
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-LINES = {"core": 24_590, "tools": 8_115}
+# 125 of the core are pickled copies of a Trainer for workers inside Ray. The engines are the runner and Ray Train.
+LINES = {"core": 24_715, "engines": 960, "tools": 8_115}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
@@ -122,8 +125,12 @@ def test_public_functions_with_many_parameters_exist() -> None:
     assert not PUBLIC - found, f"remove {sorted(PUBLIC - found)} from PUBLIC: no such function takes many parameters"
 
 
+def _part_of(module: str) -> str:
+    return "tools" if module in TOOLS else "engines" if module in ENGINES else "core"
+
+
 @pytest.mark.parametrize("part", sorted(LINES))
 def test_the_whole_does_not_grow(part: str) -> None:
-    lines = sum(n for module, n in LENGTHS.items() if (module in TOOLS) == (part == "tools"))
+    lines = sum(n for module, n in LENGTHS.items() if _part_of(module) == part)
     assert lines <= LINES[part], f"{part} has {lines} lines. Expected at most {LINES[part]}, as recorded in LINES."
     assert lines > LINES[part] - SLACK, f'{part} has {lines} lines instead of {LINES[part]}: write "{part}": {lines}.'

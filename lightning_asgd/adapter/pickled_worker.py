@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import sys
 
+__all__ = ["run_copy"]
 
-def main() -> None:
+
+def run_copy() -> None:
     """Run the Trainer's method as the worker that the environment says."""
     with open(sys.argv[1], "rb") as file:
         sys.path[:] = pickle.load(file)  # before any import: Python has put this file's folder there
@@ -14,7 +16,7 @@ def main() -> None:
 
         import torch
 
-        import lightning_asgd  # noqa: F401  # takes the variables of its rank
+        from lightning_asgd.processes import rank_variables  # noqa: F401  # takes those of this worker
 
         trainer, function, args, kwargs, (torch_numbers, numbers) = pickle.load(file)
     torch.set_rng_state(torch_numbers)
@@ -31,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_copy()

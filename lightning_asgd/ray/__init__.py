@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd.ray.reports import ReportCallback, get_checkpoint, report
+from lightning_asgd.ray.reports import ReportCallback, get_checkpoint, report_metrics
 from lightning_asgd.ray.trainer import ASGDRun, ASGDTrainer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = [
     "RayASGDStrategy",
     "ReportCallback",
     "get_checkpoint",
-    "report",
+    "report_metrics",
 ]
 
 

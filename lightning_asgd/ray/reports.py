@@ -16,7 +16,7 @@ from ray.train import Checkpoint
 from lightning_asgd.adapter.class_trees import CallbackExtension, Extension
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report"]
+__all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report_metrics"]
 
 CHECKPOINT_FILE = "checkpoint.ckpt"
 """Lightning's checkpoint in the folder of a Ray checkpoint, as Ray's own callback names it."""
@@ -103,7 +103,7 @@ def _here(what: str) -> _Worker:
     return _worker
 
 
-def report(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None = None) -> None:
+def report_metrics(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None = None) -> None:
     """Report metrics, and perhaps a checkpoint, to the driver. Returns without waiting for other workers.
 
     Unlike ``ray.train.report`` it is for one worker, the chief, and no barrier: workers of a run take their steps at
@@ -116,7 +116,7 @@ def report(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None =
     Raises:
         ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node has other storage.
     """
-    here = _here("lightning_asgd.ray.report()")
+    here = _here("lightning_asgd.ray.report_metrics()")
     name = None
     if checkpoint is not None:
         name = ray.get(here.board.next_checkpoint.remote())
@@ -163,4 +163,4 @@ class ReportCallback(CallbackExtension, Extension):  # type: ignore[misc]
         save = None
         if self.checkpoints:
             save = lambda folder: trainer.save_checkpoint(f"{folder}/{CHECKPOINT_FILE}")  # noqa: E731
-        report(metrics, save)
+        report_metrics(metrics, save)

@@ -17,7 +17,7 @@ from lightning_asgd.transports.rendezvous import LOOPBACK
 __all__ = ["ASGDConfig", "RayASGDStrategy"]
 
 
-class _ASGDBackend(Backend):
+class _ASGDBackend(Backend):  # type: ignore[misc]
     """Gives the workers their ranks and the address of the job. There is no process group to make or to destroy."""
 
     share_cuda_visible_devices = True

@@ -8,8 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -19,7 +18,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from lightning_asgd.config import SECRET_ENV, seconds
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
 from lightning_asgd.ray.actors import (
     FINISHED,
@@ -31,6 +30,7 @@ from lightning_asgd.ray.actors import (
     first_key,
 )
 from lightning_asgd.ray.reports import Storage
+from lightning_asgd.ray.run_plan import RunPlan, actor_options
 from lightning_asgd.transports import job_secret, registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.validation import whole
@@ -40,42 +40,10 @@ __all__ = ["ASGDRun", "ASGDTrainer"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait
 _START_S = 120.0  # for actors to start once they have their place
 _STOP_S = 30.0  # for a worker to leave the run in good order
 _END_S = 120.0  # for the other workers to end after the first one has finished the run
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What a user gave to :class:`ASGDTrainer`, checked."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    scaling: Any
-    run: Any
-    num_servers: int
-    resources_per_server: dict[str, float]
-    max_restarts: int
-    transport: str
-    place_s: float
-
-    @property
-    def least(self) -> int:
-        """Workers that a run begins with."""
-        given = self.scaling.num_workers
-        return given if isinstance(given, int) else given[0]
-
-    @property
-    def most(self) -> int:
-        """Workers at most."""
-        given = self.scaling.num_workers
-        return given if isinstance(given, int) else given[1]
-
-    @property
-    def resources_per_worker(self) -> dict[str, float]:
-        """As Ray Train has it: one CPU, and one GPU with ``use_gpu``."""
-        given = self.scaling.resources_per_worker
-        return dict(given) if given is not None else {"CPU": 1, **({"GPU": 1} if self.scaling.use_gpu else {})}
 
 
 class ASGDTrainer:
@@ -90,14 +58,15 @@ class ASGDTrainer:
     Args:
         train_loop_per_worker: the training function, with a configuration or without an argument.
         train_loop_config: the configuration.
-        scaling_config: Ray Train's: ``num_workers``, ``use_gpu``, ``resources_per_worker``, ``placement_strategy``.
+        scaling_config: Ray Train's: ``num_workers``, ``use_gpu``, ``resources_per_worker``, ``accelerator_type``,
+            ``placement_strategy``.
         run_config: Ray Train's: ``name``, ``storage_path``, ``storage_filesystem``, ``checkpoint_config``,
-            ``worker_runtime_env``. Its ``failure_config`` and ``callbacks`` are not used.
+            ``worker_runtime_env``.
         num_servers: processes that share the weights equally.
         resources_per_server: what Ray reserves for each; ``{"CPU": 1}`` if not given.
         max_restarts: how often Ray starts each worker and each server again; -1 for as often as needed.
         transport: as for :class:`~lightning_asgd.ASGDStrategy`. ``"auto"`` is ``"zmq"`` where pyzmq is installed, with
-            a secret that the run makes and hands out through Ray, unless ``LIGHTNING_ASGD_SECRET`` is set.
+            a secret that the run makes and passes on through Ray, unless ``LIGHTNING_ASGD_SECRET`` is set.
         place_s: seconds to wait until the cluster has room for the servers and the first workers.
 
     Raises:
@@ -118,7 +87,7 @@ class ASGDTrainer:
         place_s: float = 300.0,
     ) -> None:
         takes = len(inspect.signature(train_loop_per_worker).parameters)
-        self._plan = _Plan(
+        self._plan = RunPlan(
             function=train_loop_per_worker,
             arguments=(train_loop_config or {},) if takes else (),
             scaling=scaling_config or ScalingConfig(),
@@ -129,13 +98,7 @@ class ASGDTrainer:
             transport=transport,
             place_s=place_s,
         )
-        registry.check_name(transport)
-        whole("max_restarts", max_restarts, -1)
-        seconds("place_s", place_s)
-        if self._plan.least < 1:
-            raise ConfigurationError(
-                f"ScalingConfig(num_workers={self._plan.scaling.num_workers!r}). Expected at least one worker."
-            )
+        self._plan.check()
 
     def fit(self) -> Any:
         """Train until the training function has ended. Returns Ray Train's ``Result``.
@@ -185,7 +148,7 @@ class _Server:
 class ASGDRun:
     """A run that :meth:`ASGDTrainer.start` has started."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         _check_driver()
         self._plan, self._lock = plan, threading.Lock()
         self._workers: dict[int, _Worker] = {}
@@ -230,7 +193,7 @@ class ASGDRun:
             return sum(worker.stop_at is None for worker in self._workers.values())
 
     def scale(self, workers: int) -> None:
-        """Have so many workers from now on. New ones start as the cluster has room; the newest leave first.
+        """Change the number of workers. New ones start as the cluster has room; the newest leave first.
 
         Raises:
             ConfigurationError: the number is not between those of ``ScalingConfig(num_workers=(least, most))``.
@@ -297,11 +260,18 @@ class ASGDRun:
         )
         self._groups = [placement_group(bundles, strategy=strategy) for bundles, strategy in wanted]
         for group, (bundles, _) in zip(self._groups, wanted, strict=True):
+            each = bundles[0]
+            if group.wait(min(_PATIENCE_S, plan.place_s)):
+                continue
+            room = (
+                f"room for {len(bundles)} times {each}. It has {_shown(ray.cluster_resources(), each)}, of which "
+                f"{_shown(ray.available_resources(), each)} are free."
+            )
+            log.warning("Waiting up to %g s until the cluster has %s", plan.place_s, room)
             if not group.wait(plan.place_s):
                 raise LaunchError(
-                    f"The cluster had no room for {len(bundles)} times {bundles[0]} within {plan.place_s:g} s. It has "
-                    f"{_resources(ray.cluster_resources())}, of which {_resources(ray.available_resources())} are "
-                    "free. Ask for less in scaling_config or resources_per_server, add nodes, or raise place_s."
+                    f"The cluster had within {plan.place_s:g} s no {room} Ask for less in scaling_config or "
+                    "resources_per_server, add nodes, or raise place_s."
                 )
         return self._groups
 
@@ -310,7 +280,7 @@ class ASGDRun:
         assert rendezvous is not None  # noqa: S101
         for index in range(plan.num_servers):
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
-            options = _options(plan.resources_per_server, plan.max_restarts, at)
+            options = actor_options(plan.resources_per_server, plan.max_restarts, at)
             actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
             self._servers.append(_Server(actor))
         keys = []
@@ -322,7 +292,7 @@ class ASGDRun:
     def _add_worker(self, at: Any) -> None:
         plan, number = self._plan, self._number
         self._number += 1
-        options = _options(plan.resources_per_worker, plan.max_restarts, at)
+        options = actor_options(plan.resources_per_worker, plan.max_restarts, at)
         if plan.run.worker_runtime_env:
             options["runtime_env"] = plan.run.worker_runtime_env
         actor = ray.remote(WorkerActor).options(**options).remote(number, self._address)
@@ -418,9 +388,9 @@ class ASGDRun:
 
     def _close(self) -> None:
         """End every process of the run, and free its places."""
-        for each in [*self._workers.values(), *self._servers]:
-            ray.kill(each.actor, no_restart=True)
-        ray.kill(self._board, no_restart=True)
+        actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
+        for actor in [*actors, self._board]:
+            ray.kill(actor, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
         if self._rendezvous is not None:
@@ -438,17 +408,6 @@ def _check_driver() -> None:
         ray.init()
 
 
-def _options(resources: dict[str, float], max_restarts: int, at: Any) -> dict[str, Any]:
-    """An actor's options. A restarted actor runs its method again."""
-    rest = dict(resources)
-    named = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
-    if "memory" in rest:
-        named["memory"] = rest.pop("memory")
-    restarts = {"max_restarts": max_restarts, "max_task_retries": max_restarts}
-    return {**named, "resources": rest, **restarts, "scheduling_strategy": at}
-
-
-def _resources(found: dict[str, float]) -> str:
-    """Those that programs ask for, without what Ray keeps for placement groups and addresses."""
-    ours = {name: amount for name, amount in found.items() if ":" not in name and "_group_" not in name}
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(ours.items()) if "memory" not in name) or "nothing"
+def _shown(found: dict[str, float], wanted: Iterable[str]) -> str:
+    """How much there is of what is wanted."""
+    return ", ".join(f"{found.get(name, 0):g} {name}" for name in wanted)

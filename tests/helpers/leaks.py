@@ -20,6 +20,7 @@ PROCESS_GRACE_S = 5.0
 _VARIABLES = {
     "PYTEST_CURRENT_TEST",  # pytest's own, changes with every phase of a test
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # torch and its compiler set these when they are first used
+    "RAY_CLIENT_MODE",  # Ray sets it when it is imported
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 }

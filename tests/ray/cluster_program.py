@@ -19,7 +19,7 @@ import ray
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
 from lightning_asgd.errors import ASGDError, LaunchError
-from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, report
+from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, report_metrics
 
 SAMPLES, EPOCHS, PROCESSES = 300, 2, 3
 SLOW_S = 0.2  # a step's seconds until so many processes have trained
@@ -61,7 +61,7 @@ def count_samples(config: dict[str, Any]) -> None:
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.is_global_zero:
-                report({"exactly": int((pl_module.seen.round() == EPOCHS).sum())})
+                report_metrics({"exactly": int((pl_module.seen.round() == EPOCHS).sum())})
 
     pl.seed_everything(1)
     strategy = ASGDStrategy(2, algorithm=ASGD("sum"))
@@ -139,7 +139,7 @@ def trainer(function: Any, folder: str, resources: dict[str, float]) -> ASGDTrai
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker=resources),
         run_config=RunConfig(name="run", storage_path=folder, checkpoint_config=CheckpointConfig(num_to_keep=1)),
         resources_per_server={"CPU": 1},
-        place_s=5,
+        place_s=1,
     )
 
 

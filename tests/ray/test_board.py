@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report
+from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report_metrics
 from lightning_asgd.ray.actors import Board
 from lightning_asgd.ray.reports import Storage
 
@@ -81,7 +83,7 @@ def test_a_worker_that_is_to_end_or_comes_after_the_end_does_not_train() -> None
     assert board.places() == {0: ("node", 2), 1: ("other", 4)}
 
 
-@pytest.mark.parametrize("function", [lambda: report({}), get_checkpoint])
+@pytest.mark.parametrize("function", [lambda: report_metrics({}), get_checkpoint])
 def test_reports_outside_of_a_run_are_refused(function: object) -> None:
     with pytest.raises(ConfigurationError, match="Expected a training function of ASGDTrainer"):
         function()  # type: ignore[operator]
@@ -98,8 +100,18 @@ def test_reports_outside_of_a_run_are_refused(function: object) -> None:
     ],
 )
 def test_arguments_out_of_range_are_refused(about: dict[str, object], error: str) -> None:
-    from ray.train import ScalingConfig
-
     scaling = ScalingConfig(num_workers=about.pop("workers", 1))
     with pytest.raises(ConfigurationError, match=error):
         ASGDTrainer(lambda: None, scaling_config=scaling, **about)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "run", "name"),
+    [
+        ({"label_selector": {"zone": "a"}}, {}, "label_selector"),
+        ({}, {"failure_config": FailureConfig(max_failures=3)}, "failure_config"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(scaling: dict[str, Any], run: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name}\) was given.*Expected none"):
+        ASGDTrainer(lambda: None, scaling_config=ScalingConfig(**scaling), run_config=RunConfig(**run))
