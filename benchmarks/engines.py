@@ -378,6 +378,8 @@ def kubernetes(transport: str) -> bool:
         resumed_s = time.monotonic() - begun
         restored = "continues from its snapshots" in on.said("serve")
         problems, end = on.finish("w1")
+        told = on.said("w1").count("has left: it was ended by SIGTERM (process ")
+        problems += [unless(told == 2, f"worker 1 was told {told} times that another one was ended by SIGTERM")]
         problems += [unless(restored, on.said("serve")), unless(files == ["server0.pt"], f"volume {files}")]
         problems += [unless(not any(codes.values()), f"exit codes {codes}")]
         probes = {"before": before, "during": during, "hung": hung, "gone": gone}

@@ -69,8 +69,8 @@ TOOLS = {
 # 210 of the core are layers that are sent in bundles and pieces, and steps along late gradients.
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-# 280 of the core are workers that engines start: their place and device, signals. 125 of the tools are health checks.
-LINES = {"core": 24_870, "tools": 8_240}
+# 280 of the core are workers that engines start: their place and device, signals. 130 of the tools are health checks.
+LINES = {"core": 24_870, "tools": 8_245}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -11,12 +11,12 @@ from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.health import HealthResponder
 from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.transport import Transport, answer_within
+from lightning_asgd.transports.transport import CallTimeoutError, Transport, answer_within
 
 __all__ = ["ServersHealth"]
 
 _ANSWER_S = 2.0  # for all servers; a health check waits longer
-_GRACE_S = 0.2
+_GRACE_S = 1.0  # so that a late answer is reported as such, whatever the transport says of it
 _FRESH_S = 1.0  # for which a report is given again
 
 
@@ -54,7 +54,7 @@ class ServersHealth(AbstractContextManager["ServersHealth"]):
         if not self.keys:
             raise RuntimeError("its servers are starting.")
         connection, until = self._connected(), time.monotonic() + _ANSWER_S
-        calls = [connection.call(index, StatusRequest(), _ANSWER_S) for index in range(len(self.keys))]
+        calls = [connection.call(index, StatusRequest(), _ANSWER_S + _GRACE_S) for index in range(len(self.keys))]
         answers = [self._answer(index, call, until) for index, call in enumerate(calls)]
         first, number = answers[0], len(answers)
         epoch = "no epoch has begun" if first.epoch is None else f"epoch {first.epoch}"
@@ -80,7 +80,9 @@ class ServersHealth(AbstractContextManager["ServersHealth"]):
 
     def _answer(self, index: int, call: Any, until: float) -> Status:
         try:
-            answer = answer_within(call, max(until - time.monotonic(), 0) + _GRACE_S)
+            answer = answer_within(call, max(until - time.monotonic(), 0))
+        except CallTimeoutError:
+            raise RuntimeError(f"server {index} does not answer within {_ANSWER_S:g} s.") from None
         except RuntimeError as error:
             raise RuntimeError(f"server {index} does not answer: {error}.") from error
         if not isinstance(answer, Status):

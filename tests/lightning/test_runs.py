@@ -399,7 +399,7 @@ def check_health(address: str, server: psutil.Process, capsys: pytest.CaptureFix
         assert main(["health", address]) == 1
     finally:
         server.resume()
-    assert f"Run 'counts' at {address}: server 0 does not answer: " in capsys.readouterr().err
+    assert f"Run 'counts' at {address}: server 0 does not answer within 2 s." in capsys.readouterr().err
     time.sleep(1.1)
     assert main(["health", address]) == 0
 
