@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -131,6 +131,10 @@ storm: $(VENV)/.installed-examples ## eight workers and two servers on nine mach
 
 elastic: $(VENV)/.installed-examples ## from one worker to six and back within an epoch: seconds to join and to take over
 	@$(RUN) benchmarks/elastic.py
+
+engines: $(VENV)/.installed-engines ## torchrun, Kubernetes, Kubeflow and SLURM start, restart and end workers (as root); ONLY=
+	@$(RUN) benchmarks/engines.py $(if $(ONLY),--only $(ONLY))
+	@$(RUN) -m pytest tests/examples/test_manifests.py
 
 interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments: what stays behind
 	@$(RUN) benchmarks/interrupt.py

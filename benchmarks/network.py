@@ -16,16 +16,18 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Network", "available", "cut", "machines", "pull", "two_machines"]
+__all__ = ["Network", "available", "cut", "machines", "move", "name_hosts", "pull", "two_machines"]
 
 _PREFIX = "asgd"
 _NAMESPACES = Path("/run/netns")
+_FILES = Path("/etc/netns")  # what `ip netns exec` shows as files of /etc in a namespace
 _CLONE_NEWNET = 0x40000000
 _LEAVE_S = 5.0  # for processes to leave a namespace before they are killed
 _counter = itertools.count()
@@ -156,6 +158,25 @@ def pull(network: Network, index: int, seconds: float) -> None:
         _ip("-n", name, "link", "set", interface, "up")
 
 
+def name_hosts(network: Network, hosts: Mapping[str, str]) -> None:
+    """Have names mean these addresses in all namespaces, from now on; for commands that are started with a prefix.
+
+    As in a container, a machine knows no other names than these and its own.
+    """
+    for name, own in zip(network.names, network.addresses, strict=True):
+        known = {"localhost": "127.0.0.1", socket.gethostname(): own, **hosts}
+        text = "".join(f"{address} {host}\n" for host, address in known.items())
+        (_FILES / name).mkdir(parents=True, exist_ok=True)
+        (_FILES / name / "hosts").write_text(text)  # the same file: processes that run see the change
+
+
+def move(network: Network, index: int, address: str) -> None:
+    """Give a machine another address in the place of its own: the one that replaces it has one of its own."""
+    name, interface = network.names[index], network.interfaces[index]
+    _ip("-n", name, "address", "flush", "dev", interface)
+    _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
+
+
 def _ip(*arguments: str) -> str:
     return _command("ip", *arguments)
 
@@ -178,6 +199,7 @@ def _remove(name: str) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+    shutil.rmtree(_FILES / name, ignore_errors=True)
     _ip("netns", "delete", name)  # takes its end of the cable, and so the cable, with it
 
 

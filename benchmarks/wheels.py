@@ -68,6 +68,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "examples": ("python", "-c", "import sklearn, torchvision, jsonargparse"),
     "docs": ("python", "-c", "import sphinx, myst_parser, furo"),
     "screenshots": ("python", "-c", "import playwright.sync_api, pyte"),
+    "engines": ("python", "-c", "import kubeflow_trainer_api, kubernetes_validate"),
     "dev": ("python", "-c", "import hypothesis, lightning, mlflow, mypy, nbclient, pytest, tensorboard"),
 }
 

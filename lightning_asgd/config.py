@@ -1,4 +1,4 @@
-"""The settings of a run, checked where they are given, and the environment variables that users set."""
+"""The settings of a run, checked where they are given. Users find the environment variables here too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
 from lightning_asgd.compression import Compression, find_compression
+from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, server_address
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import whole
 
@@ -20,12 +21,6 @@ __all__ = [
     "seconds",
     "server_address",
 ]
-
-SECRET_ENV = "LIGHTNING_ASGD_SECRET"
-"""The secret of ``transport="zmq"``."""
-
-SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
-"""What ``ASGDStrategy(server=..., run_id=...)`` are if neither is given."""
 
 _FIRST_NSYNC = 10  # until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
@@ -184,15 +179,3 @@ def positive_int(name: str, value: Any) -> int:
         ConfigurationError: it is not.
     """
     return whole(name, value)
-
-
-def server_address(server: str) -> tuple[str, int]:
-    """Host and port of ``"host:port"``.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    host, _, port = server.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) <= 65535):
-        raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
-    return host, int(port)

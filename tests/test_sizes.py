@@ -72,7 +72,8 @@ TOOLS = {
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
 # 125 of the core are pickled copies of a Trainer for workers inside Ray. The engines are the runner and Ray Train.
-LINES = {"core": 24_715, "engines": 960, "tools": 8_115}
+# 280 of the core are workers that engines start: their place and device, signals. 130 of the tools are health checks.
+LINES = {"core": 26_000, "engines": 960, "tools": 8_400}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

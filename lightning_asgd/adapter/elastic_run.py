@@ -31,18 +31,9 @@ from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread
 
-__all__ = ["AnyFleet", "ElasticFleet", "check_is_one_worker"]
+__all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
-
-
-def check_is_one_worker(devices: int, num_nodes: int) -> None:
-    """Check that a Trainer of an elastic run is a single worker."""
-    if devices * num_nodes != 1:
-        raise ConfigurationError(
-            f"devices={devices} and num_nodes={num_nodes} were given with server=... Expected "
-            "devices=1 and num_nodes=1: a Trainer attaches as one worker. Start one Trainer for every device."
-        )
 
 
 class ElasticFleet(Fleet):

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_asgd.adapter import job_address, world
+from lightning_asgd.adapter import job_address, private_names, world
 from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
@@ -182,6 +182,8 @@ class Fleet:
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
         lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
+        if private_names.is_a(error, private_names.sigterm):  # its engine ends it: no failure
+            what, lines = "it was ended by SIGTERM", []
         self.client.leave(f"{what.strip()} ({here(os.getpid())})", details="\n".join(lines))
         if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
             self._job.excuse(self.rank)

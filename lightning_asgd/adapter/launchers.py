@@ -38,6 +38,7 @@ __all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
 
 log = logging.getLogger(__name__)
 
+_RETRY_S = 0.5
 _ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
@@ -303,7 +304,7 @@ class TrainingJob:
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
-        before = transport.addresses[server]
+        before, until = transport.addresses[server], time.monotonic() + self.start_timeout_s
 
         def check() -> None:
             if hosts is not None:
@@ -317,6 +318,9 @@ class TrainingJob:
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:
+                if self.attaches and time.monotonic() < until:
+                    time.sleep(_RETRY_S)  # `serve` was stopped after its servers, and is started again
+                    continue
                 # Else the host was lost meanwhile, and another thread may have found the next one already.
                 if hosts is None or hosts.gave_up or (hosts.address == address and not hosts.is_lost):
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error

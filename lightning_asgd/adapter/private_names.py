@@ -32,7 +32,7 @@ MEETING = "let workers meet within an epoch"
 LEASES = "lease training data"
 DATA = "find the training data"
 SAVING = "save and resume progress"
-SIGNALS = "handle SIGTERM without waiting for worker 0"
+SIGNALS = "handle signals in each worker by itself"
 BARS = "show how many batches are expected"
 LOOKING = "detect compiled modules"
 LOGGING = "log what workers do"
@@ -149,12 +149,12 @@ make_process_group = Name("strategies.ddp:_init_dist_connection", MODULE, TAKING
 # Classes that are recognised by their names, since a program's object may belong to either tree.
 prefetching = Name("loops.fetchers:_PrefetchDataFetcher", MODULE, LEASES)
 sampler_wrapper = Name("fabric.utilities.distributed:DistributedSamplerWrapper", MODULE, LEASES)
+sigterm = Name("utilities.exceptions:SIGTERMException", MODULE, SIGNALS)
 one_machine = Name("fabric.plugins.environments:LightningEnvironment", MODULE, STARTING)
 tensorboard = Name("loggers:TensorBoardLogger", MODULE, LOGGING, otherwise="TensorBoard gets no histograms")
-csv_logger = Name("loggers:CSVLogger", MODULE, LOGGING, otherwise="another chief may empty its files")
-csv_version = Name(
-    "fabric.loggers:CSVLogger('')._version", INSTANCE, LOGGING, otherwise="another chief may empty its files"
-)
+_EMPTIED = "another chief may empty its files"
+csv_logger = Name("loggers:CSVLogger", MODULE, LOGGING, otherwise=_EMPTIED)
+csv_version = Name("fabric.loggers:CSVLogger('')._version", INSTANCE, LOGGING, otherwise=_EMPTIED)
 wandb_logger = Name("loggers:WandbLogger", MODULE, LOGGING, otherwise="Weights & Biases gets no histograms and tables")
 
 
@@ -201,13 +201,13 @@ rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, 
 called_method = Name("state.fn", INSTANCE, TAKING)  # a member of Lightning's TrainerFn
 status = Name("state.status", INSTANCE, TAKING)
 may_replace_samplers = Name("_accelerator_connector.use_distributed_sampler", INSTANCE, LEASES)
-# Before 2.6.0 it exists only after the data have been set up.
-validates_after = Name("val_check_batch", INSTANCE, LEASES, since="2.6.0", changed="2.6.0: may be None")
+validates_after = Name("val_check_batch", INSTANCE, LEASES, since="2.6.0", changed="2.6.0: at once, may be None")
 validation_interval_s = Name("_val_check_time_interval", INSTANCE, LEASES, since="2.6.0", otherwise="clocks are missed")
 schedules = Name("lr_scheduler_configs", INSTANCE, LEASES)
 first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
 sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
 note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS, changed="2.5.2")
+requeue_job = Name("_signal_connector._slurm_sigusr_handler_fn(signum)", SIGNATURE, SIGNALS)
 loaded_checkpoint = Name("_checkpoint_connector._loaded_checkpoint", INSTANCE, SAVING, changed="2.5.1, 2.6.0")
 load_callback_states = Name("_checkpoint_connector.restore_callbacks()", SIGNATURE, SAVING)
 loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, SAVING)

@@ -13,7 +13,8 @@ from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
-from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet, check_is_one_worker
+from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.fixed_fleet import FixedFleet
 from lightning_asgd.adapter.fleet import end_idle_membership, idle_membership
@@ -25,10 +26,11 @@ from lightning_asgd.adapter.process_launcher import MultiProcessLauncher
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.unattached import StrategyExtension
+from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.errors import ASGDError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
@@ -40,7 +42,7 @@ __all__ = ["ASGDStrategy"]
 log = logging.getLogger(__name__)
 
 
-class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
+class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
     Every ``nsync`` optimizer steps a worker sends its update to the servers and receives the combined weights of all
@@ -170,40 +172,11 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """The state of a copy, saved or in another process: without this process's session."""
         return {**super().__getstate__(), "_membership": None, "fit_session": None, "_undo": ()}
 
-    # ------------------------------------------------------------------ who this worker is
-
     @property
     def collectives(self) -> Collectives:
         """Collectives of all workers, also between two sessions."""
         membership = self._membership or idle_membership()
         return self._offline if membership is None else membership.collectives
-
-    @property
-    def global_rank(self) -> int:
-        """The worker's. In an elastic run the chief's is 0, and that of others their number."""
-        return int(super().global_rank) if self._membership is None else self._membership.rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this worker is chief: it logs and writes checkpoints."""
-        return self.global_rank == 0 if (m := self._membership or idle_membership()) is None else m.is_chief
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning's samplers split the samples. For a worker of an elastic run: not at all."""
-        alone = self._job.attaches
-        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
-
-    @property
-    def root_device(self) -> torch.device:
-        """The worker's device: the only visible one, or the one of its local rank."""
-        devices: list[torch.device] = self.parallel_devices or []
-        if len(devices) > 1 and self.local_rank >= len(devices):
-            raise ConfigurationError(
-                f"This worker's local rank is {self.local_rank}, and its Trainer has {len(devices)} devices. Expected "
-                "one device for every worker of the machine, or one that this worker alone can see."
-            )
-        return devices[self.local_rank if len(devices) > 1 else 0]
 
     # ------------------------------------------------------------------ starting and stopping
 
@@ -211,7 +184,7 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
         """The launcher; None in an elastic run."""
         self._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
         if self._job.attaches:
-            check_is_one_worker(self.num_processes, self.num_nodes)
+            check_is_one_worker(self.num_processes, self.num_nodes, self.cluster_environment)
             return None
         start_method = private_names.start_method.of(self)
         if start_method == "popen":
@@ -245,11 +218,13 @@ class ASGDStrategy(StrategyExtension, Extension):  # type: ignore[misc]
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
         self.announce()
         self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
+        if self._job.attaches:
+            self._undo += (heed_engine(trainer),)
 
     def announce(self) -> None:
         """Publish this worker's rank and world size in torch.distributed and the environment."""
         environment, membership = self.cluster_environment, self._membership
-        rank, size = (int(super().global_rank), self.world_size) if membership is None else membership.rank_and_size
+        rank, size = (self.global_rank, self.world_size) if membership is None else membership.rank_and_size
         world.announce(
             RankInfo(
                 rank=rank,

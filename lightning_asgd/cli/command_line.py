@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_asgd.cli.doctor_command import doctor
+from lightning_asgd.cli.health_command import health
 from lightning_asgd.cli.plan_command import plan
 from lightning_asgd.cli.report_command import report
 from lightning_asgd.cli.serve_command import serve
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "doctor": doctor,
     "serve": serve,
     "status": status,
+    "health": health,
     "report": report,
     "plan": plan,
     "stalls": measure_stalls,
@@ -37,6 +39,7 @@ _EXAMPLES = {
     "doctor": "lightning-asgd doctor",
     "serve": "lightning-asgd serve --host 10.0.0.1 --port 29400 --run-id my-model",
     "status": "lightning-asgd status 10.0.0.1:29400 --watch",
+    "health": "lightning-asgd health 10.0.0.1:29400",
     "report": "lightning-asgd report lightning_logs/version_0 --bundle",
     "plan": "lightning-asgd plan --parameters 25.6e6 --step-s 0.25 --batch-size 32 \\\n"
     "      --link-gbit-s 10 --workers 16",

@@ -47,14 +47,13 @@ def serve(
             snapshot are lost.
     """
     # Here, since they import torch, which help and other commands do not need.
+    from lightning_asgd.cli.servers_health import ServersHealth
     from lightning_asgd.processes import supervisor
     from lightning_asgd.server.server_process import ServerSettings
-    from lightning_asgd.server.snapshot_store import Snapshots
     from lightning_asgd.transports.rendezvous import interface_of
 
     _check(port, run_id, host, num_servers, snapshot_every_s)
-    _check_folder(snapshots)
-    version = None if snapshots is None else Snapshots(snapshots).check(run_id, num_servers)
+    version = None if snapshots is None else _version_in(snapshots, run_id, num_servers)
     stopped, (name, line, rendezvous) = _signals(), _open(transport, host, port)
     settings = ServerSettings(
         interface=interface_of(socket.gethostbyname(host)),
@@ -64,18 +63,18 @@ def serve(
         snapshot_every_s=snapshot_every_s,
     )
     try:
-        overseer = supervisor.ensure(num_servers, rendezvous, settings)
-        overseer.hot_standby = True
-        keys = overseer.keys(num_servers)
-        for index, key in enumerate(keys):
-            rendezvous.server(index, key, _START_S)
-        rendezvous.announce_run(run_id, name, keys)
-        _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", snapshots, version)
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
-        while not stopped:
-            time.sleep(_POLL_S)
-            overseer.check_servers()
+        with ServersHealth(run_id, rendezvous, name, settings.interface) as health:
+            overseer = supervisor.ensure(num_servers, rendezvous, settings)
+            overseer.hot_standby = True
+            keys = overseer.keys(num_servers)
+            for index, key in enumerate(keys):
+                rendezvous.server(index, key, _START_S)
+            rendezvous.announce_run(run_id, name, keys)
+            health.keys = keys
+            _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", line, snapshots, version)
+            while not stopped:
+                time.sleep(_POLL_S)
+                overseer.check_servers()
     finally:
         supervisor.close_current()
         rendezvous.close()
@@ -96,18 +95,21 @@ def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s
         raise ConfigurationError(f"host={host!r}. Expected the address at which workers reach this machine.")
 
 
-def _check_folder(snapshots: Path | None) -> None:
-    """Raise a ``ConfigurationError`` for a folder that snapshots cannot be written to: they are written much later."""
-    from lightning_asgd.errors import ConfigurationError
+def _version_in(snapshots: Path, run_id: str, num_servers: int) -> int | None:
+    """The version of a folder's snapshots; None if there are none.
 
-    if snapshots is None:
-        return
+    Raises a ``ConfigurationError`` for a folder that snapshots cannot be written to: they are written much later.
+    """
+    from lightning_asgd.errors import ConfigurationError
+    from lightning_asgd.server.snapshot_store import Snapshots
+
     try:
         snapshots.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=snapshots).close()
     except OSError as error:
         text = f"snapshots={str(snapshots)!r} cannot be written to: {error}. Expected a folder of this user's."
         raise ConfigurationError(text) from error
+    return Snapshots(snapshots).check(run_id, num_servers)
 
 
 def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
@@ -137,8 +139,10 @@ def _signals() -> list[int]:
     return stopped
 
 
-def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None, version: int | None) -> None:
-    """Print how workers find the run, and the snapshots that it continues from."""
+def _explain(
+    run_id: str, num_servers: int, address: str, line: str, snapshots: Path | None, version: int | None
+) -> None:
+    """Print how workers find the run, the snapshots that it continues from, and the line about its transport."""
     servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
     sys.stdout.write(
         f"Run {run_id!r} has {servers} at {address}. Workers attach with\n"
@@ -146,3 +150,5 @@ def _explain(run_id: str, num_servers: int, address: str, snapshots: Path | None
     )
     if version is not None:
         sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

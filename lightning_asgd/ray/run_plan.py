@@ -66,7 +66,7 @@ class RunPlan:
             if given:
                 raise ConfigurationError(
                     f"{name} was given, and ASGDTrainer has no use for it. Expected none. Custom resources select "
-                    "nodes, max_restarts says how often Ray starts what dies, and callbacks are the Lightning Trainer's."
+                    "nodes, max_restarts says how often Ray starts what dies, and callbacks belong to Lightning."
                 )
 
 

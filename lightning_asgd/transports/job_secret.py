@@ -10,7 +10,7 @@ import os
 import secrets
 from typing import Any
 
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.environment import SECRET_ENV
 
 __all__ = ["given", "key_for", "provide", "seal", "unseal"]
 

@@ -50,6 +50,7 @@ Tested in `tests/lightning/`, each with real processes.
 | `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies does not stop the others |
 | notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook's process first |
 | `torchrun`, one node and two | works | |
+| torchrun groups, Kubernetes, Kubeflow, SLURM arrays that join an elastic run | works | `make engines` |
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
 | `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from lightning_asgd.cli.command_line import COMMANDS
+from lightning_asgd.cli.health_command import health
+from lightning_asgd.processes import supervisor
 from tests.helpers import pages
 from tests.test_docs import check_command, commands
 
@@ -33,9 +36,16 @@ def pods(manifest: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         name, spec = document["metadata"]["name"], document["spec"]
         if document["kind"] == "Pod":
             yield document["metadata"]["labels"], spec
-        elif "template" in spec:
+        elif document["kind"] in ("Job", "Deployment", "StatefulSet"):
             given = spec["template"].get("metadata", {}).get("labels", {})
             yield ({"job-name": name} if document["kind"] == "Job" else {}) | given, spec["template"]["spec"]
+
+
+def containers(manifest: Path) -> Iterator[dict[str, Any]]:
+    """Every container with a command, of Pods and of TrainJobs."""
+    for _, spec in pods(manifest):
+        yield from (container for container in spec["containers"] if "command" in container)
+    yield from (document["spec"]["trainer"] for document in documents(manifest) if document["kind"] == "TrainJob")
 
 
 def check_arguments(words: list[str]) -> None:
@@ -58,19 +68,67 @@ def check_script(script: str) -> None:
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=pages.name_of)
 def test_containers_run_commands_that_exist_with_variables_that_are_set(manifest: Path) -> None:
-    containers = [container for _, spec in pods(manifest) for container in spec["containers"]]
-    assert containers
-    for container in containers:
-        if container["command"] == ["sh", "-c"]:
-            (script,) = container["args"]
-            check_script(script)
+    found = list(containers(manifest))
+    assert found
+    for container in found:
+        words = [*container["command"], *container.get("args", ())]
+        script = " ".join(words)
+        if words[:2] == ["sh", "-c"]:
+            check_script(words[2])
         else:
-            script = " ".join(container["args"])
-            check_command([*container["command"], *container["args"]])
-            check_arguments([*container["command"], *container["args"]])
+            check_command(words)
+            check_arguments(words)
         used = set(re.findall(r"\$\(?([A-Z_]+)", script))
         assert used <= {variable["name"] for variable in container["env"]} | BY_KUBERNETES
         assert "LIGHTNING_ASGD_SECRET" in {variable["name"] for variable in container["env"]}
+
+
+def test_probes_ask_the_servers_at_the_port_where_they_serve() -> None:
+    ((_, spec),) = pods(EXAMPLES / "kubernetes" / "servers.yaml")
+    (container,) = spec["containers"]
+    port = container["args"][container["args"].index("--port") + 1]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[name]
+        *shell, script = probe["exec"]["command"]
+        assert shell == ["sh", "-c"]
+        check_script(script)
+        assert script == f'exec lightning-asgd health "$ADDRESS:{port}"'
+        assert probe["timeoutSeconds"] > inspect.signature(health).parameters["timeout_s"].default + 1
+    assert spec["terminationGracePeriodSeconds"] > supervisor._WRITE_S
+    (mount,) = container["volumeMounts"]
+    assert container["args"][container["args"].index("--snapshots") + 1] == mount["mountPath"]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=pages.name_of)
+def test_manifests_are_valid(manifest: Path) -> None:
+    """By the schemas of Kubernetes and the API of Kubeflow Trainer, where these packages are installed."""
+    for document in documents(manifest):
+        check_valid(document)
+
+
+def check_valid(document: dict[str, Any]) -> None:
+    if document["apiVersion"].startswith("trainer.kubeflow.org/"):
+        models = pytest.importorskip("kubeflow_trainer_api.models")
+        assert getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict() == document
+        return
+    schemas = pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'lightning-asgd[engines]'")
+    schemas.validate(document, schemas.latest_version(), strict=True)
+
+
+def test_a_mistake_in_a_manifest_is_noticed() -> None:
+    pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'lightning-asgd[engines]'")
+    service, _ = documents(EXAMPLES / "kubernetes" / "servers.yaml")
+    service["spec"]["clusterIp"] = service["spec"].pop("clusterIP")
+    with pytest.raises(importlib.import_module("kubernetes_validate").ValidationError):
+        check_valid(service)
+
+
+def test_a_mistake_in_a_training_runtime_is_noticed() -> None:
+    pytest.importorskip("kubeflow_trainer_api")
+    runtime, _ = documents(EXAMPLES / "kubernetes" / "kubeflow.yaml")
+    runtime["spec"]["mlPolicy"]["numnodes"] = runtime["spec"]["mlPolicy"].pop("numNodes")
+    with pytest.raises((AssertionError, ValueError)):
+        check_valid(runtime)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=pages.name_of)

@@ -31,6 +31,7 @@ SAMPLES = 200
 EPOCHS = 12
 LR_DECAY = 0.5
 LATE = 10  # batches
+SECRET = "correct horse battery staple"
 
 
 class Counts(pl.LightningModule):
@@ -109,7 +110,7 @@ def to_file(file: Path) -> None:
     with file.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ[SECRET_ENV] = "correct horse battery staple"
+    os.environ[SECRET_ENV] = SECRET
 
 
 def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
@@ -145,6 +146,15 @@ def attach(
     )
     made.fit(Counts(step_s), data)
     (folder / f"{name}.best").write_text(youngest.best_model_path)
+
+
+def under_torchrun(local_rank: int, program: Any, *arguments: Any) -> None:
+    """Run a program in the environment of one of two processes that torchrun has started."""
+    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    elastic = {"RUN_ID": "none", "RESTART_COUNT": 0, "MAX_RESTARTS": 3, "USE_AGENT_STORE": True}
+    variables = {**ranks, **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()}}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    program(*arguments)
 
 
 def epochs_of(folder: Path, name: str) -> int:
@@ -263,7 +273,8 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
 
     def start(name: str, step_s: float, batch_size: int) -> None:
         # With silence_s=60 no heartbeat is answered during the test.
-        started[name] = mains(target=attach, args=(tmp_path, name, address, "rpc", step_s, batch_size, 60.0))
+        about = (tmp_path, name, address, "rpc", step_s, batch_size, 60.0)
+        started[name] = mains(target=under_torchrun, args=(len(started), attach, *about))
         started[name].start()
 
     served.start()
@@ -377,6 +388,22 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
     assert [path.name for path in snapshots.iterdir()] == ["server0.pt"]
 
 
+def check_health(address: str, server: psutil.Process, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a probe learns of a run without workers, of a server that hangs, and of one that works again."""
+    assert main(["health", address]) == 0
+    said = f"Run 'counts' at {address}: 1 server answers, 0 workers, "
+    assert capsys.readouterr().out.startswith(said)
+    server.suspend()
+    time.sleep(1.1)  # a report is given again for a second
+    try:
+        assert main(["health", address]) == 1
+    finally:
+        server.resume()
+    assert f"Run 'counts' at {address}: server 0 does not answer within 2 s." in capsys.readouterr().err
+    time.sleep(1.1)
+    assert main(["health", address]) == 0
+
+
 def test_a_trainer_that_does_not_fit_the_run_is_told_why(
     tmp_path: Path, mains: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +433,8 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         assert "run counts" in shown
         assert "no worker takes part now" in shown
         assert "Worker 1 has left." in shown
+        monkeypatch.setenv(SECRET_ENV, SECRET)  # serve has it, and answers no other health checks
+        check_health(address, servers_of(served.pid)[0], capsys)
     finally:
         os.kill(served.pid, signal.SIGTERM)
         served.join(10)

@@ -1,0 +1,90 @@
+"""Who a worker is to Lightning: its rank, its world and its device.
+
+A worker of an elastic run is the only one of its Trainer, whatever started its process. torchrun, SLURM and other
+engines number the processes that they start together; of these numbers only the local rank matters in a run, which says
+which device of the machine is the worker's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_asgd.adapter.fleet import idle_membership
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["WorkerPlace", "check_is_one_worker", "own_device"]
+
+
+class WorkerPlace:
+    """The part of the strategy that answers these questions."""
+
+    _job: Any
+    _membership: Any
+    accelerator: Any
+    parallel_devices: list[torch.device] | None
+
+    @property
+    def global_rank(self) -> int:
+        """The worker's. In an elastic run the chief's is 0, and that of others their number."""
+        if self._membership is not None:
+            return int(self._membership.rank)
+        return 0 if self._job.attaches else int(super().global_rank)  # type: ignore[misc]
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the job; 1 in an elastic run, however many processes the engine has started."""
+        return 1 if self._job.attaches else int(super().world_size)  # type: ignore[misc]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is chief: it logs and writes checkpoints."""
+        return self.global_rank == 0 if (m := self._membership or idle_membership()) is None else m.is_chief
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning's samplers split the samples. For a worker of an elastic run: not at all."""
+        alone = self._job.attaches
+        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device: the only visible one, or the one of its local rank."""
+        devices, local_rank = self.parallel_devices or [], int(self.local_rank)  # type: ignore[attr-defined]
+        if self._job.attaches and len(devices) == 1:
+            return own_device(devices[0], local_rank, self.accelerator.auto_device_count())
+        if len(devices) > 1 and local_rank >= len(devices):
+            raise ConfigurationError(
+                f"This worker's local rank is {local_rank}, and its Trainer has {len(devices)} devices. Expected "
+                "one device for every worker of the machine, or one that this worker alone can see."
+            )
+        return devices[local_rank if len(devices) > 1 else 0]
+
+
+def own_device(given: torch.device, local_rank: int, visible: int) -> torch.device:
+    """The device of one process of a machine whose Trainer has ``devices=1``, where Lightning gives all the first one.
+
+    A device that the program chose by its number, and the only one that a process can see, are used as they are given.
+    """
+    if given.index != 0 or local_rank >= visible:
+        return given
+    return torch.device(given.type, local_rank)
+
+
+def check_is_one_worker(devices: int, num_nodes: int, environment: Any) -> None:
+    """Check that a Trainer of an elastic run is a single worker: one of the processes of ``environment``, or alone."""
+    given = f"devices={devices} and num_nodes={num_nodes} were given with server=..."
+    if environment is not None and environment.creates_processes_externally:
+        local_rank = environment.local_rank()
+        if devices > 1 and local_rank >= devices:
+            raise ConfigurationError(
+                f"{given}, and this process has local rank {local_rank}. Expected devices=1, or a device for each "
+                "process of the machine: each attaches as one worker with its own device. Start fewer processes on "
+                "this machine, or pass devices=1."
+            )
+    elif devices * num_nodes != 1:
+        raise ConfigurationError(
+            f"{given} Expected devices=1 and num_nodes=1: a Trainer attaches as one worker. Start one process for "
+            f"every device, on each machine: `torchrun --standalone --nproc-per-node={devices} train.py`."
+        )

@@ -1,0 +1,34 @@
+"""Where a worker of an elastic run finds the servers again."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+import types
+
+import pytest
+
+from lightning_asgd.adapter import launchers
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.transports import registry
+
+
+def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` stops its servers first: a worker may have connected to its rendezvous when that closes."""
+    monkeypatch.setenv(SECRET_ENV, "known to this test alone")
+    kind, lost = registry.kind_of("zmq"), "tcp://127.0.0.1:1"
+    hosted = kind.host_rendezvous()
+    hosted.announce_run("run", "zmq", ["server/a"])
+    hosted.put("server/a", {"address": lost})
+    job = launchers.TrainingJob(1, 20.0, run_id="run", address=hosted.address, transport="zmq")
+    monkeypatch.setattr(launchers, "_transport", types.SimpleNamespace(addresses=(lost,)))
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        found = threads.submit(job.successor, 0)
+        time.sleep(0.5)  # it waits for another address there
+        hosted.close()
+        time.sleep(0.5)
+        assert not found.done()
+        with kind.host_rendezvous(*hosted.address) as again:
+            again.put("server/b", {"address": "tcp://127.0.0.1:2"})
+            again.announce_run("run", "zmq", ["server/b"])
+            assert found.result(20) == "tcp://127.0.0.1:2"
