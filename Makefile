@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports soak wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -141,6 +141,9 @@ interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments
 
 strangers: $(VENV)/.installed-examples ## processes, connections and messages that a job does not expect (as root: on two machines too)
 	@$(RUN) benchmarks/strangers.py
+
+ports: $(VENV)/.installed-examples ## a job through one port: firewall, NAT, a tunnel that is restarted, IPv6 (as root, with iptables)
+	@$(RUN) benchmarks/one_port.py
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py

@@ -49,7 +49,8 @@ from lightning_asgd.processes import supervisor
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry, shared_memory
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.addresses import LOOPBACK
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.replica import Replica

@@ -23,7 +23,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Network", "available", "cut", "machines", "move", "name_hosts", "pull", "two_machines"]
+__all__ = [
+    "Network",
+    "available",
+    "behind_nat",
+    "cut",
+    "machines",
+    "move",
+    "name_hosts",
+    "pull",
+    "run_in",
+    "two_machines",
+]
 
 _PREFIX = "asgd"
 _NAMESPACES = Path("/run/netns")
@@ -135,10 +146,50 @@ def machines(number: int) -> Iterator[Network]:
                 _remove(name)
 
 
+@contextlib.contextmanager
+def behind_nat() -> Iterator[Network]:
+    """Make two namespaces, the second one behind a router that hides it (a third one). Needs iptables.
+
+    The first one has no route to the second one.
+
+    Raises:
+        RuntimeError: a command failed; the text holds its output.
+    """
+    _remove_stale()
+    owner = f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
+    router = f"{owner}-r"
+    network = Network((f"{owner}-a", f"{owner}-b"), ("eth0", "eth0"), ("10.213.79.1", "192.168.79.2"))
+    try:
+        for name in (*network.names, router):
+            _ip("netns", "add", name)
+        for name, interface, port in zip(network.names, network.interfaces, ("outside", "inside"), strict=True):
+            _ip("link", "add", interface, "netns", name, "type", "veth", "peer", "name", port, "netns", router)
+        _set_up(network)
+        for port, address in (("outside", "10.213.79.2"), ("inside", "192.168.79.1")):
+            _ip("-n", router, "address", "add", f"{address}/24", "dev", port)
+            _ip("-n", router, "link", "set", port, "up")
+        _ip("-n", network.names[1], "route", "add", "default", "via", "192.168.79.1")
+        inside = ["ip", "netns", "exec", router]
+        _command(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        _command(*inside, "iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "outside", "-j", "MASQUERADE")
+        yield network
+    finally:
+        with _uninterrupted():
+            for name in (*network.names, router):
+                _remove(name)
+
+
+def run_in(network: Network, index: int, *command: str) -> str:
+    """Run a command in a namespace; what it prints. Raises a ``RuntimeError`` with its output if it fails."""
+    return _command(*network.prefix(index), *command)
+
+
 def _set_up(network: Network) -> None:
     """Give every machine its address, and put the cables in."""
     for name, interface, address in zip(network.names, network.interfaces, network.addresses, strict=True):
-        _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
+        # Without a check for another machine that has the address, which takes two seconds under IPv6.
+        about = [f"{address}/64", "dev", interface, "nodad"] if ":" in address else [f"{address}/24", "dev", interface]
+        _ip("-n", name, "address", "add", *about)
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", interface, "up")
 

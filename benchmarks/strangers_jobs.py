@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
+from lightning_asgd.transports.addresses import joined
 
 __all__ = ["Job", "Place"]
 
@@ -61,6 +62,10 @@ class Place:
     def address(self, node: int = 0) -> str:
         """Of a node."""
         return LOOPBACK if self.network is None else self.network.addresses[node]
+
+    def first(self, node: int) -> str:
+        """The address at which a node reaches the first one."""
+        return self.address()
 
     def enter(self, node: int) -> None:
         """Move this forked process to a node."""
@@ -108,11 +113,11 @@ def _quiet(file: Path) -> None:
         os.dup2(output.fileno(), 2)
 
 
-def _serve(place: Place, folder: Path, port: int) -> None:
+def _serve(place: Place, folder: Path, port: int, servers: int) -> None:
     place.enter(0)
     _quiet(folder / "serve.log")
-    about = [f"--port={port}", f"--host={place.address()}", "--run-id=strangers", f"--transport={place.transport}"]
-    sys.exit(command(["serve", *about]))
+    about = [f"--port={port}", f"--host={place.first(0)}", "--run-id=strangers", f"--transport={place.transport}"]
+    sys.exit(command(["serve", *about, f"--num-servers={servers}"]))
 
 
 def _work(place: Place, node: int, name: str, folder: Path, port: int, about: dict[str, Any]) -> None:
@@ -120,10 +125,13 @@ def _work(place: Place, node: int, name: str, folder: Path, port: int, about: di
     place.enter(node)
     _quiet(folder / f"{name}.log")
     torch.set_num_threads(1)
-    where: dict[str, Any] = {"server": f"{place.address()}:{port}", "run_id": about.get("run_id", "strangers")}
+    where: dict[str, Any] = {"server": joined(place.first(node), port), "run_id": about.get("run_id", "strangers")}
     if not place.serves:
-        os.environ.update(NODE_RANK=str(node), MASTER_ADDR=place.address(), MASTER_PORT=str(port))
-        where = {"on_worker_failure": about.get("on_worker_failure", "continue")}
+        os.environ.update(NODE_RANK=str(node), MASTER_ADDR=place.first(node), MASTER_PORT=str(port))
+        where = {
+            "on_worker_failure": about.get("on_worker_failure", "continue"),
+            "num_servers": about.get("servers", 1),
+        }
     timeouts = Timeouts(silence_s=SILENCE_S, start_s=20.0)
     strategy = ASGDStrategy(NSYNC, algorithm=ASGD("sum"), transport=place.transport, timeouts=timeouts, **where)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -171,7 +179,7 @@ class Job:
         self._fork = multiprocessing.get_context("fork").Process
         try:
             if self.place.serves:
-                self.fork("serve", _serve, self.place, self.folder, self.port)
+                self.fork("serve", _serve, self.place, self.folder, self.port, self.about.get("servers", 1))
                 self.wait(lambda: 'server="' in self.said("serve"), 60, "the servers' start")
             for node in (0, 1):
                 self.members[node] = self.start(node)

@@ -58,7 +58,8 @@ from lightning_asgd.protocol import (
 )
 from lightning_asgd.server.server_process import ServerArguments, ServerSettings
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of, local_address_towards
+from lightning_asgd.transports.addresses import LOOPBACK, interface_of, local_address_towards
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.zmq_sockets import keys_of
 from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.connection import Connection

@@ -14,12 +14,16 @@ SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
 
 
 def server_address(server: str) -> tuple[str, int]:
-    """Host and port of ``"host:port"``.
+    """Host and port of ``"host:port"``, where an IPv6 address has brackets: ``"[fd00::1]:29400"``.
 
     Raises:
         ConfigurationError: it is something else.
     """
     host, _, port = server.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) <= 65535):
-        raise ConfigurationError(f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it.')
-    return host, int(port)
+    in_brackets = host.startswith("[") and host.endswith("]")
+    if not (host and port.isdecimal() and 0 < int(port) <= 65535) or (":" in host and not in_brackets):
+        raise ConfigurationError(
+            f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it, or "[address]:port" for an '
+            "IPv6 address."
+        )
+    return host.strip("[]"), int(port)

@@ -6,11 +6,12 @@ import hashlib
 import os
 import secrets
 import socket
+import uuid
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_process"]
+__all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_network", "this_process"]
 
 
 def machine_and_pid(pid: int) -> str:
@@ -53,9 +54,18 @@ def _has_ended(process: str, place: str) -> bool:
 
 def _place() -> str:
     """This start of this machine, and the numbering of its processes; empty if the system does not tell."""
+    return _start_and_space("pid")
+
+
+def this_network() -> str:
+    """Equal for processes that reach each other on loopback: of one machine, and of one container if it has its own."""
+    return _start_and_space("net") or f"{socket.gethostname()} {uuid.getnode():x}"
+
+
+def _start_and_space(kind: str) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+        return hashlib.sha256(f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}".encode()).hexdigest()[:8]
     except OSError:
         return ""
 

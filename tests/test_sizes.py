@@ -69,6 +69,7 @@ TOOLS = {
 # 220 of the core are caches that are partitioned over machines, and batches that are weighed by what they hold.
 # 15 of the core are attempts with torch's client that end soon.
 # 210 of the core are layers that are sent in bundles and pieces, and steps along late gradients.
+# 700 of the core are one port for a job: the gateway, what leads through it, and names and IPv6 addresses.
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
 # 125 of the core are pickled copies of a Trainer for workers inside Ray. The engines are the runner and Ray Train.

@@ -15,6 +15,7 @@ from lightning_asgd.processes.returned_host import Moved, Signpost
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import allow_many_connections
 from lightning_asgd.transports import registry
+from lightning_asgd.transports.addresses import resolve
 from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -152,13 +153,22 @@ def hosts_of_job() -> ServerHosts | None:
     return _hosts
 
 
-def keep_place(kind: TransportKind, host: str, rank: int, first: tuple[str, int]) -> ServerHosts:
-    """Keep a rendezvous ready in this process, in case it is to host the servers one day."""
+def keep_place(
+    kind: TransportKind, host: str, rank: int, first: tuple[str, int], *, leads: bool = False
+) -> ServerHosts:
+    """Keep a rendezvous ready in this process, in case it is to host the servers one day.
+
+    A worker that ``leads`` those of another machine than worker 0's has it at the same port as worker 0, if that is
+    free: so a firewall need let through one port only.
+    """
     global _hosts
     own = _hosted.get(first) if rank == 0 and not agent_hosts() else None
     if own is None:
         allow_many_connections()
-        own = kind.host_rendezvous(host, 0)
+        port = first[1] if leads and kind.encrypted and resolve(first[0]) != host else 0
+        with contextlib.suppress(LaunchError):
+            own = kind.host_rendezvous(host, port) if port else None
+        own = own or kind.host_rendezvous(host, 0)
         _hosted[own.address] = own
     _hosts = ServerHosts(rank, own, first, may_host=rank_variables.main_process() is None)
     return _hosts

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,14 @@ from lightning_asgd.processes.returned_host import Arrival, Moved
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import (
+from lightning_asgd.transports.addresses import (
     LOOPBACK,
-    Rendezvous,
-    address_of,
+    ServerAddress,
     interface_of,
+    is_loopback,
     local_address_towards,
 )
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import Transport
 
 __all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
@@ -39,6 +40,7 @@ __all__ = ["STOP_S", "ScriptLauncher", "TrainingJob", "has_connected"]
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_REFUSED_S = 120.0  # as long as a worker waits for servers at the start
 _ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
@@ -95,6 +97,7 @@ class TrainingJob:
         address: ``(host, port)`` of the rendezvous, None before the first launch.
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
+        spans: whether workers may be on other machines.
         run_id: name of the elastic run that this process joins; empty for a job.
         hosts: which worker hosts the servers, where another one can take over; None where the main process does.
         program: tells the job from another one at the same address.
@@ -114,6 +117,7 @@ class TrainingJob:
     address: tuple[str, int] | None = None
     name: str | None = None
     interface: str = "lo"
+    spans: bool = False
     run_id: str = ""
     hosts: ServerHosts | None = None
     program: str = ""
@@ -168,12 +172,14 @@ class TrainingJob:
             hosts.begin_session()
             self.address, is_main = hosts.address, hosts.present == hosts.rank
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
-        if num_nodes > 1 or is_foreign(environment):
-            self.interface = interface_of(local_address_towards(self.address[0]))
+        self.spans = num_nodes > 1 or is_foreign(environment)
+        here = local_address_towards(self.address[0]) if self.spans else LOOPBACK
+        if self.spans:
+            self.interface = interface_of(here)
         rank = environment.global_rank()
         if can_move and hosts is None and self.may_move:
-            host = LOOPBACK if self.interface == "lo" else address_of(self.interface)
-            hosts = job_address.keep_place(kind, host, rank, self.address)
+            leads = environment.local_rank() == 0
+            hosts = job_address.keep_place(kind, here, rank, self.address, leads=leads)
         if hosts is not None:
             hosts.rank = rank
         # Once another worker hosts them, the session must know that worker 0 is gone.
@@ -192,7 +198,10 @@ class TrainingJob:
         moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
         if not succeed or self.name is None:
             self.name = rendezvous.announce_job()
-        settings = ServerSettings(self.interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
+        interface = self.interface
+        if self.spans:
+            interface = registry.kind_of(self.transport).open_to_others(rendezvous, interface)
+        settings = ServerSettings(interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
         overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
         overseer.hot_standby = self.hot_standby and several
         if self.hosts is not None:
@@ -248,9 +257,26 @@ class TrainingJob:
         if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
             if _transport is not None:
                 _transport.close()
-            _transport = registry.kind_of(self.transport).connect(addresses, self.interface)
+            about = self.interface, self._may_be_refused_s(addresses)
+            _transport = registry.kind_of(self.transport).connect(addresses, *about)
         _connected = True
         return _transport
+
+    def _may_be_refused_s(self, addresses: Sequence[str]) -> float:
+        """For how long a machine may refuse connections before its process is taken for lost.
+
+        Zero, except at the end of a tunnel, which may be restarted, and in an elastic run, whose servers may be.
+        """
+        way = ServerAddress.of(addresses[0]) if addresses[0].startswith("tcp://") else None
+        tunnel = way is not None and way.number > 0 and is_loopback(way.host)  # the servers are on another machine
+        if tunnel and self.hosts is not None:
+            raise LaunchError(
+                f"The servers run on another machine than this, and a tunnel leads there from {way}. In this job "
+                "another worker would host them if worker 0 was lost, and would not be found through the tunnel. "
+                "Expected ASGDStrategy(on_worker_failure='abort') on all machines, an elastic run, or a MASTER_ADDR "
+                "that is no loopback address."
+            )
+        return _REFUSED_S if tunnel or self.attaches else 0.0
 
     def _find_servers(self) -> list[str]:
         """Wait for the addresses of the session's servers. Raises :class:`_HasMoved` if these are elsewhere."""

@@ -185,17 +185,21 @@ def _network(nodes: int) -> Iterator[Check]:
     import psutil
 
     from lightning_asgd.adapter import job_address
-    from lightning_asgd.transports.rendezvous import interface_of, listens, local_address_towards
+    from lightning_asgd.transports.addresses import interface_of, listens, local_address_towards, resolve
 
     found = {
-        name: [str(each.address) for each in addresses if each.family == socket.AF_INET]
+        name: [
+            str(each.address)
+            for each in addresses
+            if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith("fe80:")
+        ]
         for name, addresses in psutil.net_if_addrs().items()
     }
     yield checks.check_interfaces(found, {name for name, each in psutil.net_if_stats().items() if each.isup})
     own = {address for addresses in found.values() for address in addresses}
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     launched = any(name in os.environ for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))
-    place = checks.check_master_address(host, own, socket.gethostbyname, needed=nodes > 1 and not launched)
+    place = checks.check_master_address(host, own, resolve, needed=nodes > 1 and not launched)
     try:
         address = local_address_towards(host if host and place.state == OK else _ELSEWHERE)
         yield Check("address for others", OK, f"{address} ({interface_of(address)}), host {socket.gethostname()}")
@@ -214,13 +218,15 @@ def _network(nodes: int) -> Iterator[Check]:
         yield Check("MASTER_PORT", OK, f"{port}: {there[listens(str(host), int(port))]}")
     else:
         by_agent = job_address.agent_hosts()
-        yield checks.check_free_port(int(port), lambda port: _bind(host or "", port), _holder, by_agent=by_agent)
+        yield checks.check_free_port(int(port), lambda port: _bind(host or "0.0.0.0", port), _holder, by_agent=by_agent)
 
 
 def _bind(host: str, port: int) -> OSError | None:
     """The error of listening on an address, if any."""
+    from lightning_asgd.transports.addresses import listen
+
     try:
-        socket.create_server((host, port)).close()
+        listen(host, port).close()
     except OSError as error:
         return error
     return None

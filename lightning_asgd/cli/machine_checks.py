@@ -219,7 +219,7 @@ def check_clock(now: datetime) -> Check:
 
 
 def check_interfaces(addresses: Mapping[str, Sequence[str]], up: Collection[str]) -> Check:
-    """The network interfaces that have IPv4 addresses."""
+    """The network interfaces that have addresses."""
     shown = [
         f"{name} {', '.join(found)}{'' if name in up else ' (down)'}" for name, found in addresses.items() if found
     ]
@@ -243,7 +243,7 @@ def check_master_address(
         advice = "Set it to an address of the first machine, or have the name resolved (DNS, /etc/hosts)."
         return Check(name, PROBLEM, f"{given} cannot be resolved: {error}", advice)
     shown = given if given == address else f"{given} is {address}"
-    if address.startswith("127."):
+    if address.startswith("127.") or address == "::1":
         advice = "Set it to an address of the network between the machines; see /etc/hosts."
         text = f"{shown}, which no other machine can reach"
         return Check(name, PROBLEM, text, advice) if needed else Check(name, OK, f"{shown}, on this machine only")

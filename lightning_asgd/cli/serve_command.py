@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -35,9 +34,10 @@ def serve(
     has snapshots: the same command continues from them.
 
     Args:
-        port: port at which workers find the run. Other machines must reach it, and the ports that the servers choose.
+        port: port at which workers find the run. With "zmq" they need no other; with "rpc" they need all, in both ways.
         run_id: name of the run, of your choice. Give workers the same name.
-        host: address of this machine to listen at. At the default only workers on this machine reach the servers.
+        host: name or address of this machine to listen at, IPv4 or IPv6. At the default only workers on this machine
+            reach the servers, and those for which a tunnel ends there.
         num_servers: processes that share the weights equally.
         transport: "rpc" is torch's, without authentication. "zmq" encrypts every connection, and accepts only processes
             with the same secret in the environment variable LIGHTNING_ASGD_SECRET. "auto" is "zmq" where that is set.
@@ -50,13 +50,12 @@ def serve(
     from lightning_asgd.cli.servers_health import ServersHealth
     from lightning_asgd.processes import supervisor
     from lightning_asgd.server.server_process import ServerSettings
-    from lightning_asgd.transports.rendezvous import interface_of
 
     _check(port, run_id, host, num_servers, snapshot_every_s)
     version = None if snapshots is None else _version_in(snapshots, run_id, num_servers)
-    stopped, (name, line, rendezvous) = _signals(), _open(transport, host, port)
+    stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
     settings = ServerSettings(
-        interface=interface_of(socket.gethostbyname(host)),
+        interface=interface,
         transport=name,
         run=run_id,
         snapshots="" if snapshots is None else str(snapshots.resolve()),
@@ -71,7 +70,7 @@ def serve(
                 rendezvous.server(index, key, _START_S)
             rendezvous.announce_run(run_id, name, keys)
             health.keys = keys
-            _explain(run_id, num_servers, f"{host}:{rendezvous.address[1]}", line, snapshots, version)
+            _explain(run_id, num_servers, rendezvous.address, line, (snapshots, version))
             while not stopped:
                 time.sleep(_POLL_S)
                 overseer.check_servers()
@@ -91,7 +90,7 @@ def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s
     between("port", port, 0, 65535)
     if not run_id:
         raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
-    if host in ("", "0.0.0.0"):
+    if host in ("", "0.0.0.0", "::"):
         raise ConfigurationError(f"host={host!r}. Expected the address at which workers reach this machine.")
 
 
@@ -112,11 +111,12 @@ def _version_in(snapshots: Path, run_id: str, num_servers: int) -> int | None:
     return Snapshots(snapshots).check(run_id, num_servers)
 
 
-def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
-    """The transport's name, a line about it, and the rendezvous."""
+def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous, str]:
+    """The transport's name, a line about it, the rendezvous, and the network interface that servers listen on."""
     from lightning_asgd.errors import LaunchError
     from lightning_asgd.server.server_process import allow_many_connections
     from lightning_asgd.transports import registry
+    from lightning_asgd.transports.addresses import interface_of, joined, resolve
 
     name, why, who = registry.choose(transport, one_machine=False)
     kind = registry.kind_of(name)
@@ -124,11 +124,14 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous]:
     kind.provide_secret(one_machine=False)
     allow_many_connections()
     try:
-        return name, f"Transport {name} ({why}) {who}", kind.host_rendezvous(host, port)
+        rendezvous = kind.host_rendezvous(host, port)
     except LaunchError as error:  # its advice is for jobs
         raise LaunchError(
-            f"Cannot listen on {host}:{port}: {error.__cause__}. Give another --port, or a --host of this machine."
+            f"Cannot listen on {joined(host, port)}: {error.__cause__}. "
+            "Give another --port, or a --host of this machine."
         ) from error
+    interface = kind.open_to_others(rendezvous, interface_of(resolve(host)))
+    return name, f"Transport {name} ({why}) {who}", rendezvous, interface
 
 
 def _signals() -> list[int]:
@@ -140,12 +143,15 @@ def _signals() -> list[int]:
 
 
 def _explain(
-    run_id: str, num_servers: int, address: str, line: str, snapshots: Path | None, version: int | None
+    run_id: str, servers: int, where: tuple[str, int], line: str, found: tuple[Path | None, int | None]
 ) -> None:
     """Print how workers find the run, the snapshots that it continues from, and the line about its transport."""
-    servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
+    from lightning_asgd.transports.addresses import joined
+
+    address, number = joined(*where), "1 server" if servers == 1 else f"{servers} servers"
+    snapshots, version = found
     sys.stdout.write(
-        f"Run {run_id!r} has {servers} at {address}. Workers attach with\n"
+        f"Run {run_id!r} has {number} at {address}. Workers attach with\n"
         f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
     )
     if version is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
+from lightning_asgd.transports.addresses import joined
 from lightning_asgd.transports.health import HealthResponder
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import CallTimeoutError, Transport, answer_within
@@ -29,7 +30,7 @@ class ServersHealth(AbstractContextManager["ServersHealth"]):
     def __init__(self, run_id: str, rendezvous: Rendezvous, transport: str, interface: str) -> None:
         self.keys: Sequence[str] = ()
         host, port = rendezvous.address
-        self._name = f"Run {run_id!r} at {host}:{port}"
+        self._name = f"Run {run_id!r} at {joined(host, port)}"
         self._rendezvous, self._kind, self._interface = rendezvous, registry.kind_of(transport), interface
         self._connection: Transport | None = None
         self._latest, self._until = (False, ""), 0.0

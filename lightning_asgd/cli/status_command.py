@@ -24,7 +24,7 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
     """Show the workers of an elastic run, and its progress.
 
     Args:
-        server: address of the servers, as "host:port", as `lightning-asgd serve` prints it.
+        server: address of the servers, as "host:port" or "[IPv6]:port", as `lightning-asgd serve` prints it.
         watch: update the table until Ctrl-C.
         every_n_seconds: seconds between two updates.
     """
@@ -52,7 +52,8 @@ def _connect(server: str) -> tuple[Transport, str]:
     from lightning_asgd.config import SECRET_ENV, server_address
     from lightning_asgd.errors import LaunchError
     from lightning_asgd.transports import registry
-    from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, local_address_towards
+    from lightning_asgd.transports.addresses import interface_of, local_address_towards
+    from lightning_asgd.transports.rendezvous import Rendezvous
 
     host, port = server_address(server)
     rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)

@@ -16,7 +16,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_asgd.transports.rendezvous import Rendezvous, listens
+from lightning_asgd.transports.addresses import listens
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["Arrival", "Moved", "Signpost", "program_of"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports.rendezvous import Rendezvous, listens
+from lightning_asgd.transports.addresses import listens, resolve
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["HostAddress", "ServerHosts"]
 
@@ -72,7 +72,7 @@ class ServerHosts:
     ) -> None:
         self.rank = rank
         self.may_host = may_host
-        self.mine = HostAddress(socket.gethostbyname(own.address[0]), own.address[1], may_host)
+        self.mine = HostAddress(resolve(own.address[0]), own.address[1], may_host)
         self.present = 0
         """The worker that hosts the servers."""
         self.first = self.address = first

@@ -17,7 +17,8 @@ from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.ray import reports
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports.rendezvous import Rendezvous, interface_of, successor_of
+from lightning_asgd.transports.addresses import interface_of
+from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 __all__ = ["FINISHED", "STOPPED", "Board", "RunAddress", "ServerActor", "WorkerActor", "end_process", "first_key"]
 

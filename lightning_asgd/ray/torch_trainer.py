@@ -12,7 +12,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, get_device
 
 from lightning_asgd.adapter.strategy import ASGDStrategy
-from lightning_asgd.transports.rendezvous import LOOPBACK
+from lightning_asgd.transports.addresses import LOOPBACK
 
 __all__ = ["ASGDConfig", "RayASGDStrategy"]
 

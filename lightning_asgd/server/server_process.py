@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from lightning_asgd.process_name import gone_among
+from lightning_asgd.process_name import gone_among, this_network
 from lightning_asgd.protocol import Leave, Status, StatusRequest
 from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
@@ -105,11 +105,13 @@ def run_server(argv: list[str] | None = None) -> int:
         service.restore_from_snapshot(arguments.server)
     try:
         kind = registry.kind_of(settings.transport)
-        server = kind.serve(checked(service.handle), arguments.name, settings.interface)
+        name = arguments.key.rpartition("/")[2][:12]
+        server = kind.serve(checked(service.handle), arguments.name, settings.interface, name)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
     with Rendezvous.connect(arguments.host, arguments.port, _START_S, transport=settings.transport) as rendezvous:
-        rendezvous.put(arguments.key, {"address": server.address, "pid": os.getpid()})
+        reach = {"address": server.address, "network": this_network(), "name": name}
+        rendezvous.put(arguments.key, {**reach, "pid": os.getpid()})
     threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):
         looked = looked_for_gone = time.monotonic()

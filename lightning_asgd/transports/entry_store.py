@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lightning_asgd.errors import CollectiveUnavailableError
+from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import CollectiveUnavailableError, LaunchError
+from lightning_asgd.transports.addresses import ServerAddress, joined
 
 __all__ = ["EntryStore"]
 
@@ -24,6 +26,19 @@ class EntryStore(ABC):
     @abstractmethod
     def peek(self, key: str, kind: type = object) -> Any:
         """The latest value of a type that a process of this job published; None if there is none."""
+
+    def open_gateway(self) -> bool:
+        """Have other machines reach servers of this one through the address; whether the store can."""
+        return False
+
+    def way_to(self, name: str, number: int) -> ServerAddress:
+        """How to reach a server through the gateway at the address. Raises a ``LaunchError`` if the store has none."""
+        raise LaunchError(
+            "The servers listen on loopback of another machine than this, and the rendezvous is torch's store at "
+            f"{joined(*self.address)}, which leads to no server. Expected transport='zmq' and a rendezvous of this "
+            f"package's own. Set the same {SECRET_ENV} on all machines, and start the job without torchrun, or use an "
+            "elastic run."
+        )
 
     def is_foreign(self, key: str) -> bool:
         """Whether a process without the job's secret wrote the present value."""

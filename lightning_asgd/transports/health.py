@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from lightning_asgd.environment import SECRET_ENV
 from lightning_asgd.errors import LaunchError, ServerLostError
+from lightning_asgd.transports.addresses import family_of, joined, resolve
 from lightning_asgd.transports.job_secret import given, key_for
 
 __all__ = ["HealthResponder", "ask_health"]
@@ -37,13 +38,19 @@ class HealthResponder:
 
     def __init__(self, host: str, port: int, report: Callable[[], tuple[bool, str]]) -> None:
         self._report, self._closing, self._key = report, threading.Event(), _key()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
-            self._socket.bind((socket.gethostbyname(host), port))
+            address = resolve(host)
+            self._socket = socket.socket(family_of(address), socket.SOCK_DGRAM)
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot resolve {host!r}: {error}. Expected a name or address of this machine."
+            ) from error
+        try:
+            self._socket.bind((address, port))
         except OSError as error:
             self._socket.close()
             raise LaunchError(
-                f"Cannot listen on {host}:{port} for health checks (UDP): {error}. Expected a port that no other "
+                f"Cannot listen on {joined(host, port)} for health checks (UDP): {error}. Expected a port that no other "
                 "process uses. Give another --port, or a --host of this machine."
             ) from error
         self._socket.settimeout(_POLL_S)
@@ -73,8 +80,8 @@ def ask_health(host: str, port: int, timeout_s: float) -> tuple[bool, str]:
     key, nonce, deadline = _key(), os.urandom(_NONCE), time.monotonic() + timeout_s
     why = f"no reply within {timeout_s:g} s"
     try:
-        address = socket.gethostbyname(host)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        address = resolve(host)
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as asking:
             asking.connect((address, port))
             while time.monotonic() < deadline:
                 asking.send(_question(key, nonce))
@@ -88,8 +95,8 @@ def ask_health(host: str, port: int, timeout_s: float) -> tuple[bool, str]:
     except OSError as error:
         why = str(error)
     raise ServerLostError(
-        f"The servers at {host}:{port} do not answer: {why}. Expected `lightning-asgd serve` to run there, with the "
-        f"same {SECRET_ENV} as here, if any. Look at its output, and check that UDP reaches that port."
+        f"The servers at {joined(host, port)} do not answer: {why}. Expected `lightning-asgd serve` to run there, with "
+        f"the same {SECRET_ENV} as here, if any. Look at its output, and check that UDP reaches that port."
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Protocol
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transports import job_secret, tensorpipe
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, address_of
+from lightning_asgd.transports.addresses import LOOPBACK, address_of, interface_of
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.rpc_transport import RpcServer, RpcTransport
 from lightning_asgd.transports.transport import Transport
 
@@ -56,15 +57,23 @@ class TransportKind(ABC):
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
         """Host the rendezvous of a job or run; see :meth:`Rendezvous.host`."""
 
-    @abstractmethod
-    def connect(self, addresses: Sequence[str], interface: str) -> Transport:
-        """Connect to servers, through a network interface."""
+    def open_to_others(self, rendezvous: Rendezvous, interface: str) -> str:
+        """Let other machines reach servers that are announced there: the network interface these have to listen on."""
+        return interface
 
     @abstractmethod
-    def serve(self, handler: Callable[[Any], Any], name: str, interface: str) -> Server:
+    def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
+        """Connect to servers, through a network interface.
+
+        ``refused_s``: for how long their gateway may refuse connections, before they are taken for lost.
+        """
+
+    @abstractmethod
+    def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
         """Answer messages with a handler's result or future; several threads call the handler.
 
-        Raises a ``NetworkDownError`` where only a new process can serve; ``name`` is this one's in error texts.
+        Raises a ``NetworkDownError`` where only a new process can serve; ``name`` is this one's in error texts, and
+        ``entry`` its name at a gateway.
         """
 
 
@@ -77,10 +86,10 @@ class _Rpc(TransportKind):
     def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
         return Rendezvous.host(host, port)
 
-    def connect(self, addresses: Sequence[str], interface: str) -> Transport:
+    def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
         return RpcTransport(addresses, interface)
 
-    def serve(self, handler: Callable[[Any], Any], name: str, interface: str) -> Server:
+    def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
         return RpcServer(handler, name, interface)
 
 
@@ -109,15 +118,18 @@ class _Zmq(TransportKind):
 
         return Rendezvous.host(host, port, HostedZmqStore)
 
-    def connect(self, addresses: Sequence[str], interface: str) -> Transport:
+    def open_to_others(self, rendezvous: Rendezvous, interface: str) -> str:
+        return interface_of(LOOPBACK) if rendezvous.open_gateway() else interface
+
+    def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
         from lightning_asgd.transports.zmq_transport import ZmqTransport
 
-        return ZmqTransport(addresses, self._secret())
+        return ZmqTransport(addresses, self._secret(), refused_s)
 
-    def serve(self, handler: Callable[[Any], Any], name: str, interface: str) -> Server:
+    def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
         from lightning_asgd.transports.zmq_server import ZmqServer
 
-        return ZmqServer(handler, address_of(interface), self._secret())
+        return ZmqServer(handler, address_of(interface), self._secret(), name=entry)
 
     def _secret(self) -> str:
         secret = os.environ.get(SECRET_ENV)

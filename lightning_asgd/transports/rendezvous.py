@@ -17,17 +17,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import psutil
-
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
+from lightning_asgd.process_name import this_network
+from lightning_asgd.transports.addresses import LOOPBACK, is_loopback, joined, parted
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import given
 from lightning_asgd.transports.torch_store import TorchStore
 
-__all__ = ["LOOPBACK", "Rendezvous", "address_of", "interface_of", "listens", "local_address_towards", "successor_of"]
+__all__ = ["Rendezvous", "successor_of"]
 
-LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
 _POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
 _RETRY_S = 0.5  # after an attempt with torch's client, which prints its stack
@@ -37,7 +36,6 @@ _EXPECTED_GREETING_S = 1.0  # where ZeroMQ is expected: a busy machine may be sl
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
 _FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _MOST_SUCCESSORS = 1000  # replacements of one server
-_LAST_PORT = 65535
 _SAME_SECRET = (
     f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
     "on every machine, and choose another port."
@@ -66,7 +64,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
             if error.errno == errno.EADDRINUSE and (mine := TorchStore.of_this_process(host, port, secret)) is not None:
                 return cls(mine)
             raise LaunchError(
-                f"Cannot listen on {host}:{port}: {error}. Expected a free port on an address of this machine. "
+                f"Cannot listen on {joined(host, port)}: {error}. Expected a free port on an address of this machine. "
                 "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
             ) from error
         _silent.discard(made.address)  # the port of an earlier store may be that of another kind now
@@ -88,21 +86,22 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         ``elsewhere``: it is not of a job that this process belongs to. ``transport``: the job's, if known.
         """
         secret = given() if elsewhere else os.environ.get(SECRET_ENV)
-        greeting_s = _EXPECTED_GREETING_S if transport == "zmq" else _GREETING_S
+        expected = transport == "zmq" or (elsewhere and secret is not None)
+        greeting_s = _EXPECTED_GREETING_S if expected else _GREETING_S
         try:
             return cls(_reach(host, port, secret, timeout_s, greeting_s))
         except LaunchError:
             raise
         except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"Found no job at {host}:{port} within {timeout_s:g} s ({error}). Expected the main process to host "
-                f"it. Check that it runs, and that {hint}."
+                f"Found no job at {joined(host, port)} within {timeout_s:g} s ({error}). Expected the main process to "
+                f"host it. Check that it runs, and that {hint}."
             ) from error
 
     @classmethod
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
-        hint = f"it was started with `lightning-asgd serve --host {host} --port {port}`"
+        hint = f"it was started with `lightning-asgd serve` for {joined(host, port)}"
         rendezvous = cls.connect(host, port, timeout_s, hint, elsewhere=True)
         try:
             run_id = rendezvous.get("run", "`lightning-asgd serve`", timeout_s, kind=str)
@@ -138,7 +137,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         used, keys = self._session(session, timeout_s, check)
         if used != transport:
             raise LaunchError(
-                f"The main process at {self.address[0]}:{self.address[1]} has transport={used!r}, and this worker has "
+                f"The main process at {joined(*self.address)} has transport={used!r}, and this worker has "
                 f"transport={transport!r}. Expected the same on all machines: the same argument of ASGDStrategy, the "
                 f"same {SECRET_ENV}, and pyzmq on all or none."
             )
@@ -206,40 +205,59 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """
 
         def look() -> str | None:
-            found = str(self.peek_server(key).get("address", other_than))
-            port = found.rpartition(":")[2]
+            entry = self.peek_server(key)
+            try:
+                found = self._way_to(entry) if entry else other_than
+            except ValueError as error:
+                raise self._strange(key, entry) from error
             if found == other_than:
                 check()
                 return None
-            if not (port.isdecimal() and int(port) <= _LAST_PORT):
-                raise self._strange(key, found)
             return found
 
         return self._wait(look, f"Server {index}", key, timeout_s)
 
+    def _way_to(self, entry: dict[str, Any]) -> str:
+        """How this process reaches a server that has published an entry. Raises a ``ValueError`` if none has."""
+        address = str(entry.get("address"))
+        host, _ = parted(address.rpartition("//")[2])
+        if entry.get("network") in (None, this_network()) or not is_loopback(host):
+            return address
+        if address.startswith("tcp://"):
+            return str(self._store.way_to(str(entry.get("name")), int(entry.get("number", 0))))
+        raise LaunchError(
+            f"The servers listen on loopback of the machine at {self.address[0]}, which is another one than this, and "
+            "have transport='rpc', which connects to ports of their own. Expected transport='zmq', of which all goes "
+            "through one port, also in a tunnel; or else an address that this machine reaches, as --host of "
+            "`lightning-asgd serve` or as MASTER_ADDR."
+        )
+
+    def open_gateway(self) -> bool:
+        """Have other machines reach servers of this one through this address; whether the store can."""
+        return self._store.open_gateway()
+
     def _strange(self, key: str, found: Any) -> LaunchError:
-        host, port = self.address
         return LaunchError(
-            f"The entry {key!r} at {host}:{port} is {repr(found)[:80]}, and no process of this job writes that. "
-            f"{_SAME_SECRET}"
+            f"The entry {key!r} at {joined(*self.address)} is {repr(found)[:80]}, and no process of this job writes "
+            f"that. {_SAME_SECRET}"
         )
 
     def _wait(
         self, look: Callable[[], _T | None], what: str, key: str, timeout_s: float, *, foreign_s: float = math.inf
     ) -> _T:
         begun, pause_s = time.monotonic(), _POLL_S
-        host, port = self.address
+        there = joined(*self.address)
         try:
             while (found := look()) is None:
                 waited_s = time.monotonic() - begun
                 if waited_s > min(foreign_s, timeout_s) and self._store.is_foreign(key):
                     raise LaunchError(
-                        f"The entry {key!r} at {host}:{port} was not written by a process of this job. {_SAME_SECRET}"
+                        f"The entry {key!r} at {there} was not written by a process of this job. {_SAME_SECRET}"
                     )
                 if waited_s > timeout_s:
                     raise LaunchError(
                         f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
-                        f"{host}:{port}. Look at its output, or raise timeouts.start_s."
+                        f"{there}. Look at its output, or raise timeouts.start_s."
                     )
                 time.sleep(pause_s)
                 pause_s = min(1.2 * pause_s, _POLL_MOST_S)
@@ -247,7 +265,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
             raise
         except RuntimeError as error:  # of the store
             raise LaunchError(
-                f"The connection to the main process at {host}:{port} broke: {error}. Expected it to live until its "
+                f"The connection to the main process at {there} broke: {error}. Expected it to live until its "
                 "workers have ended. Look at its output."
             ) from error
         return found
@@ -272,13 +290,14 @@ def _reach(host: str, port: int, secret: str | None, timeout_s: float, greeting_
     while True:
         try:
             with _listener(host, port, deadline) as probe:
+                found = str(probe.getpeername()[0])
                 if not _greets(probe, 0.0 if (host, port) in _silent else greeting_s):
                     store = _reach_torch(host, port, secret, timeout_s, deadline, probe)
                     if store is not None:
                         _silent.add((host, port))
                         return store
             _silent.discard((host, port))
-            return _reach_zmq(host, port, secret, timeout_s)
+            return _reach_zmq(host, port, secret, timeout_s, found)
         except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
             if time.monotonic() > deadline:
                 raise
@@ -306,8 +325,8 @@ def _reach_torch(
         raise ConnectionResetError(f"what listens there is no rendezvous: {error}") from error
 
 
-def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> EntryStore:
-    there = f"The process at {host}:{port} has transport='zmq'"
+def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
+    there = f"The process at {joined(host, port)} has transport='zmq'"
     if secret is None:
         raise LaunchError(
             f"{there}, and {SECRET_ENV} is not set for this one. Expected the same secret on all machines. Set it here "
@@ -319,7 +338,7 @@ def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float) -> En
         raise LaunchError(
             f"{there}, and pyzmq is not installed for this one. Install it: pip install pyzmq."
         ) from error
-    store = ZmqStore(host, port, secret, timeout_s)
+    store = ZmqStore(host, port, secret, timeout_s, found)
     try:
         store.peek("job")  # waits for the handshake, which fails with another secret
     except BaseException as error:
@@ -358,55 +377,6 @@ def _greets(connection: socket.socket, wait_s: float) -> bool:
     return True
 
 
-def listens(host: str, port: int) -> bool | None:
-    """Whether a process listens there; None if the machine does not answer, which proves nothing."""
-    try:
-        with socket.create_connection((host, port), timeout=_GRACE_S):
-            return True
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
-
-
 def successor_of(key: str) -> str:
     """The key that holds the key of a server's replacement."""
     return f"{key}/successor"
-
-
-def local_address_towards(host: str) -> str:
-    """This machine's address on the network through which it reaches ``host``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((socket.gethostbyname(host), 9))  # sends nothing; it only selects a route
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot reach {host}: {error}. Expected the name or address of the first machine. Set MASTER_ADDR to "
-                "one that every machine can resolve and reach."
-            ) from error
-        return str(probe.getsockname()[0])
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine."""
-    for address in psutil.net_if_addrs().get(interface, []):
-        if address.family == socket.AF_INET:
-            return str(address.address)
-    raise LaunchError(
-        f"The network interface {interface!r} has no IPv4 address. Expected one of {sorted(psutil.net_if_addrs())} "
-        "that has. Set MASTER_ADDR to an address that every machine can reach."
-    )
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that holds an address of this machine."""
-    interfaces = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        if any(a.family == socket.AF_INET and a.address == address for a in addresses):
-            return name
-    if address.startswith("127."):
-        return "lo" if "lo" in interfaces else "lo0"
-    raise LaunchError(
-        f"No network interface of this machine has the address {address}. Expected one of {sorted(interfaces)} to. "
-        "Set MASTER_ADDR to an address that every machine can reach."
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed
 
+from lightning_asgd.transports.addresses import listen
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import seal, unseal
 from lightning_asgd.transports.transport import CallTimeoutError
@@ -44,7 +44,7 @@ class TorchStore(EntryStore):
     @classmethod
     def host(cls, host: str, port: int, secret: str | None) -> TorchStore:
         """Host a store. Raises an ``OSError`` if the address cannot be listened on."""
-        listener = socket.create_server((socket.gethostbyname(host), port), backlog=128)
+        listener = listen(host, port)
         port = listener.getsockname()[1]
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
         options["multi_tenant"] = True  # a process group may share it later

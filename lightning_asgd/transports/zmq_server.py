@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import logging
+import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.protocol import Failure, codec
+from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress
 from lightning_asgd.transports.reliable_calls import ReplyCache
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
@@ -24,6 +28,7 @@ __all__ = ["ZmqServer"]
 log = logging.getLogger(__name__)
 
 _THREADS = 8
+_MOVE_S = 10.0
 _HANDSHAKE_MS = 5000  # after which a connection that is not set up is closed
 
 
@@ -32,9 +37,10 @@ class ZmqServer(Loop):
 
     Args:
         handler: called from several threads; from the one that owns the socket if there are none.
-        address: to listen on.
+        address: to listen on. Raises an ``OSError`` if that is impossible.
         secret: of the job.
-        port: to listen on; 0 for any free one. Raises an ``OSError`` if it is taken.
+        listener: that listens there already, if any.
+        name: its own, at the gateway that it is behind.
         threads: that call the handler.
         decode: makes what the handler gets of a message's header and buffers.
     """
@@ -44,14 +50,16 @@ class ZmqServer(Loop):
         handler: Callable[[Any], Any],
         address: str,
         secret: str,
-        port: int = 0,
         *,
+        listener: socket.socket | None = None,
+        name: str = "",
         threads: int = _THREADS,
         decode: Callable[[bytes, Sequence[Any]], Any] = codec.decode,
     ) -> None:
         super().__init__("lightning_asgd.zmq")
         self._handler = handler
         self._decode = decode
+        self._name = name.encode()
         self._once = ReplyCache()
         keys = keys_of(secret)
         only_theirs = SimpleNamespace(callback=lambda domain, key: key == keys.worker_public)
@@ -60,25 +68,52 @@ class ZmqServer(Loop):
         self._authenticator.configure_curve_callback(credentials_provider=only_theirs)
         self._socket = self.context.socket(zmq.ROUTER)
         secure(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker behind a gateway has the same routing id again
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
         try:
-            self._socket.bind(f"tcp://{address}:{port or '*'}")
+            self._bind(address, listener)
         except zmq.ZMQError as error:
             self._authenticator.stop()
             self.context.destroy(linger=0)
             self._wake.close()
             self._bell.close()
             raise OSError(error.errno, error.strerror) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where it listens."""
         self.poller.register(self._socket, zmq.POLLIN)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_asgd.answer") if threads else None
         self.refused = 0
         """Messages that could not be read."""
         self.thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return ServerAddress.of(self.address).port
+
+    def _bind(self, address: str, listener: socket.socket | None = None) -> None:
+        self._socket.setsockopt(zmq.IPV6, ":" in address)
+        self._socket.setsockopt(zmq.USE_FD, -1 if listener is None else os.dup(listener.fileno()))
+        port = 0 if listener is None else listener.getsockname()[1]
+        self._socket.bind(str(ServerAddress(address, port)))
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where it listens."""
+
+    def move_to_loopback(self) -> None:
+        """Leave the listener to another process, and listen at a free port of loopback. Connections stay."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def move() -> None:
+            try:
+                self._socket.unbind(self.address)
+                self._bind(LOOPBACK)
+                done.set_result(None)
+            except zmq.ZMQError as error:
+                done.set_exception(OSError(error.errno, error.strerror))
+
+        self.submit(move)
+        done.result(_MOVE_S)
 
     def tick(self, ready: dict[Any, int]) -> None:
         """See :class:`Loop`."""
@@ -108,6 +143,8 @@ class ZmqServer(Loop):
     def _take(self, frames: Sequence[Any]) -> None:
         try:
             who = bytes(frames[0].buffer)
+            if who[:1] != b"\0" and not who.startswith(self._name):
+                return  # for a server that was started before this one and had its number: the gateway says it is gone
             caller, number, arrived, sizes, header = json.loads(bytes(frames[1].buffer))
             if not isinstance(caller, str) or type(number) is not int:
                 raise TypeError("no caller or no number")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from typing import Any
 
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import Failure
+from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, listen, resolve
 from lightning_asgd.transports.entry_store import EntryStore
+from lightning_asgd.transports.gateway import Gateway
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.transport import answer_within
 from lightning_asgd.transports.zmq_server import ZmqServer
@@ -30,11 +31,14 @@ class HostedZmqStore(EntryStore):
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._texts: dict[str, str] = {}
         self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock, self._opening = threading.Lock(), threading.Lock()
         # No threads of a pool: Python ends these before what this process does at exit, when workers may still write.
-        where = socket.gethostbyname(host), secret, port
-        self._server = ZmqServer(self._answer, *where, threads=0, decode=lambda header, _: json.loads(header))
-        self.address = host, int(self._server.address.rpartition(":")[2])
+        self._listener = listen(host, port)
+        self._listener.setblocking(False)
+        about: Any = {"threads": 0, "decode": lambda header, _: json.loads(header), "listener": self._listener}
+        self._server = ZmqServer(self._answer, resolve(host), secret, **about)
+        self._gateway: Gateway | None = None
+        self.address = host, self._server.port
 
     def put(self, key: str, value: Any) -> None:
         """See :class:`EntryStore`."""
@@ -44,8 +48,24 @@ class HostedZmqStore(EntryStore):
         """See :class:`EntryStore`."""
         return _value(self._texts.get(key), kind)
 
+    def open_gateway(self) -> bool:
+        """See :class:`EntryStore`."""
+        with self._opening:
+            if self._gateway is None:
+                self._server.move_to_loopback()
+                with self._lock:  # not before: the server's thread may be waiting for it
+                    self._gateway = Gateway(self._listener, self._server.port)
+                    for key, text in self._texts.items():
+                        self._texts[key] = _let_in(self._gateway, text)
+        return True
+
     def close(self) -> None:
         """See :class:`EntryStore`."""
+        with self._lock:
+            gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            gateway.close()
+        self._listener.close()
         self._server.close()
 
     def _put(self, key: str, text: str) -> None:
@@ -57,7 +77,8 @@ class HostedZmqStore(EntryStore):
                     f"An entry of the rendezvous has {size:,} bytes, and all of them {total:,}. Expected at most "
                     f"{LARGEST_ENTRY:,}, and {_LARGEST_SUM:,}."
                 )
-            self._texts[key], self._bytes = text, total
+            self._texts[key] = text if self._gateway is None else _let_in(self._gateway, text)
+            self._bytes = total
 
     def _answer(self, message: Any) -> str | None:
         match message:
@@ -70,12 +91,25 @@ class HostedZmqStore(EntryStore):
 
 
 class ZmqStore(EntryStore):
-    """A connection to a :class:`HostedZmqStore` of another process."""
+    """A connection to a :class:`HostedZmqStore` of another process.
 
-    def __init__(self, host: str, port: int, secret: str, timeout_s: float) -> None:
+    Args:
+        host: of the process, as all processes name it.
+        port: of the process.
+        secret: of the job.
+        timeout_s: seconds for a call.
+        found: the address at which it was found; empty for that of its name.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, timeout_s: float, found: str = "") -> None:
         self.address = host, port
         self._timeout_s = timeout_s
-        self._transport = ZmqTransport([f"tcp://{socket.gethostbyname(host)}:{port}"], secret)
+        self._found = found or resolve(host)
+        self._transport = ZmqTransport([str(ServerAddress(self._found, port))], secret)
+
+    def way_to(self, name: str, number: int) -> ServerAddress:
+        """See :class:`EntryStore`."""
+        return ServerAddress(self._found, self.address[1], name, number)
 
     def put(self, key: str, value: Any) -> None:
         """See :class:`EntryStore`."""
@@ -95,6 +129,14 @@ class ZmqStore(EntryStore):
         if isinstance(answer, Failure):
             raise ProtocolError(answer.message)
         return answer
+
+
+def _let_in(gateway: Gateway, text: str) -> str:
+    """Let other machines reach the server of an entry, if it is of one that listens on loopback: with its number."""
+    match entry := json.loads(text):
+        case {"address": str(address), "name": str(name)} if address.startswith(f"tcp://{LOOPBACK}:"):
+            return json.dumps({**entry, "number": gateway.add(name, ServerAddress.of(address).port)})
+    return text
 
 
 def _value(text: str | None, kind: type) -> Any:

@@ -18,6 +18,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.protocol import Failure, codec
+from lightning_asgd.transports import gateway
+from lightning_asgd.transports.addresses import ServerAddress
 from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ServerLink
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
@@ -27,17 +29,25 @@ log = logging.getLogger(__name__)
 
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 1000
 _PROBE_TIMEOUT_S = 0.2
+_SETUP_MS = 10_000  # for a connection through a gateway, before another one is tried
 _PROBE_EVERY_S = 0.3  # between two probes
 _HANDSHAKES = 3  # consecutive failures before the secret is blamed
 _CLOSED = "the connection is closed"
 
 
 class ZmqTransport(LinkedTransport["_Route"], Loop):
-    """A worker's connections to the servers, whose addresses are those of :attr:`ZmqServer.address`."""
+    """A worker's connections to the servers.
 
-    def __init__(self, addresses: Sequence[str], secret: str) -> None:
+    Args:
+        addresses: theirs, each the text of a :class:`~lightning_asgd.transports.addresses.ServerAddress`.
+        secret: of the job.
+        refused_s: seconds for which a gateway may refuse connections: a tunnel that leads to it may be restarted.
+    """
+
+    def __init__(self, addresses: Sequence[str], secret: str, refused_s: float = 0.0) -> None:
         Loop.__init__(self, "lightning_asgd.zmq")
         self.keys = keys_of(secret)
+        self.refused_s = refused_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._open: list[_Route] = []
@@ -85,6 +95,8 @@ class _Route:
         self.link = ServerLink(server, self._connection, frames_of)
         self._connections: dict[bool, _Connection] = {}
         self._probed_at = -math.inf
+        self._refused_at = math.inf  # since when the gateway refuses connections
+        self.way = ServerAddress.of(address)
         self.served = False
         """Whether the server has proved that it knows the secret."""
 
@@ -118,14 +130,18 @@ class _Route:
         if now < self._probed_at + _PROBE_EVERY_S:
             return
         self._probed_at = now
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
-            with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
-                return
+            with socket.create_connection(self.way[:2], timeout=_PROBE_TIMEOUT_S) as probe:
+                self._refused_at = math.inf
+                if not self.way.number or gateway.serves(probe, self.way.name, self.way.number):
+                    return
         except ConnectionRefusedError:
-            self.link.fail_all(f"ECONNREFUSED: no process listens at {self.address} any more")
+            self._refused_at = min(self._refused_at, now)
+            if self.way.number and now < self._refused_at + self.transport.refused_s:
+                return
         except OSError:  # proves nothing
             return
+        self.link.fail_all(f"ECONNREFUSED: no process listens at {self.address} any more")
 
     def _connection(self, urgent: bool) -> _Connection:
         if urgent not in self._connections:
@@ -139,7 +155,7 @@ class _Connection:
     def __init__(self, route: _Route, urgent: bool) -> None:
         self.urgent = urgent
         self._route, self._link = route, route.link
-        loop, keys = route.transport, route.transport.keys
+        loop, keys, way = route.transport, route.transport.keys, route.way
         self._poller = loop.poller
         self._backlog: dict[int, Call] = {}  # calls that ZeroMQ has not accepted yet
         self._failed = 0  # consecutive handshakes
@@ -162,7 +178,11 @@ class _Connection:
         )
         self._poller.register(self._events, zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
-        self._socket.connect(route.address)
+        self._socket.setsockopt(zmq.IPV6, ":" in way.host)
+        if way.number:
+            self._socket.setsockopt(zmq.ROUTING_ID, gateway.routing_id(way.name, way.number))
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, _SETUP_MS)  # a tunnel may accept what it does not pass on
+        self._socket.connect(str(ServerAddress(way.host, way.port)))
 
     def send(self, call: Call) -> None:
         """Send a call, or keep it until there is a connection."""
@@ -236,7 +256,8 @@ class _Connection:
             elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
                 self._route.probe()
             else:
-                self._failed += 1
+                # Behind a gateway the secret is right, since the rendezvous was reached there; and a tunnel may break.
+                self._failed += not self._route.way.number
                 if self._failed >= _HANDSHAKES:
                     self._link.fail_all(self._refusal())
 

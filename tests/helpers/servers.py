@@ -16,7 +16,8 @@ import psutil
 import lightning_asgd
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.server.server_process import ServerArguments, ServerSettings
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.transports.addresses import LOOPBACK, interface_of
+from lightning_asgd.transports.rendezvous import Rendezvous
 
 START_S = 50.0
 FORKED = "server_process"  # the name that tests/helpers/lean gives a forked one

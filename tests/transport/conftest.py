@@ -8,8 +8,9 @@ import pytest
 
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import tensorpipe
+from lightning_asgd.transports.addresses import LOOPBACK, interface_of
 from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.rpc_transport import RpcTransport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.transports.zmq_transport import ZmqTransport

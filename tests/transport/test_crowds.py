@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from lightning_asgd.protocol import Joined
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous, interface_of
+from lightning_asgd.transports.addresses import LOOPBACK, interface_of
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.rpc_transport import RpcTransport
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.transports.zmq_transport import ZmqTransport

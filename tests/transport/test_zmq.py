@@ -22,7 +22,8 @@ from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostE
 from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, codec
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.addresses import LOOPBACK
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import CallTimeoutError
 from lightning_asgd.transports.zmq_server import ZmqServer
 from lightning_asgd.transports.zmq_sockets import keys_of

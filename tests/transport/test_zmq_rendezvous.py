@@ -25,8 +25,9 @@ from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
 from lightning_asgd.transports import registry, rendezvous
+from lightning_asgd.transports.addresses import LOOPBACK
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
-from lightning_asgd.transports.rendezvous import LOOPBACK, Rendezvous
+from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.zmq_sockets import keys_of
 from tests.helpers.servers import SECRET
 

@@ -1,0 +1,147 @@
+"""Addresses of machines: names, IPv4 and IPv6, and the network interfaces that have them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import NamedTuple
+
+import psutil
+
+from lightning_asgd.errors import LaunchError
+
+__all__ = [
+    "LOOPBACK",
+    "ServerAddress",
+    "address_of",
+    "family_of",
+    "interface_of",
+    "is_loopback",
+    "joined",
+    "listen",
+    "listens",
+    "local_address_towards",
+    "parted",
+    "resolve",
+]
+
+LOOPBACK = "127.0.0.1"
+_GRACE_S = 1.0
+_BACKLOG = 128
+
+
+def joined(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parted(place: str) -> tuple[str, int]:
+    """Host and port of what :func:`joined` has made. Raises a ``ValueError`` if it is something else."""
+    host, colon, port = place.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{place!r} has an IPv6 address without brackets")
+    if not (host and colon and port.isdecimal() and int(port) <= 65535):
+        raise ValueError(f"{place!r} is not a host and a port")
+    return host, int(port)
+
+
+class ServerAddress(NamedTuple):
+    """How ZeroMQ reaches what listens somewhere, or a server behind the gateway that listens there.
+
+    Attributes:
+        host: of the process that listens there.
+        port: of that process.
+        name: the server's.
+        number: the server's at that gateway; 0 if there is none.
+    """
+
+    host: str
+    port: int
+    name: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"tcp://{joined(self.host, self.port)}" + (f"/{self.number}/{self.name}" if self.number else "")
+
+    @classmethod
+    def of(cls, address: str) -> ServerAddress:
+        """From its text. Raises a ``ValueError`` if it is something else."""
+        place, _, server = address.removeprefix("tcp://").partition("/")
+        number, _, name = server.partition("/")
+        return cls(*parted(place), name, int(number or 0))
+
+
+def resolve(host: str) -> str:
+    """The address of a name: IPv4 if it has one, else IPv6. Raises an ``OSError`` if it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    families = {family: str(address[0]) for family, _, _, _, address in reversed(found)}
+    return families[socket.AF_INET if socket.AF_INET in families else socket.AF_INET6]
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of an address that is no name."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, which is not a name, is that of a machine for itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address only; port 0 is any free one. Raises an ``OSError`` if it cannot."""
+    address = resolve(host)
+    return socket.create_server((address, port), family=family_of(address), backlog=_BACKLOG)
+
+
+def listens(host: str, port: int) -> bool | None:
+    """Whether a process listens there; None if the machine does not answer, which proves nothing."""
+    try:
+        with socket.create_connection((host, port), timeout=_GRACE_S):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+
+
+def local_address_towards(host: str) -> str:
+    """This machine's address on the network through which it reaches ``host``."""
+    try:
+        address = resolve(host)
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing; it only selects a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot reach {host}: {error}. Expected the name or address of the first machine. Set MASTER_ADDR to "
+            "one that every machine can resolve and reach."
+        ) from error
+
+
+def address_of(interface: str) -> str:
+    """The address of a network interface of this machine: IPv4 if it has one, else IPv6."""
+    found = {address.family: str(address.address) for address in reversed(psutil.net_if_addrs().get(interface, []))}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        if family in found:
+            return found[family]
+    raise LaunchError(
+        f"The network interface {interface!r} has no address. Expected one of {sorted(psutil.net_if_addrs())} "
+        "that has. Set MASTER_ADDR to an address that every machine can reach."
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that holds an address of this machine."""
+    interfaces, bare = psutil.net_if_addrs(), address.partition("%")[0]
+    for name, addresses in interfaces.items():
+        if any(each.address.partition("%")[0] == bare for each in addresses):
+            return name
+    if is_loopback(address):
+        return "lo" if "lo" in interfaces else "lo0"
+    raise LaunchError(
+        f"No network interface of this machine has the address {address}. Expected one of {sorted(interfaces)} to. "
+        "Set MASTER_ADDR to an address that every machine can reach."
+    )

@@ -1,0 +1,68 @@
+"""Names, IPv4 and IPv6 addresses, with ports."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from lightning_asgd.config import server_address
+from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.transports.addresses import (
+    LOOPBACK,
+    ServerAddress,
+    interface_of,
+    is_loopback,
+    joined,
+    listen,
+    local_address_towards,
+    parted,
+    resolve,
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "text"), [("10.0.0.1", "10.0.0.1:29400"), ("a.name", "a.name:29400"), ("fd00::1", "[fd00::1]:29400")]
+)
+def test_a_host_and_a_port_are_one_text(host: str, text: str) -> None:
+    assert joined(host, 29400) == text
+    assert parted(text) == (host, 29400)
+    assert server_address(text) == (host, 29400)
+    behind = ServerAddress(host, 29400, "0123456789ab", 24)
+    assert str(behind) == f"tcp://{text}/24/0123456789ab"
+    assert ServerAddress.of(str(behind)) == behind
+    assert ServerAddress.of(f"tcp://{text}") == ServerAddress(host, 29400)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":29400", "host:http", "fd00::1", "fd00::1:29400", "h:70000"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"host and a port|without brackets"):
+        parted(text)
+    with pytest.raises(ConfigurationError, match=r'"host:port".*"\[address\]:port" for an IPv6 address'):
+        server_address(text)
+
+
+def test_a_name_is_resolved_to_ipv4_where_it_has_such_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 0, 0, 0))
+    four = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [six, four])
+    assert resolve("both") == "10.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [six])
+    assert resolve("six") == "fd00::1"
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "::1", "localhost"])
+def test_loopback_has_an_interface_and_can_be_listened_on(host: str) -> None:
+    address = resolve(host)
+    assert is_loopback(address)
+    assert interface_of(address) == interface_of(LOOPBACK)
+    assert local_address_towards(host) == address
+    with listen(host, 0) as listener:
+        assert listener.getsockname()[0] == address
+
+
+def test_what_cannot_be_reached_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"Cannot reach no\.such\.name\.invalid: .* Set MASTER_ADDR"):
+        local_address_towards("no.such.name.invalid")
+    with pytest.raises(LaunchError, match=r"No network interface of this machine has the address 192\.0\.2\.77"):
+        interface_of("192.0.2.77")
