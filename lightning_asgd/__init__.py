@@ -1,4 +1,4 @@
-"""Asynchronous SGD for PyTorch Lightning: ``Trainer(strategy=ASGDStrategy(nsync=10))``.
+"""Asynchronous SGD for PyTorch Lightning, ``Trainer(strategy=ASGDStrategy(nsync=10))``, and for plain training loops.
 
 The names that need Lightning are loaded when they are first used, so that server processes never import it.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_asgd.data_stalls.cache import CachedDataset
     from lightning_asgd.data_stalls.shared_loader import SharedLoader
     from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
+    from lightning_asgd.loop.async_sgd import AsyncSGD
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
 
@@ -25,6 +26,7 @@ __all__ = [
     "ASGDError",
     "ASGDMonitor",
     "ASGDStrategy",
+    "AsyncSGD",
     "CachedDataset",
     "DataStallMonitor",
     "ExchangeRecord",
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "ASGDMonitor": "lightning_asgd.adapter.asgd_monitor",
     "ASGDStrategy": "lightning_asgd.adapter.strategy",
+    "AsyncSGD": "lightning_asgd.loop.async_sgd",
     "CachedDataset": "lightning_asgd.data_stalls.cache",
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
@@ -69,11 +72,10 @@ if rank_variables.detect():
 
 def _register(tree: class_trees.Tree) -> None:
     from lightning_asgd.adapter import metric_sync, world
-    from lightning_asgd.adapter.fleet import release_process_group
     from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
-    class_trees.when_process_groups_are_made(tree, release_process_group)
+    class_trees.when_process_groups_are_made(tree, world.release_process_group)
     metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
