@@ -13,6 +13,7 @@ from lightning_asgd.processes import rank_variables
 
 if TYPE_CHECKING:
     from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
     from lightning_asgd.adapter.strategy import ASGDStrategy
     from lightning_asgd.config import Timeouts
     from lightning_asgd.data_stalls.cache import CachedDataset
@@ -31,6 +32,7 @@ __all__ = [
     "DataStallMonitor",
     "ExchangeRecord",
     "ExchangeStats",
+    "FabricASGDStrategy",
     "SharedLoader",
     "Timeouts",
     "__version__",
@@ -47,6 +49,7 @@ _LAZY = {
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
+    "FabricASGDStrategy": "lightning_asgd.adapter.fabric_strategy",
     "SharedLoader": "lightning_asgd.data_stalls.shared_loader",
     "Timeouts": "lightning_asgd.config",
     "averaged_prediction": "lightning_asgd.posterior",
@@ -79,6 +82,13 @@ def _register(tree: class_trees.Tree) -> None:
     metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
+def _register_with_fabric(tree: class_trees.Tree) -> None:
+    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
+
+    tree.register_with_fabric(FabricASGDStrategy)
+
+
 class_trees.when_imported("strategies", _register)
+class_trees.when_imported("strategies", _register_with_fabric, class_trees.FABRICS)
 class_trees.when_imported("trainer.connectors.accelerator_connector", unattached.let_several_trainers_take)
 class_trees.when_imported("callbacks.callback", class_trees.CallbackExtension.join)

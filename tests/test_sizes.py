@@ -31,6 +31,7 @@ PUBLIC = {
     "optim.PSGLD.__init__",
     "optim.SGHMC.__init__",
     "optim.SGLD.__init__",
+    "adapter.fabric_strategy.FabricASGDStrategy.__init__",
     "adapter.strategy.ASGDStrategy.__init__",
     "loop.async_sgd.AsyncSGD.__init__",
 }
@@ -68,10 +69,10 @@ TOOLS = {
 # 220 of the core are caches that are partitioned over machines, and batches that are weighed by what they hold.
 # 15 of the core are attempts with torch's client that end soon.
 # 210 of the core are layers that are sent in bundles and pieces, and steps along late gradients.
-# 1,270 of the core are plain loops: AsyncSGD, its passes, progress and signals, and what Trainers share with it.
+# 1,720 of the core are plain loops: AsyncSGD, its passes, progress and signals, what Trainers share with it; Fabric.
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-LINES = {"core": 25_860, "tools": 8_115}
+LINES = {"core": 26_310, "tools": 8_116}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

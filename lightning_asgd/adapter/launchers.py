@@ -48,7 +48,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start what is not running yet, then run ``function`` in this process, which is a worker itself."""
-        trainer.strategy.check_trainer(trainer)
+        if trainer is not None:  # else Fabric launches
+            trainer.strategy.check_trainer(trainer)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         external = environment.creates_processes_externally

@@ -88,6 +88,16 @@ class LoopSession(Participation, Trainee):
         return self._membership.is_chief
 
     @property
+    def rank(self) -> int:
+        """This worker's rank among those that take part."""
+        return self._membership.rank_and_size[0]
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass over data has begun, and has not ended."""
+        return self._in_pass
+
+    @property
     def workers(self) -> int:
         """How many take part."""
         return self._membership.rank_and_size[1]

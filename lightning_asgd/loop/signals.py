@@ -35,6 +35,11 @@ class Interruptions:
         if again or not self.defers:
             self.raise_now()
 
+    @property
+    def came(self) -> bool:
+        """Whether one has come."""
+        return self._came is not None
+
     def raise_now(self) -> None:
         """Raise the exception of a signal that has come; defer none until :attr:`defers` is set again."""
         came, self.defers = self._came, False

@@ -41,14 +41,19 @@ class Run:
         self.services = [Service(time.monotonic, run="s" if elastic else "") for _ in range(servers)]
         self.transport = InProcessTransport([service.handle for service in self.services])
 
+    @property
+    def job(self) -> Any:
+        """What a worker knows of it."""
+        job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None)
+        job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
+        job.excuse, job.successor = lambda rank: None, lambda server: "none"
+        return job
+
     def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
         """One that is about to join it."""
         options = {"nsync": 2, "algorithm": ASGD("sum"), **options}
         asgd = AsyncSGD(module, optimizers, server="127.0.0.1:1", run_id="s", **options)
-        job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None)
-        job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
-        job.excuse, job.successor = lambda rank: None, lambda server: "none"
-        asgd._job = job
+        asgd._job = self.job
         return asgd
 
     def alone(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
