@@ -72,7 +72,7 @@ TOOLS = {
 # 1,720 of the core are plain loops: AsyncSGD, its passes, progress and signals, what Trainers share with it; Fabric.
 # 395 of the tools are the mini-batch procedure: what layers cost, and which are recomputed.
 # 1,140 of the tools are memory that is found by its name: one cache per machine, and loaders that programs share.
-LINES = {"core": 26_310, "tools": 8_116}
+LINES = {"core": 26_320, "tools": 8_116}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -126,6 +126,17 @@ def test_a_worker_that_joins_later_continues_where_the_others_are(elastic: Run) 
             assert list(second.epochs(2)) == []
 
 
+def test_a_plain_loop_cannot_join_what_a_trainer_has_started(elastic: Run) -> None:
+    _, _, first = counting(elastic)
+    _, _, second = counting(elastic)
+    with first:
+        assert first._member is not None
+        assert first._member.membership is not None
+        first._member.membership.client.note("progress", {"global_step": 3})
+        with pytest.raises(ConfigurationError, match=r"a run that a Trainer has started\. Expected the same"), second:
+            pass
+
+
 def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic: Run) -> None:
     data = DataLoader(numbered(SAMPLES), batch_size=4)
     model, optimizer, asgd = counting(elastic)
