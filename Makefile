@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports soak wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -147,6 +147,9 @@ ports: $(VENV)/.installed-examples ## a job through one port: firewall, NAT, a t
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py
+
+loop: $(VENV)/.installed-dev ## plain loops and Fabric: accuracy beside a Trainer, speed beside loops that never talk, a killed worker
+	@$(RUN) benchmarks/plain_loop.py
 
 wheels: $(VENV)/.installed-dev ## build sdist and wheel, and try each extra in an empty environment
 	@$(RUN) benchmarks/wheels.py $(if $(ONLY),--only $(ONLY))

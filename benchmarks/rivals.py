@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Member", "averaging", "common_store", "local_sgd", "unconnected"]
+__all__ = ["Member", "async_sgd", "averaging", "common_store", "local_sgd", "unconnected"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,19 @@ def averaging(layers: Any, optimizer: Any, rank: int, workers: int, period: int,
     optimizer.register_step_post_hook(average)
     yield Member(optimizer, lambda: exchanges)
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def async_sgd(layers: Any, optimizer: Any, rank: int, workers: int, period: int, batch: int) -> Iterator[Member]:
+    """A-SGD without a Trainer.
+
+    Arguments as for :func:`unconnected`.
+    """
+    from lightning_asgd import AsyncSGD
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers))
+    with AsyncSGD(layers, optimizer, nsync=period) as asgd:
+        yield Member(optimizer, lambda: asgd.stats.exchanges)
 
 
 def common_store(rank: int, workers: int) -> Any:

@@ -8,7 +8,8 @@ What counts is a window that starts when every rank has trained for a while and 
 DDP all ranks take the same number of steps: rank 0 chooses the last one, a few ahead, when its time is up. Under A-SGD
 every worker stops by its own clock. Local SGD is DDP with PyTorch's post-local-SGD hook and averager; its period is
 A-SGD's nsync. "unconnected" is a Trainer per worker, all at once, that exchange nothing: no strategy can be faster.
-"bare torch" and "bare local SGD" are plain loops without Lightning and data loader; the second averages the weights.
+"bare torch", "bare local SGD" and "A-SGD loop" are plain loops without Lightning and data loader; the second averages
+the weights, and the third uses AsyncSGD.
 So are torchft and hivemind, which rivals_suite.py installs.
 """
 
@@ -38,7 +39,7 @@ from ranks import Slowness, clean_environment, run_ranks, servers_of, told_of_er
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rivals import averaging, local_sgd, unconnected
+from rivals import async_sgd, averaging, local_sgd, unconnected
 from rivals_hivemind import peer
 from rivals_torchft import replica_group
 
@@ -46,12 +47,18 @@ WARM_UP_S = 1.5  # training before the window starts
 AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
 NETWORKS = ("cnn", "alexnet", "googlenet")
 # Plain loops of torch, and how their ranks join.
-LOOPS = {"bare torch": unconnected, "bare local SGD": averaging, "torchft": replica_group, "hivemind": peer}
+LOOPS = {
+    "bare torch": unconnected,
+    "bare local SGD": averaging,
+    "A-SGD loop": async_sgd,
+    "torchft": replica_group,
+    "hivemind": peer,
+}
 KINDS = ("one alone", "unconnected", *LOOPS, "DDP", "DDP at once", "local SGD", "A-SGD", "layer-wise")
 CHOICES = tuple(kind for kind in KINDS if kind not in ("DDP at once", "layer-wise"))  # these: see layerwise.py
 # All their ranks take the same number of steps.
 IN_STEP = ("DDP", "DDP at once", "local SGD", "layer-wise", "bare local SGD", "torchft")
-TOGETHER = (*IN_STEP, "A-SGD", "hivemind")  # their ranks belong to one job
+TOGETHER = (*IN_STEP, "A-SGD", "A-SGD loop", "hivemind")  # their ranks belong to one job
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -96,7 +103,8 @@ class Scenario:
         alone = [System("one alone"), *([System("unconnected")] if self.unconnected else [])]
         periods = [n for n in self.nsync[:1] if n != "auto" and self.workers > 1]
         if self.bare:
-            alone += [System("bare torch"), *(System("bare local SGD", n) for n in periods)]
+            loops = ("bare local SGD", "A-SGD loop")
+            alone += [System("bare torch"), *(System(kind, n) for n in periods for kind in loops)]
         local = [System("local SGD", n) for n in periods]
         if self.rivals:  # hivemind is made for long periods
             for n in periods:

@@ -1,4 +1,4 @@
-"""Asynchronous SGD for PyTorch Lightning: ``Trainer(strategy=ASGDStrategy(nsync=10))``.
+"""Asynchronous SGD for PyTorch Lightning, ``Trainer(strategy=ASGDStrategy(nsync=10))``, and for plain training loops.
 
 The names that need Lightning are loaded when they are first used, so that server processes never import it.
 """
@@ -13,11 +13,13 @@ from lightning_asgd.processes import rank_variables
 
 if TYPE_CHECKING:
     from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
     from lightning_asgd.adapter.strategy import ASGDStrategy
     from lightning_asgd.config import Timeouts
     from lightning_asgd.data_stalls.cache import CachedDataset
     from lightning_asgd.data_stalls.shared_loader import SharedLoader
     from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
+    from lightning_asgd.loop.async_sgd import AsyncSGD
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
 
@@ -25,10 +27,12 @@ __all__ = [
     "ASGDError",
     "ASGDMonitor",
     "ASGDStrategy",
+    "AsyncSGD",
     "CachedDataset",
     "DataStallMonitor",
     "ExchangeRecord",
     "ExchangeStats",
+    "FabricASGDStrategy",
     "SharedLoader",
     "Timeouts",
     "__version__",
@@ -40,10 +44,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "ASGDMonitor": "lightning_asgd.adapter.asgd_monitor",
     "ASGDStrategy": "lightning_asgd.adapter.strategy",
+    "AsyncSGD": "lightning_asgd.loop.async_sgd",
     "CachedDataset": "lightning_asgd.data_stalls.cache",
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
+    "FabricASGDStrategy": "lightning_asgd.adapter.fabric_strategy",
     "SharedLoader": "lightning_asgd.data_stalls.shared_loader",
     "Timeouts": "lightning_asgd.config",
     "averaged_prediction": "lightning_asgd.posterior",
@@ -69,14 +75,20 @@ if rank_variables.detect():
 
 def _register(tree: class_trees.Tree) -> None:
     from lightning_asgd.adapter import metric_sync, world
-    from lightning_asgd.adapter.fleet import release_process_group
     from lightning_asgd.adapter.strategy import ASGDStrategy
 
     tree.register(ASGDStrategy)
-    class_trees.when_process_groups_are_made(tree, release_process_group)
+    class_trees.when_process_groups_are_made(tree, world.release_process_group)
     metric_sync.let_metrics_ask(world.collectives_are_real)  # also those that a program makes before it trains
 
 
+def _register_with_fabric(tree: class_trees.Tree) -> None:
+    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
+
+    tree.register_with_fabric(FabricASGDStrategy)
+
+
 class_trees.when_imported("strategies", _register)
+class_trees.when_imported("strategies", _register_with_fabric, class_trees.FABRICS)
 class_trees.when_imported("trainer.connectors.accelerator_connector", unattached.let_several_trainers_take)
 class_trees.when_imported("callbacks.callback", class_trees.CallbackExtension.join)

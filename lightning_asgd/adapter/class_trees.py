@@ -21,6 +21,7 @@ from lightning_asgd.adapter import name_check, private_names
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = [
+    "FABRICS",
     "MALICIOUS",
     "CallbackExtension",
     "Extension",
@@ -50,6 +51,7 @@ _PUBLIC = {
     "DDPStrategy": "strategies",
     "MPSAccelerator": "accelerators",
     "Strategy": "strategies",
+    "STRATEGY_REGISTRY": "strategies",
     "StrategyRegistry": "strategies",
     "TrainerFn": "trainer.states",
 }
@@ -149,6 +151,11 @@ class Tree:
                 start_method=start_method,
             )
 
+    def register_with_fabric(self, strategy: Any) -> None:
+        """Let this tree's Fabric accept a strategy, and know it as ``"asgd"``."""
+        self.DDPStrategy.register(strategy)
+        self.STRATEGY_REGISTRY.register(strategy.strategy_name, strategy, description="Asynchronous SGD")
+
 
 TREES = (
     Tree("pytorch_lightning", "lightning_fabric", "pytorch-lightning"),
@@ -156,13 +163,21 @@ TREES = (
 )
 
 
-def tree_of(thing: Any) -> Tree:
+FABRICS = (
+    Tree("lightning_fabric", "lightning_fabric", "lightning-fabric"),
+    Tree("lightning.fabric", "lightning.fabric", "lightning"),
+)
+"""The class trees below those, which a program with Fabric uses alone."""
+
+
+def tree_of(thing: Any, trees: tuple[Tree, ...] = TREES) -> Tree:
     """The tree that an object of Lightning's belongs to."""
     for cls in type(thing).__mro__:
-        for tree in TREES:
+        for tree in trees:
             if f"{cls.__module__}.".startswith(f"{tree.package}."):
                 return tree
-    raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of pytorch_lightning or lightning.")
+    expected = " or ".join(tree.package for tree in trees)
+    raise TypeError(f"{thing!r} is a {type(thing).__name__}. Expected an object of {expected}.")
 
 
 class _NoTree:
@@ -182,10 +197,10 @@ class CallbackExtension(_NoTree):
         CallbackExtension.__bases__ = (*CallbackExtension.__bases__, callback)
 
 
-def when_imported(module: str, run: Callable[[Tree], None]) -> None:
+def when_imported(module: str, run: Callable[[Tree], None], trees: tuple[Tree, ...] = TREES) -> None:
     """Call ``run`` for every tree that has loaded a module of its own, now, and for the others once they load it."""
     waiting: dict[str, Callable[[], None]] = {}
-    for tree in TREES:
+    for tree in trees:
         if f"{tree.package}.{module}" in sys.modules:
             run(tree)
         else:
@@ -294,7 +309,7 @@ def apply_to_collection(data: Any, dtype: Any, function: Callable[..., Any]) -> 
 
 
 def _tree_named(package: str) -> Tree:
-    return next(tree for tree in TREES if tree.package == package)
+    return next(tree for tree in (*TREES, *FABRICS) if tree.package == package)
 
 
 def _blank(tree: Tree, extension: type, base: str) -> Any:

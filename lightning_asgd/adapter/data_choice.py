@@ -9,12 +9,12 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import restart_epochs
 from lightning_asgd.adapter.combined_data import CombinedData
 from lightning_asgd.adapter.data_mode import batch_size_of, count_in, set_length, why_not_shared, why_split
-from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.fixed_split import FixedSplit, datasets_of
 from lightning_asgd.adapter.leased_loop import LeasedData, LeasedLoop
 from lightning_asgd.adapter.private_names import training_loaders
 from lightning_asgd.adapter.sampled_data import SampledData
 from lightning_asgd.adapter.streamed_data import StreamedData
+from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, shards_of
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.lease_client import DataLeases

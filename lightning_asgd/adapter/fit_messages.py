@@ -14,11 +14,11 @@ import torch
 
 from lightning_asgd.adapter.asgd_monitor import log_folder
 from lightning_asgd.adapter.class_trees import tree_of
-from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.private_names import rich_bar
 from lightning_asgd.adapter.sync_callback import is_monitored
 from lightning_asgd.algorithms import ASGD, Algorithm
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.monitoring.fit_summary import FitSummary, count
 from lightning_asgd.stats import ExchangeStats
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter.class_trees import apply_to_collection, tree_of
-from lightning_asgd.adapter.fleet import Fleet
 from lightning_asgd.adapter.loop_counters import count_batches, count_steps
 from lightning_asgd.adapter.private_names import batch_in_epoch, training_loaders
+from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["FixedSplit", "datasets_of", "is_dealt"]

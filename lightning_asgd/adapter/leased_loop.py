@@ -23,7 +23,6 @@ from typing import Any
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.combined_data import CombinedData
 from lightning_asgd.adapter.data_mode import accumulation
-from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.loop_counters import (
     NEVER,
     BatchSchedules,
@@ -48,6 +47,7 @@ from lightning_asgd.adapter.private_names import (
 )
 from lightning_asgd.adapter.sampled_data import SampledData
 from lightning_asgd.adapter.streamed_data import StreamedData
+from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.lease_client import DataLeases

@@ -18,6 +18,7 @@ from lightning_asgd.adapter.private_names import (
     SIGNATURE,
     Name,
     import_from,
+    script_launcher,
 )
 from lightning_asgd.errors import ConfigurationError
 
@@ -25,8 +26,14 @@ __all__ = ["check_trainer", "check_tree"]
 
 
 def check_tree(tree: Any, warn: Callable[[str], None]) -> None:
-    """Raise one error that lists all modules, classes and signatures that a tree lacks; warn about optional ones."""
-    _judge(tree, [(name, _lacking(tree, name, None)) for name in NAMES if name.module], warn)
+    """Raise one error that lists all modules, classes and signatures that a tree lacks; warn about optional ones.
+
+    Of Fabric's trees these are its own, and those of the script launcher.
+    """
+    names = [name for name in NAMES if name.module]
+    if tree.package == tree.fabric:
+        names = [name for name in names if name.path.startswith(("fabric.", script_launcher.path))]
+    _judge(tree, [(name, _lacking(tree, name, None)) for name in names], warn)
 
 
 def check_trainer(tree: Any, trainer: Any, warn: Callable[[str], None], *, leases: bool) -> None:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_asgd.adapter.elastic_run import AnyFleet
 from lightning_asgd.adapter.private_names import training_loaders
 from lightning_asgd.data_stalls.cache import CachedDataset, cached_dataset
 from lightning_asgd.data_stalls.peer_caches import CacheServer, PeerCaches
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.transports.shared_memory import host_identity
 from lightning_asgd.worker.collectives import Phase
 

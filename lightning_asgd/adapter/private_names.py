@@ -168,6 +168,7 @@ def is_a(thing: Any, kind: Name) -> bool:
 _STRATEGY = "strategies:DDPStrategy()"
 accelerator = Name(f"{_STRATEGY}._accelerator", INSTANCE, TAKING)
 start_method = Name(f"{_STRATEGY}._start_method", INSTANCE, STARTING)
+backward_sync_control = Name("fabric.strategies:DDPStrategy()._backward_sync_control", INSTANCE, TAKING)
 layer_sync = Name(f"{_STRATEGY}._layer_sync", INSTANCE, STARTING)
 strategy_module = Name(f"{_STRATEGY}._lightning_module", INSTANCE, TAKING)
 optimizers = Name(f"{_STRATEGY}._optimizers", INSTANCE, TAKING)
@@ -185,9 +186,7 @@ steps_between_checkpoints = Name(
     "callbacks:ModelCheckpoint()._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed"
 )
 accumulation_in = Name(
-    "callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)",
-    SIGNATURE,
-    LEASES,
+    *("callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)", SIGNATURE, LEASES),
     otherwise="the value of the previous epoch is used",
 )
 _SHOWN = "the progress bar shows the number of batches that Lightning counts"
@@ -442,6 +441,7 @@ class UnattachedHooks:
     _given: dict[str, Any]
     _accelerator = property(lambda self: self._given["accelerator"])
     _precision_plugin = property(lambda self: self._given["precision_plugin"])
+    _precision = property(lambda self: self._given.get("precision"))  # that of Fabric's
     _checkpoint_io = property(lambda self: self._given["checkpoint_io"])
     cluster_environment = property(lambda self: self._given["cluster_environment"])
     parallel_devices = property(lambda self: self._given["parallel_devices"])

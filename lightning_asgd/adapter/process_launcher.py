@@ -25,9 +25,10 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import save_on_exception
 from lightning_asgd.adapter.class_trees import Extension, apply_to_collection
-from lightning_asgd.adapter.fleet import idle_membership
-from lightning_asgd.adapter.launchers import STOP_S, TrainingJob, has_connected
+from lightning_asgd.adapter.launchers import surroundings_of
 from lightning_asgd.errors import WorkerLostError
+from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
+from lightning_asgd.loop.training_job import STOP_S, TrainingJob, has_connected
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
@@ -151,7 +152,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         """Start the servers and the workers, wait for the workers, return the chief's result."""
         self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(self.strategy.cluster_environment, 1, self.strategy.tree, is_main=True)
+        self.job.begin(surroundings_of(self.strategy.cluster_environment, 1), self.strategy.tree.say, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         supervisor.ensure_watch().remove_at_end(self._folder)
         try:
@@ -216,7 +217,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 log.warning("Worker %d failed; the others continue without it.", local_rank, exc_info=True)
             raise
         finally:
-            self.strategy.leave_job()  # such a process ends without calling its atexit handlers
+            end_idle_membership()  # such a process ends without calling its atexit handlers
 
     def _save(self, trainer: Any, error: BaseException) -> None:
         """Let checkpoint callbacks save what the chief has trained."""

@@ -13,24 +13,26 @@ from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
-from lightning_asgd.adapter.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.fixed_fleet import FixedFleet
-from lightning_asgd.adapter.fleet import end_idle_membership, idle_membership
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
-from lightning_asgd.adapter.launchers import ScriptLauncher, TrainingJob
+from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import RankInfo
 from lightning_asgd.adapter.process_launcher import MultiProcessLauncher
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
+from lightning_asgd.adapter.trainer_shell import TrainerShell
 from lightning_asgd.adapter.unattached import StrategyExtension
 from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.loop.fixed_fleet import FixedFleet
+from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
@@ -207,12 +209,13 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         if self._job.attaches:  # there is no launcher that has done so
             self.check_trainer(trainer)
         self.board = MetricsBoard(living=tuple(range(self.world_size)))
-        about = (self._job, self.options.config, self.options.policy, self.board)
+        shell = TrainerShell(trainer, self.root_device)
+        about = (self._job, self.options.config, self.options.policy, self.board, shell)
         fits = self._is_fitting(trainer)
         if not self._job.attaches:
-            self._membership = FixedFleet(*about, (int(super().global_rank), self.world_size), trainer, fits=fits)
+            self._membership = FixedFleet(*about, (int(super().global_rank), self.world_size), fits=fits)
         elif fits:
-            self._membership = ElasticFleet(*about, self.root_device)
+            self._membership = ElasticFleet(*about)
         if self._membership is not None:
             self._membership.join()
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
@@ -291,10 +294,6 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             world.withdraw()
         else:
             self.announce()  # Lightning's environment has removed a variable
-
-    def leave_job(self) -> None:
-        """Leave the session in which this worker is idle, before its process ends."""
-        end_idle_membership()
 
     def go_offline(self) -> None:
         """This worker has failed: its callbacks run without collectives from now on."""
@@ -408,7 +407,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
                 self.fit_session.complete(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._membership is not None:
-                self._membership.publish_chief_state(self.lightning_module.trainer)
+                self._membership.publish_chief_state()
                 if self._membership.another_chief:
                     self.collectives.barrier("checkpoint")
 

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.class_trees import Tree, tree_of
+from lightning_asgd.adapter.class_trees import TREES, Tree, tree_of
 from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["StrategyExtension", "Unattached", "let_several_trainers_take", "unattached"]
@@ -26,6 +26,8 @@ class StrategyExtension(private_names.StrategyHooks):
     """Arguments of Lightning's ``DDPStrategy``."""
     options: Any
     """The program's arguments."""
+    trees = TREES
+    """Those whose Trainers, or Fabric, can take it."""
 
     @property
     def accelerator(self) -> Any:
@@ -34,7 +36,7 @@ class StrategyExtension(private_names.StrategyHooks):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        tree = tree_of(accelerator)
+        tree = tree_of(accelerator, self.trees)
         tree.check_release()
         _check_supports(self, tree, accelerator)
         strategy: Any = self

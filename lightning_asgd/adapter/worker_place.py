@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_asgd.adapter.fleet import idle_membership
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.fleet import idle_membership
 
 __all__ = ["WorkerPlace", "check_is_one_worker", "own_device"]
 

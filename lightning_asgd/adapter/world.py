@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from lightning_asgd.adapter.process_group import BACKEND, GuardedStore, RankInfo, WorkersGroup
 from lightning_asgd.errors import CollectiveUnavailableError, ConfigurationError
+from lightning_asgd.loop import job_address
+from lightning_asgd.loop.fleet import end_idle_membership
 from lightning_asgd.processes import rank_variables
 
-__all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "withdraw"]
+__all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "release_process_group", "withdraw"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,14 @@ def withdraw() -> None:
     _replaced.clear()
     if is_ours():
         dist.destroy_process_group()
+
+
+def release_process_group() -> None:
+    """Release the default process group to another strategy of this process, which is about to make its own."""
+    end_idle_membership()
+    job_address.release_port()
+    if is_ours():
+        withdraw()
 
 
 def is_ours() -> bool:

@@ -184,7 +184,7 @@ def _started_process() -> Check:
 def _network(nodes: int) -> Iterator[Check]:
     import psutil
 
-    from lightning_asgd.adapter import job_address
+    from lightning_asgd.loop import job_address
     from lightning_asgd.transports.addresses import interface_of, listens, local_address_towards, resolve
 
     found = {

@@ -61,6 +61,7 @@ SYSTEM_COLOURS = {
     "unconnected": PAPER["rest"],
     "bare torch": PAPER["line"],
     "bare local SGD": PAPER["calm"],
+    "A-SGD loop": PAPER["faint"],
     "torchft": PAPER["teal"],
     "hivemind": PAPER["gold"],
 }

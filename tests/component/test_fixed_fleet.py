@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.adapter.fixed_fleet import FixedFleet
+from lightning_asgd.adapter.trainer_shell import TrainerShell
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import LayoutMismatchError
+from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.server.service import Service
@@ -27,10 +28,9 @@ class Two:
         transport = InProcessTransport([self.service.handle])
         job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport, hosts=None)
         files = SimpleNamespace(best_model_path="worker 0's.ckpt")
-        strategy = SimpleNamespace(root_device="cpu")
-        trainer = SimpleNamespace(checkpoint_callbacks=[files], loggers=[], strategy=strategy)
+        shell = TrainerShell(SimpleNamespace(checkpoint_callbacks=[files], loggers=[]), "cpu")
         about = ExchangeConfig.create(nsync=1), Policy(60.0, another_chief=True), MetricsBoard()
-        self.fleets = [FixedFleet(job, *about, (rank, 2), trainer, fits=True) for rank in (0, 1)]
+        self.fleets = [FixedFleet(job, *about, shell, (rank, 2), fits=True) for rank in (0, 1)]
         self.both(FixedFleet.join)
 
     def both(self, act: Callable[[FixedFleet], None]) -> None:
@@ -57,7 +57,7 @@ def two() -> Iterator[Two]:
 
 
 def test_the_next_chief_finds_the_state_of_the_one_before_also_after_a_new_layout(two: Two) -> None:
-    two.fleets[0].publish_chief_state(two.fleets[0]._trainer)
+    two.fleets[0].publish_chief_state()
     assert two.fleets[1].published_checkpoints([]) == [{"best_model_path": "worker 0's.ckpt"}]
     two.both(FixedFleet.begin_generation)
     assert two.session == "j.0.1.1"

@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 from torch.futures import Future
 
-from lightning_asgd.adapter.elastic_run import ElasticFleet
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.status_command import tables
 from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ServerLostError, WorkerLostError
 from lightning_asgd.layout import Role
+from lightning_asgd.loop.elastic_run import ElasticFleet
+from lightning_asgd.loop.shell import Shell
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import (
     Attach,
@@ -124,7 +125,7 @@ def test_an_epoch_begins_with_those_who_live_then() -> None:
     job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport)
     silent = Timeouts(silence_s=1000.0)  # no heartbeat is sent during the test
     config = ExchangeConfig.create(nsync=1, timeouts=silent)
-    membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), "cpu")
+    membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), Shell())
     membership.join()
     try:
         assert membership.rank_and_size == (1, 2)

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
+from lightning_asgd.loop import job_address
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.addresses import LOOPBACK, interface_of, local_address_towards
 from lightning_asgd.transports.rendezvous import Rendezvous

@@ -21,9 +21,9 @@ import pytest
 import torch
 import zmq
 
-from lightning_asgd.adapter import job_address
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
+from lightning_asgd.loop import job_address
 from lightning_asgd.transports import registry, rendezvous
 from lightning_asgd.transports.addresses import LOOPBACK
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY

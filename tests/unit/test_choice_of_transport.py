@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
 
-from lightning_asgd.adapter import job_address, launchers
-from lightning_asgd.adapter.launchers import TrainingJob
+from lightning_asgd.adapter.launchers import surroundings_of
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.loop import job_address, training_job
+from lightning_asgd.loop.job_address import Surroundings
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports import job_secret, registry
@@ -138,10 +140,10 @@ def test_the_processes_of_a_job_on_one_machine_choose_alike(monkeypatch: pytest.
 
     monkeypatch.setattr(job_address, "find_address", found)
     for started_by_us in (False, True):
-        environment = SimpleNamespace(creates_processes_externally=started_by_us, world_size=lambda: 2)
+        place = Surroundings(0, 2, 0, 1, external=started_by_us, by_hand=True, main=lambda: ("127.0.0.1", 1))
         monkeypatch.setattr(rank_variables, "address", lambda known=started_by_us: "127.0.0.1:1" if known else None)
         with pytest.raises(Found):
-            TrainingJob(1, 10.0, asked="auto").begin(environment, 1, SimpleNamespace(say=print), is_main=False)
+            TrainingJob(1, 10.0, asked="auto").begin(place, print, is_main=False)
     assert asked == [True, True]
 
 
@@ -163,7 +165,7 @@ def test_a_job_on_several_machines_does_not_use_the_address_of_an_earlier_one_on
     kind, environment = cast(Any, Kind()), LightningEnvironment()
 
     def address(num_nodes: int) -> tuple[str, int]:
-        return job_address.find_address(kind, environment, num_nodes, is_main=True)
+        return job_address.find_address(kind, surroundings_of(environment, num_nodes), is_main=True)
 
     assert address(1) == ("127.0.0.1", 1)
     with rank_variables.owning():  # as Lightning does when it starts workers
@@ -196,14 +198,14 @@ def test_a_host_that_is_lost_while_another_thread_finds_the_next_one(monkeypatch
         return contextlib.nullcontext(SimpleNamespace(address=new, **entries))
 
     monkeypatch.setattr(job, "_rendezvous", connect)
-    monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost 0", "lost 1")))
+    monkeypatch.setattr(training_job, "_transport", SimpleNamespace(addresses=("lost 0", "lost 1")))
     assert job.successor(1) == "its address"
     assert job.address == new
 
 
 @pytest.mark.timeout(30)
 def test_a_host_that_ends_just_before_a_worker_connects_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "_ATTEMPT_S", 0.2)
+    monkeypatch.setattr(training_job, "_ATTEMPT_S", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         old = taken.getsockname()
@@ -215,7 +217,7 @@ def test_a_host_that_ends_just_before_a_worker_connects_to_it(monkeypatch: pytes
             job.hosts, job.address = hosts, old
             new.announce_session(job.session, "rpc", ["key"])
             new.put("key", {"address": "its:1"})
-            monkeypatch.setattr(launchers, "_transport", SimpleNamespace(addresses=("lost:1",)))
+            monkeypatch.setattr(training_job, "_transport", SimpleNamespace(addresses=("lost:1",)))
             assert job.successor(0) == "its:1"
             assert job.address == new.address
 

@@ -165,7 +165,7 @@ def test_a_name_is_not_missed_in_releases_before_it_was_there(
 
 
 def test_a_trainer_that_lacks_something_starts_nothing(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.adapter.launchers import TrainingJob
+    from lightning_asgd.loop.training_job import TrainingJob
 
     monkeypatch.setattr(TrainingJob, "begin", lambda *_, **__: pytest.fail("a job has begun"))
     trainer = trainer_of(pl, strategy=ASGDStrategy(), devices=2)

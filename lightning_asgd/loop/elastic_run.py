@@ -12,19 +12,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lightning_asgd.adapter.checkpointing import (
-    Resumption,
-    adopt_checkpoint_states,
-    checkpoint_states,
-    progress_in,
-)
-from lightning_asgd.adapter.class_trees import become_global_zero
-from lightning_asgd.adapter.fixed_fleet import FixedFleet
-from lightning_asgd.adapter.fleet import Fleet
-from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
+from lightning_asgd.loop.fixed_fleet import FixedFleet
+from lightning_asgd.loop.fleet import Fleet
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
@@ -45,11 +39,10 @@ class ElasticFleet(Fleet):
     comes_and_goes = True
 
     def __init__(
-        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, device: Any
+        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, shell: Shell
     ) -> None:
-        super().__init__(job, config, policy, board, alone=False)  # others may join
-        self._device = device
-        self._trainer: Any = None  # while it fits
+        super().__init__(job, config, policy, board, shell, alone=False)  # others may join
+        self._begun = False  # whether it has the run's first values
         self._living: tuple[int, ...] = ()  # as the latest epoch began
         self._heard = 0  # events from before this worker joined
         self._find()
@@ -83,9 +76,9 @@ class ElasticFleet(Fleet):
         """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
         self._note_entry()
-        become_global_zero(self.rank)
+        self._shell.speak_as(self.rank)
         worker = self.client.connection.worker
-        self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._device))}
+        self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._shell.device))}
         self.begin_epoch()
         about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
@@ -100,7 +93,7 @@ class ElasticFleet(Fleet):
     def _arrive(self) -> int:
         while True:
             try:
-                return self.attachment.arrive(self._device)
+                return self.attachment.arrive(self._shell.device)
             except ServerLostError as error:
                 if error.server is None:
                     raise
@@ -112,14 +105,14 @@ class ElasticFleet(Fleet):
     def leave(self) -> None:
         """Leave the run, which continues."""
         super().leave()
-        become_global_zero(0)
+        self._shell.speak_as(0)
 
     def _change_chief(self, chief: bool) -> None:
         worker = self.client.connection.worker
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
-        become_global_zero(0 if chief else worker)
-        if chief and self._trainer is not None:
-            self.adopt_checkpoints(self._trainer)
+        self._shell.speak_as(0 if chief else worker)
+        if chief and self._begun:
+            self.adopt_checkpoints()
 
     def _tell(self, news: str) -> None:
         self.board.note(news)
@@ -129,17 +122,14 @@ class ElasticFleet(Fleet):
     # ------------------------------------------------------------------ a fit
 
     def share_first_values(
-        self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
+        self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
     ) -> None:
         """The bootstrap worker publishes its values; the others adopt them."""
-        self._trainer = trainer
-        if not self.attachment.bootstraps:
+        self._begun = True
+        if self.attachment.bootstraps:
+            self.attachment.publish(layout.describe(), constants, progress())
+        else:
             self.attachment.adopt(constants)
-            return
-        progress = progress_in(trainer)
-        if progress is not None:
-            progress["data"] = resume.data
-        self.attachment.publish(layout.describe(), constants, progress)
 
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""
@@ -153,19 +143,19 @@ class ElasticFleet(Fleet):
         """Whether this worker has data to share: who opens an epoch is checked to have those of the others."""
         return bool(data)
 
-    def publish_chief_state(self, trainer: Any) -> None:
-        """Publish the state of the chief's checkpoint callbacks, for the next chief."""
+    def publish_chief_state(self) -> None:
+        """Publish what the chief knows of its checkpoint files, for the next chief."""
         if self.is_chief:
-            self.attachment.publish_checkpoints(checkpoint_states(trainer))
+            self.attachment.publish_checkpoints(self._shell.checkpoint_states())
 
-    def adopt_checkpoints(self, trainer: Any) -> None:
-        """Give this worker's checkpoint callbacks the published state of the chief's."""
+    def adopt_checkpoints(self) -> None:
+        """Know what the chief has published of its checkpoint files."""
         files = self.attachment.files
-        if files is not None and len(files) == len(trainer.checkpoint_callbacks):
-            adopt_checkpoint_states(trainer, files)
+        if files is not None:
+            self._shell.adopt_checkpoint_states(files)
 
     def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
-        """None: the chief's own state is where Lightning expects it, and the others' are not collected."""
+        """None: the chief has its own, and the others' are not collected."""
         return {}
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:

@@ -15,12 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.adapter.checkpointing import Resumption, adopt_checkpoint_states, checkpoint_states, progress_in
-from lightning_asgd.adapter.chief import chief_state, take_over
-from lightning_asgd.adapter.class_trees import become_global_zero
-from lightning_asgd.adapter.fleet import Fleet, here, idle_membership
-from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
-from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import (
@@ -32,6 +26,9 @@ from lightning_asgd.errors import (
     WorkerLostError,
 )
 from lightning_asgd.layout import Layout
+from lightning_asgd.loop.fleet import Fleet, here, idle_membership
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Joined, Policy, next_chief
@@ -70,8 +67,8 @@ class FixedFleet(Fleet):
         config: ExchangeConfig,
         policy: Policy,
         board: MetricsBoard,
+        shell: Shell,
         place: tuple[int, int],  # rank and world size
-        trainer: Any,
         *,
         fits: bool,
     ) -> None:
@@ -82,7 +79,7 @@ class FixedFleet(Fleet):
             timeouts = config.timeouts
             may_vote_s = 0.0 if job.interface == "lo" else sum(_looks(timeouts)) + timeouts.silence_s
             policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s, chief=job.hosts.chief)
-        super().__init__(job, config, policy, board, alone=world_size == 1)
+        super().__init__(job, config, policy, board, shell, alone=world_size == 1)
         self._fits = fits
         # What does not change during the fit, and the progress when the latest epoch began.
         self._start = EntryPoint("")
@@ -93,7 +90,6 @@ class FixedFleet(Fleet):
         self._unprinted: deque[tuple[float, str]] = deque(maxlen=20)  # events while another was chief, and when
         self.chief = 0
         """The worker that logs and writes checkpoints; changes between two batches and in collectives only."""
-        self._trainer = trainer
         self._main = rank_variables.main_process()
         self._connect(rank, world_size, self._watching)
         if job.hosts is not None:
@@ -130,7 +126,7 @@ class FixedFleet(Fleet):
 
     def _agree_on_places(self) -> None:
         """Learn where all are. A worker that failed in the session before may have another chief."""
-        hosts, place = self._job.hosts, (socket.gethostname(), str(self._trainer.strategy.root_device))
+        hosts, place = self._job.hosts, (socket.gethostname(), str(self._shell.device))
         mine = (place, hosts and hosts.mine, self.collectives.chief)
         joined = self.collectives.gather("all_gather", "join", mine)
         self.board.places = {rank: place for rank, (place, _, _) in joined.items()}
@@ -191,7 +187,7 @@ class FixedFleet(Fleet):
         chief = agreed if agreed in heard.living or not heard.living else heard.chief
         if chief != self.chief and self._follow(chief):
             # This worker's own callbacks count files that they would have written since the last sync point.
-            adopt_checkpoint_states(self._trainer, self.published_checkpoints(checkpoint_states(self._trainer)))
+            self._shell.adopt_checkpoint_states(self.published_checkpoints(self._shell.checkpoint_states()))
 
     def _follow_agreed(self) -> None:
         self._follow(self.collectives.chief)
@@ -210,11 +206,11 @@ class FixedFleet(Fleet):
                 if time.monotonic() - at < _RECENT_S:  # the chief before may not have lived to print it
                     log.warning(event)
             self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")
-            take_over(self._trainer, self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
+            self._shell.take_over(self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
 
     def _speak_if_chief(self) -> None:
-        become_global_zero(0 if self.is_chief else max(1, self.rank))
+        self._shell.speak_as(0 if self.is_chief else max(1, self.rank))
 
     @property
     def another_chief(self) -> bool:
@@ -230,7 +226,7 @@ class FixedFleet(Fleet):
     def fail(self, error: BaseException) -> None:
         """Report a failure; if it is that the servers are gone, one of the workers writes a last checkpoint."""
         hosts, overseer, restorable = self._job.hosts, supervisor.current(), self._recovery is not None
-        if self._servers_ended and self._trainer.strategy.fit_session is not None:
+        if self._servers_ended and self._shell.trains:
             try:
                 self._write_last_checkpoint()
             except Exception:
@@ -252,7 +248,7 @@ class FixedFleet(Fleet):
             writer = self._job.hosts.candidate()
         if writer in (None, self.rank):
             self.chief = self.rank
-            write_last_checkpoint(self._trainer, self.rank, main=self._job.hosts is None)
+            self._shell.write_last_checkpoint(self.rank, main=self._job.hosts is None)
 
     def _chosen_writer(self) -> int:
         try:
@@ -266,12 +262,12 @@ class FixedFleet(Fleet):
         state = self.client.note(_CHIEF_STATE)
         return mine if state is None else list(state["checkpoints"])
 
-    def publish_chief_state(self, trainer: Any) -> None:
+    def publish_chief_state(self) -> None:
         """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
         if self.alone or not self._policy.another_chief or self.collectives.phase is Phase.OFFLINE:
             return
         if self.is_chief:
-            self.client.note(_CHIEF_STATE, chief_state(trainer))
+            self.client.note(_CHIEF_STATE, self._shell.chief_state())
         elif self._job.hosts is not None:
             self.client.note(_CHIEF_STATE)  # the servers may be lost together with the chief
 
@@ -289,7 +285,7 @@ class FixedFleet(Fleet):
         self._stop()
         self.collectives.waited_s, self.collectives.chief = before.waited_s, before.chief
         self.join()
-        self.publish_chief_state(self._trainer)  # a server keeps nothing of the generation before
+        self.publish_chief_state()  # a server keeps nothing of the generation before
 
     def _join(self) -> Joined:
         client = self.client
@@ -404,15 +400,12 @@ class FixedFleet(Fleet):
         return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
 
     def share_first_values(
-        self, trainer: Any, layout: Layout, constants: Mapping[str, Tensor], resume: Resumption
+        self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
     ) -> None:
         """Note where this fit begins, for a process that replaces a lost worker."""
         if self._notes_entry:
-            progress = progress_in(trainer)
-            if progress is not None:
-                progress["data"] = resume.data
             session = self.client.connection.session
-            self._start = EntryPoint(session, layout=layout.describe(), progress=progress)
+            self._start = EntryPoint(session, layout=layout.describe(), progress=progress())
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]

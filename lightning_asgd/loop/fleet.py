@@ -1,7 +1,7 @@
 """A worker's membership in a session: joining, heartbeats, leaving. What jobs and elastic runs share.
 
-``adapter/fixed_fleet.py`` is for a job, whose workers start and end together; ``adapter/elastic_run.py`` is for a run
-that workers join and leave.
+``loop/fixed_fleet.py`` is for a job, whose workers start and end together; ``loop/elastic_run.py`` is for a run that
+workers join and leave.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_asgd.adapter import job_address, private_names, world
-from lightning_asgd.adapter.launchers import TrainingJob
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
@@ -29,7 +29,7 @@ from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle", "release_process_group"]
+__all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Fleet:
         config: how the worker exchanges.
         policy: what happens to the session when workers fail.
         board: the metrics of this worker and of the others.
+        shell: the program around it.
         alone: whether there is no other worker, and none will join.
 
     Attributes:
@@ -57,9 +58,17 @@ class Fleet:
     """Where the others were when this worker joined, if they train already."""
 
     def __init__(
-        self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, *, alone: bool
+        self,
+        job: TrainingJob,
+        config: ExchangeConfig,
+        policy: Policy,
+        board: MetricsBoard,
+        shell: Shell,
+        *,
+        alone: bool,
     ) -> None:
         self._job = job
+        self._shell = shell
         self._config = config
         self._policy = policy
         self.board = board
@@ -85,7 +94,7 @@ class Fleet:
 
     @property
     def rank(self) -> int:
-        """The worker's rank, as Lightning sees it."""
+        """The worker's rank, as its program sees it."""
         return self.client.connection.worker
 
     @property
@@ -182,7 +191,7 @@ class Fleet:
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
         lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-        if private_names.is_a(error, private_names.sigterm):  # its engine ends it: no failure
+        if self._shell.was_ended(error):
             what, lines = "it was ended by SIGTERM", []
         self.client.leave(f"{what.strip()} ({here(os.getpid())})", details="\n".join(lines))
         if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
@@ -221,14 +230,6 @@ def end_idle_membership() -> None:
     membership, _idle = _idle, None
     if membership is not None:
         membership.end_membership()
-
-
-def release_process_group() -> None:
-    """Release the default process group to another strategy of this process, which is about to make its own."""
-    end_idle_membership()
-    job_address.release_port()
-    if world.is_ours():
-        world.withdraw()
 
 
 def keep_idle(membership: Fleet) -> None:

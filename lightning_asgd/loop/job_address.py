@@ -6,9 +6,9 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_asgd.adapter import private_names
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.returned_host import Moved, Signpost
@@ -20,6 +20,7 @@ from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = [
+    "Surroundings",
     "agent_hosts",
     "can_move",
     "check_port",
@@ -33,6 +34,21 @@ __all__ = [
 ]
 
 _LAST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A process among those of its job, and what starts them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    num_nodes: int
+    external: bool  # whether this process starts no workers, since a user or another program does
+    by_hand: bool  # whether a user starts them, and neither torchrun nor SLURM
+    main: Callable[[], tuple[str, int]]  # address at which worker 0 can host the rendezvous
+    foreign: bool = False  # whether ranks and world come from neither torch's nor Lightning's variables
+
 
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _said: set[str] = set()
@@ -80,21 +96,21 @@ def choose_transport(
     return name, why, kind
 
 
-def find_address(kind: TransportKind, environment: Any, num_nodes: int, *, is_main: bool) -> tuple[str, int]:
+def find_address(kind: TransportKind, place: Surroundings, *, is_main: bool) -> tuple[str, int]:
     """The address of a job's rendezvous, which the main process hosts unless it does already."""
     known = rank_variables.address()  # of jobs on this machine
-    if known is not None and num_nodes == 1:
+    if known is not None and place.num_nodes == 1:
         host, _, port = known.rpartition(":")
         return host, int(port)
-    if num_nodes == 1 and not environment.creates_processes_externally:
+    if place.num_nodes == 1 and not place.external:
         allow_many_connections()
         rendezvous = kind.host_rendezvous()
         _hosted[rendezvous.address] = rendezvous
         rank_variables.keep_address(f"{rendezvous.address[0]}:{rendezvous.address[1]}")
         return rendezvous.address
     given = os.environ["MASTER_PORT"] if "MASTER_PORT" in rank_variables.set_by_others() else None
-    check_port(given, num_nodes, by_hand=private_names.is_a(environment, private_names.one_machine))
-    address = (str(environment.main_address), int(environment.main_port))
+    check_port(given, place.num_nodes, by_hand=place.by_hand)
+    address = place.main()
     if is_main and not agent_hosts() and address not in _hosted:
         allow_many_connections()
         _hosted[address] = kind.host_rendezvous(*address)
@@ -142,10 +158,9 @@ def agent_hosts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def can_move(environment: Any, num_nodes: int) -> bool:
+def can_move(place: Surroundings) -> bool:
     """Whether other workers live on when worker 0's process or machine is lost; the same on all workers."""
-    by_hand = private_names.is_a(environment, private_names.one_machine)
-    return num_nodes > 1 or (environment.creates_processes_externally and not by_hand)
+    return place.num_nodes > 1 or (place.external and not place.by_hand)
 
 
 def hosts_of_job() -> ServerHosts | None:

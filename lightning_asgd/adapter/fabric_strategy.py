@@ -1,0 +1,319 @@
+"""``FabricASGDStrategy``: asynchronous SGD for Fabric, whose hooks are translated into those of a plain loop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import FABRICS, Extension, become_global_zero
+from lightning_asgd.adapter.launchers import ScriptLauncher
+from lightning_asgd.adapter.unattached import StrategyExtension
+from lightning_asgd.adapter.worker_place import check_is_one_worker
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.compression import Compression
+from lightning_asgd.config import Timeouts
+from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.leased_pass import LeasedPass
+from lightning_asgd.loop.loop_controls import LoopControls
+from lightning_asgd.loop.loop_member import LoopMember, check_options
+from lightning_asgd.loop.loop_session import LoopSession
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+
+__all__ = ["FabricASGDStrategy"]
+
+log = logging.getLogger(__name__)
+
+
+class _FabricShell(Shell):
+    """A program with Fabric, which trains on ``device``."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def speak_as(self, rank: int) -> None:
+        """Let Fabric log and warn in this process if ``rank`` is 0."""
+        become_global_zero(rank)
+
+
+class _NoBackwardSync:
+    """What ``fabric.no_backward_sync()`` asks for: no gradient is ever synchronised."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+
+class _OnDevice:
+    """Batches that are moved to the worker's device."""
+
+    def __init__(self, batches: LeasedPass, strategy: Any) -> None:
+        self._batches, self._strategy = batches, strategy
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield self._strategy.batch_to_device(batch)
+
+
+class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: ignore[misc]
+    """Trains with asynchronous SGD in a loop with Fabric: ``Fabric(strategy=FabricASGDStrategy(nsync=10), devices=2)``.
+
+    ``fabric.setup(module, optimizer)`` joins the other workers. ``fabric.strategy.batches(...)`` leases data to them as
+    :class:`~lightning_asgd.AsyncSGD` does, ``fabric.strategy.epochs(...)`` and ``fabric.strategy.sync()`` likewise. A
+    loop over ``fabric.setup_dataloaders(...)`` trains a fixed part of the data, with exchanges after optimizer steps.
+    The worker leaves at the end of the script, or by ``fabric.strategy.teardown()``.
+
+    Args:
+        server, run_id: an elastic run that the worker joins, with ``devices=1``.
+        seed: of the order of the samples in :meth:`batches`, the same on all workers.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for Fabric's ``DDPStrategy``.
+
+    All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
+
+    Attributes:
+        stats: statistics of this worker's exchanges.
+
+    It becomes a ``DDPStrategy`` of ``lightning.fabric`` or of ``lightning_fabric`` when a Fabric of that package takes
+    it.
+
+    Raises:
+        ConfigurationError: an argument is of the wrong type or out of range.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricASGDStrategy(nsync=10))
+    """
+
+    strategy_name = "asgd"
+    trees = FABRICS
+
+    def __init__(
+        self,
+        nsync: int | str = 10,
+        *,
+        nfetch: int | None = None,
+        npush: int | None = None,
+        algorithm: Algorithm | str | None = None,
+        scale: str | float | None = None,
+        overlap: bool | None = None,
+        compression: Compression | str | None = None,
+        num_servers: int = 1,
+        min_workers: int = 1,
+        on_worker_failure: str = "continue",
+        timeouts: Timeouts | None = None,
+        transport: str = "auto",
+        server: str | None = None,
+        run_id: str | None = None,
+        seed: int = 0,
+        max_offline_steps: int = 1000,
+        snapshot_every_s: float = 60.0,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+    ) -> None:
+        given = dict(locals())
+        names = "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"
+        self._given = {name: given[name] for name in names}
+        fields = JobOptions.__dataclass_fields__
+        self.options = JobOptions(**{name: value for name, value in given.items() if name in fields})
+        check_options(self.options, "FabricASGDStrategy")
+        self.stats = ExchangeStats()
+        self._seed = seed
+        self._job = TrainingJob.of(self.options)
+        self._offline = Collectives()
+
+    _member: LoopMember | None = None
+    _trained: Module | None = None  # what is trained
+    _interruptions: Interruptions | None = None
+    _loaders: tuple[Any, ...] = ()  # those that were set up
+
+    # ------------------------------------------------------------------ starting and stopping
+
+    def _make_launcher(self) -> Any:
+        """The launcher; None in an elastic run."""
+        private_names.backward_sync_control.set_of(self, _NoBackwardSync())
+        if self._job.attaches:
+            check_is_one_worker(self.num_processes, self.num_nodes, self.cluster_environment)
+            return None
+        launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
+        return launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Join the other workers of a job, instead of a process group."""
+        self.accelerator.setup_device(self.root_device)
+        if not self._job.attaches:
+            self._join()
+
+    def _join(self) -> LoopMember:
+        self._member = member = LoopMember(self.options, self._job, _FabricShell(self.root_device))
+        atexit.register(self._leave_at_exit)
+        try:
+            member.join(int(super().global_rank), int(self.world_size))
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return member
+
+    def setup_module(self, module: Module) -> Module:
+        """The module as it is."""
+        return module
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Raise: an optimizer is set up together with its module."""
+        raise ConfigurationError(
+            "fabric.setup_optimizers() was called with FabricASGDStrategy. Expected fabric.setup(module, optimizer), "
+            "which sets both up together."
+        )
+
+    def setup_module_and_optimizers(self, module: Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """Take the weights and the progress of the other workers, or bring the first ones."""
+        if self._trained is not None:
+            raise ConfigurationError(
+                "fabric.setup() was called with a second module and its optimizers. Expected one: put both modules "
+                "into a torch.nn.ModuleDict, and call fabric.setup(modules, optimizer_1, optimizer_2)."
+            )
+        member = self._join() if self._member is None else self._member
+        schedulers = [] if scheduler is None else [scheduler]
+        self._interruptions = interruptions = Interruptions()
+        try:
+            session = member.begin(module, optimizers, schedulers, None, interruptions, self.tree.say, self._seed)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._trained, self.stats = module, session.synchronizer.stats
+        return module, optimizers, scheduler
+
+    def teardown(self) -> None:
+        """Leave with the final weights."""
+        if self._member is not None and self._member.session is not None:
+            self._member.session.end()
+        self._leave(None)
+        super().teardown()
+
+    def _leave(self, error: BaseException | None) -> None:
+        member, interruptions = self._member, self._interruptions
+        self._member = self._trained = self._interruptions = None
+        atexit.unregister(self._leave_at_exit)
+        self._close_data()
+        if member is not None:
+            member.leave(error)
+        if interruptions is not None:
+            interruptions.close()
+
+    def _leave_at_exit(self) -> None:
+        """The script has ended, by an exception or not."""
+        error, session = getattr(sys, "last_value", None), None if self._member is None else self._member.session
+        if self._interruptions is not None and self._interruptions.came:
+            error = KeyboardInterrupt()
+        elif error is None and session is not None and session.in_pass:  # sys.exit() within a loop
+            error = SystemExit()
+        if error is not None:
+            self._leave(error)
+        else:
+            self.teardown()
+
+    # ------------------------------------------------------------------ this worker
+
+    @property
+    def _in_use(self) -> LoopSession:
+        if self._member is None or self._member.session is None:
+            raise ASGDError("No module was set up. Expected fabric.setup(module, optimizer) before this call.")
+        return self._member.session
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives of all workers."""
+        membership = None if self._member is None else self._member.membership
+        return self._offline if membership is None else membership.collectives
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is chief: it logs and writes checkpoints."""
+        membership = None if self._member is None else self._member.membership
+        return bool(super().is_global_zero) if membership is None else membership.is_chief
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device: the only visible one, or the one of its local rank."""
+        devices: list[torch.device] = self.parallel_devices or []
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Fabric's samplers split the samples. For a worker of an elastic run: not at all."""
+        alone = self._job.attaches
+        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Remember a dataloader that Fabric wraps, for :meth:`batches`."""
+        self._loaders = (*self._loaders, dataloader)
+        return dataloader
+
+    def batches(self, data: Any, *, accumulate: int = 1, **options: Any) -> Iterable[Any]:
+        """See :meth:`AsyncSGD.batches`. The batches are on the worker's device; ``data`` may be Fabric's loader."""
+        sampler = getattr(data, "batch_sampler", None)
+        for loader in self._loaders:
+            if sampler is not None and loader.batch_sampler is sampler:
+                data = loader
+        return _OnDevice(self._pass_over(data, accumulate, options), self)
+
+    # ------------------------------------------------------------------ collectives
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all living workers; does nothing between two sync points."""
+        self.collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Worker ``src``'s object, with 0 the chief's; this worker's own between two sync points."""
+        return self.collectives.broadcast(obj, src) if src else self.collectives.broadcast_of_chief(obj)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over the living workers; this worker's own between two sync points."""
+        return self.collectives.reduce(tensor, reduce_op_name(reduce_op)) if isinstance(tensor, Tensor) else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all workers, stacked along a new first dimension; no gradients flow."""
+        return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) workers decide True; this worker's own decision between two sync points."""
+        return self.collectives.decide(decision, all=all)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        """The module's state, with the servers' weights and all of this worker's steps."""
+        if module is not self._trained:
+            return dict(super().get_module_state_dict(module))
+        return self._in_use.weights()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint; weights that are loaded after ``fabric.setup()`` go to the servers too."""
+        rest: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self._trained is not None:
+            if self.collectives.phase is not Phase.SYNC:
+                raise ConfigurationError(
+                    "fabric.load() was called while the workers train. Expected it before training, or after sync()."
+                )
+            self._in_use.set_up_again()
+        return rest

@@ -1,0 +1,57 @@
+"""What a worker's membership asks of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.checkpointing import adopt_checkpoint_states, checkpoint_states
+from lightning_asgd.adapter.chief import chief_state, take_over
+from lightning_asgd.adapter.class_trees import become_global_zero
+from lightning_asgd.adapter.last_checkpoint import write_last_checkpoint
+from lightning_asgd.loop.shell import Shell
+
+__all__ = ["TrainerShell"]
+
+
+class TrainerShell(Shell):
+    """A Trainer, whose strategy trains on ``device``."""
+
+    def __init__(self, trainer: Any, device: Any) -> None:
+        self._trainer = trainer
+        self.device = device
+
+    @property
+    def trains(self) -> bool:
+        """See :class:`Shell`, here and below."""
+        return self._trainer.strategy.fit_session is not None
+
+    def was_ended(self, error: BaseException) -> bool:
+        """Whether it is what Lightning raises after SIGTERM."""
+        return private_names.is_a(error, private_names.sigterm)
+
+    def speak_as(self, rank: int) -> None:
+        """Let Lightning log and warn in this process if ``rank`` is 0."""
+        become_global_zero(rank)
+
+    def checkpoint_states(self) -> list[Any]:
+        """The state of the Trainer's checkpoint callbacks."""
+        return checkpoint_states(self._trainer)
+
+    def adopt_checkpoint_states(self, states: list[Any]) -> None:
+        """Give it to them, unless the other worker has other callbacks."""
+        if len(states) == len(self._trainer.checkpoint_callbacks):
+            adopt_checkpoint_states(self._trainer, states)
+
+    def chief_state(self) -> dict[str, Any]:
+        """What the callbacks know of their files, and the loggers' runs."""
+        return chief_state(self._trainer)
+
+    def take_over(self, worker: int, before: int, versions: Sequence[Any]) -> None:
+        """Begin to log on this worker."""
+        take_over(self._trainer, worker, before, versions)
+
+    def write_last_checkpoint(self, worker: int, *, main: bool) -> None:
+        """Write one that ``Trainer.fit(ckpt_path=...)`` loads."""
+        write_last_checkpoint(self._trainer, worker, main=main)

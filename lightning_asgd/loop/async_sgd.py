@@ -1,0 +1,233 @@
+"""``AsyncSGD``: asynchronous SGD in a plain training loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.compression import Compression
+from lightning_asgd.config import Timeouts
+from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.loop.job_address import Surroundings
+from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.loop_controls import LoopControls
+from lightning_asgd.loop.loop_member import LoopMember, check_options
+from lightning_asgd.loop.loop_session import LoopSession
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.stats import ExchangeStats
+
+__all__ = ["AsyncSGD"]
+
+log = logging.getLogger(__name__)
+
+
+class AsyncSGD(LoopControls):
+    """Asynchronous SGD in a plain training loop, without Lightning.
+
+    Within its ``with`` block the module is trained together with other workers. Module and optimizers are used as they
+    are: hooks of the optimizers count the steps that are taken, and between two batches updates are exchanged.
+
+    Args:
+        module: what is trained, on its device.
+        optimizers: one or several. Of several, the last one takes the last step of a batch.
+        schedulers: learning-rate schedulers, whose state a worker that joins later takes over from the others.
+        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. The worker joins it at
+            any time. None means a job whose workers start and end together, with the variables that torchrun sets; or
+            a worker alone without these.
+        run_id: name of that run.
+        seed: of the order of the samples in :meth:`batches`, the same on all workers.
+
+    All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
+
+    Attributes:
+        stats: statistics of this worker's exchanges.
+
+    Raises:
+        ConfigurationError: an argument is of the wrong type or out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> model, data = torch.nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with AsyncSGD(model, optimizer) as asgd:
+        ...     for epoch in asgd.epochs(2):
+        ...         for (x,) in asgd.batches(data, batch_size=4, shuffle=True):
+        ...             optimizer.zero_grad()
+        ...             model(x).square().mean().backward()
+        ...             _ = optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Any,
+        *,
+        schedulers: Any = (),
+        server: str | None = None,
+        run_id: str | None = None,
+        seed: int = 0,
+        nsync: int | str = 10,
+        nfetch: int | None = None,
+        npush: int | None = None,
+        algorithm: Algorithm | str | None = None,
+        scale: str | float | None = None,
+        overlap: bool | None = None,
+        compression: Compression | str | None = None,
+        num_servers: int = 1,
+        min_workers: int = 1,
+        on_worker_failure: str = "continue",
+        timeouts: Timeouts | None = None,
+        transport: str = "auto",
+        max_offline_steps: int = 1000,
+        snapshot_every_s: float = 60.0,
+    ) -> None:
+        given = dict(locals())
+        names = JobOptions.__dataclass_fields__
+        self._options = JobOptions(**{name: value for name, value in given.items() if name in names})
+        self._module = module
+        self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
+        _check(module, self._listed_optimizers)
+        check_options(self._options, "AsyncSGD")
+        self._job = TrainingJob.of(self._options)
+        self._seed = seed
+        self._loaded: Mapping[str, Any] | None = None
+        self.stats = ExchangeStats()
+        self._member: LoopMember | None = None  # within the with block
+        self._interruptions: Interruptions | None = None
+
+    # ------------------------------------------------------------------ joining and leaving
+
+    def __enter__(self) -> AsyncSGD:
+        """Join, and take the weights and the progress of the other workers."""
+        if self._member is not None:
+            raise ASGDError("This AsyncSGD is in use already. Expected one with block at a time.")
+        shell = Shell()
+        shell.device = next(self._module.parameters()).device
+        self._interruptions = interruptions = Interruptions()
+        self._member = member = LoopMember(self._options, self._job, shell)
+        try:
+            place = surroundings()
+            if not self._job.attaches:
+                self._job.begin(place, log.info, is_main=place.rank == 0)
+            member.join(place.rank, place.world_size)
+            mine = self._module, self._listed_optimizers, self._listed_schedulers
+            session = member.begin(*mine, self._loaded, interruptions, log.info, self._seed)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self.stats = session.synchronizer.stats
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave with the final weights; after an exception report it, and let the others continue."""
+        try:
+            if error is None:
+                self._in_use.end()
+        except BaseException as failure:
+            self._leave(failure)
+            raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        member, interruptions = self._member, self._interruptions
+        self._member = self._interruptions = None
+        try:
+            if member is not None:
+                member.leave(error)
+        finally:
+            self._close_data()
+            if interruptions is not None:
+                interruptions.close()
+
+    @property
+    def _in_use(self) -> LoopSession:
+        if self._member is None or self._member.session is None:
+            raise ASGDError("This AsyncSGD is not in use. Expected the call within its with block.")
+        return self._member.session
+
+    # ------------------------------------------------------------------ this worker
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is to log and to write checkpoints. It may become chief between two batches."""
+        return self._in_use.is_chief
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank among those that took part when its epoch began."""
+        return self._in_use.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers took part when its epoch began."""
+        return self._in_use.workers
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training continues from: weights with all of this worker's steps, optimizers, schedulers, progress.
+
+        ``["model"]`` is the module's ``state_dict()`` with the servers' weights, also between two sync points.
+        """
+        return self._in_use.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned. To be called before the ``with`` block.
+
+        A worker that joins others takes their weights and progress instead.
+        """
+        if self._member is not None:
+            raise ASGDError("load_state_dict() was called within the with block. Expected the call before it.")
+        self._module.load_state_dict(state["model"])
+        for optimizer, theirs in zip(self._listed_optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(theirs)
+        for scheduler, theirs in zip(self._listed_schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(theirs)
+        self._loaded = state
+
+
+def surroundings() -> Surroundings:
+    """This process's place in a job that torchrun or a user has started; a worker alone without their variables."""
+    rank, world_size = (
+        int(os.environ.get("RANK", 0)),
+        int(os.environ.get("WORLD_SIZE", 1) if "RANK" in os.environ else 1),
+    )
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"RANK={rank} and WORLD_SIZE={world_size} are set. Expected a rank below the number of workers."
+        )
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    here = world_size if host in ("localhost", "127.0.0.1") else 1
+    nodes = world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
+    by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank if nodes == 1 else 0))
+    return Surroundings(rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)))
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _check(module: Module, optimizers: Sequence[Any]) -> None:
+    """Raise a :class:`ConfigurationError` for what cannot be trained, or whose steps cannot be counted."""
+    if not isinstance(module, Module) or next(module.parameters(), None) is None:
+        raise ConfigurationError(
+            f"AsyncSGD was given {type(module).__name__}. Expected a torch.nn.Module with weights."
+        )
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise ConfigurationError(
+                f"AsyncSGD was given the optimizer {type(optimizer).__name__}. Expected torch.optim.Optimizer, whose "
+                "step hooks count the steps."
+            )

@@ -1,0 +1,120 @@
+"""How a worker whose loop is the program's own joins a job or a run, and how it leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.loop.fixed_fleet import FixedFleet
+from lightning_asgd.loop.fleet import end_idle_membership
+from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.loop_session import LoopSession
+from lightning_asgd.loop.loop_state import LoopState
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.monitoring.fit_summary import count
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+
+__all__ = ["LoopMember", "check_options"]
+
+log = logging.getLogger(__name__)
+
+
+class LoopMember:
+    """One worker, from joining to leaving.
+
+    Args:
+        options: the program's.
+        job: where the servers are; of a job, it has begun.
+        shell: the program.
+
+    Attributes:
+        membership: in the job or the run, once it has joined.
+        session: what it trains, once that has begun.
+    """
+
+    def __init__(self, options: JobOptions, job: TrainingJob, shell: Shell) -> None:
+        self._options, self._job, self._shell = options, job, shell
+        self.membership: AnyFleet | None = None
+        self.session: LoopSession | None = None
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Join; ``rank`` and ``world_size`` are those of a job."""
+        end_idle_membership()
+        about = self._job, self._options.config, self._options.policy, MetricsBoard(), self._shell
+        if self._job.attaches:
+            self.membership = ElasticFleet(*about)
+        else:
+            self.membership = FixedFleet(*about, (rank, world_size), fits=True)
+        self.membership.join()
+
+    def begin(
+        self,
+        module: Module,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        loaded: Mapping[str, Any] | None,
+        interruptions: Interruptions,
+        say: Callable[[str], None],
+        seed: int,
+    ) -> LoopSession:
+        """Take the weights and the progress of the others, or bring the first ones; ``loaded`` is a checkpoint."""
+        config, state, membership = self._options.config, LoopState(seed=seed), self.membership
+        if membership is None:
+            raise RuntimeError("the worker has not joined")
+        if loaded is not None:
+            state.load(loaded, config.algorithm_name, self._job.num_servers)
+        session = LoopSession(module, optimizers, schedulers, membership, config, state, interruptions)
+        self.session = session
+        workers = count(session.workers, "worker")
+        servers = count(membership.client.connection.transport.num_servers, "server")
+        number = membership.client.connection.worker
+        say(f"A-SGD: {workers}, {servers}, transport {membership.transport}; this is worker {number}.")
+        return session
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave with the final weights, or report an ``error``. The others continue."""
+        membership, session = self.membership, self.session
+        self.membership = self.session = None
+        try:
+            if membership is None:
+                return
+            if error is None:
+                membership.leave()
+            elif session is None or not self._leaves_in_order(membership, session, error):
+                membership.fail(error)
+        finally:
+            if membership is not None:
+                membership.end_membership()
+            if session is not None:
+                session.close()
+
+    def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
+        """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""
+        if not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):
+            return False
+        try:
+            session.give_back()
+            membership.leave()
+        except Exception:  # a lost server, for instance
+            log.warning("This worker could not push its last steps before it left.", exc_info=True)
+            return False
+        return True
+
+
+def check_options(options: JobOptions, program: str) -> None:
+    """Raise a :class:`ConfigurationError` for what needs a Trainer."""
+    config = options.config
+    if config.algorithm.payload is Payload.LAYERS or config.restarted:
+        what = config.algorithm_name if config.algorithm.payload is Payload.LAYERS else "nsync='restarted'"
+        raise ConfigurationError(
+            f"{what} was given to {program}. Expected another algorithm and a number, or a Trainer with ASGDStrategy: "
+            "it needs to know the whole loop."
+        )

@@ -1,0 +1,339 @@
+"""A plain loop's part in a job or a run: around a batch, at sync points, at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import DataLoader
+
+from lightning_asgd.algorithms.base import Run
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.elastic_run import AnyFleet
+from lightning_asgd.loop.leased_pass import SharedData, Trainee
+from lightning_asgd.loop.loop_state import LoopState
+from lightning_asgd.loop.participation import Participation
+from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.optim import share_posterior
+from lightning_asgd.protocol import Epoch, SyncReport
+from lightning_asgd.ranges import merged
+from lightning_asgd.worker.collectives import Phase
+from lightning_asgd.worker.lease_plan import Plan
+from lightning_asgd.worker.leased_sampler import digest
+from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.worker.trained_units import TrainedUnits
+from lightning_asgd.worker.worker_setup import make_identical, named_state
+
+__all__ = ["LoopSession"]
+
+
+class LoopSession(Participation, Trainee):
+    """One worker's training in a plain loop, from joining to leaving. See :class:`Participation` and :class:`Trainee`.
+
+    Args:
+        optimizers: step hooks count their steps.
+        schedulers: learning-rate schedules that a worker that joins later continues.
+        state: where training is; that of the others replaces it if they train already.
+        interruptions: Ctrl-C and SIGTERM of this process.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        membership: AnyFleet,
+        config: ExchangeConfig,
+        state: LoopState,
+        interruptions: Interruptions,
+    ) -> None:
+        super().__init__(module, membership, config, TrainedUnits(), measure=False, late_steps=False)
+        self._all_optimizers, self._all_schedulers = optimizers, schedulers
+        self.state, self._interruptions = state, interruptions
+        self.stops = False  # whether this worker is to train no more
+        self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
+        self._steps = 0  # when the present batch began
+        self._passes_before = 0  # when the present epoch began
+        if membership.entry is not None:
+            state.follow(membership.entry.progress, optimizers, schedulers)
+        self.synchronizer = self._set_up(state.versions)
+        if state.servers and (self._run is not None or membership.is_chief):
+            self.synchronizer.restore(state.servers)
+        workers = membership.rank_and_size[1]
+        rule = config.algorithm
+        rule.check(Run(workers, 1, config.npush, tuple(optimizers), "32-true"))
+        share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
+        self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
+        self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """This worker's."""
+        return self._all_optimizers
+
+    def _first_progress(self) -> dict[str, Any] | None:
+        return self._progress() if self.state.epoch or self.state.passes or self.state.data else None
+
+    def _progress(self) -> dict[str, Any]:
+        return self.state.progress(self._all_optimizers, self._all_schedulers)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is to log and to write checkpoints."""
+        if self._run is not None:
+            self._run.attachment.update()
+        return self._membership.is_chief
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among those that take part."""
+        return self._membership.rank_and_size[0]
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass over data has begun, and has not ended."""
+        return self._in_pass
+
+    @property
+    def workers(self) -> int:
+        """How many take part."""
+        return self._membership.rank_and_size[1]
+
+    # ------------------------------------------------------------------ steps
+
+    def _before_step(self, *_: Any) -> None:
+        """An optimizer is about to take a step, for a batch of ours or of the program's own data."""
+        if not self._in_batch:
+            self._enter_interval()
+
+    def _count_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has taken a step."""
+        found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, for an optimizer that skips steps itself
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
+            return
+        self.synchronizer.count_step()
+        if not self._in_batch and optimizer is self._all_optimizers[-1]:  # the program has data of its own
+            self._advance()
+
+    def _enter_interval(self) -> None:
+        """Leave a sync point, if this worker is at one."""
+        if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
+            run(self.synchronizer.begin())
+            place = {"pass": self.state.passes} if self._in_pass else None
+            self._membership.begin_interval(self.synchronizer, place, self._progress)
+
+    def _advance(self) -> None:
+        """Between two steps: merge a reply that has arrived, and exchange if that is due."""
+        self._membership.check_session()
+        if self._run is not None:
+            self._run.attachment.update()
+        for _ in self.synchronizer.advance():
+            pass  # what it yields it waits for itself
+
+    # ------------------------------------------------------------------ passes over leased data
+
+    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any]:
+        """See :class:`Trainee`, here and below."""
+        if self._config.algorithm.waits:
+            raise ConfigurationError(
+                f"batches() was called with {type(self._config.algorithm).__name__}, whose workers wait for each "
+                "other. Expected a dataloader of your own that gives every worker an equal part."
+            )
+        self.leave_pass()
+        self._leases.batch = data.batch
+        reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
+        if self._run is not None and not self.state.in_epoch:
+            self._run.begin_epoch()
+        state, items = self.state, data.items(self.state.seed, self.state.passes)
+        if data.drops_last:
+            items = items[: len(items) // reference * reference]
+        if not items:
+            raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
+        order, units, step = digest(items), len(items), reference * accumulate
+        done = state.done_of(order, units)
+        epoch = Epoch(f"{self._membership.session}/{state.passes}", units, (units,), order, done, step)
+        self._in_pass = True
+        return data.open(self._leases, Plan(epoch, items, data.batch or None, accumulate))
+
+    def before_batch(self) -> None:
+        """Exchange, if that is due."""
+        self._interruptions.raise_now()
+        self._enter_interval()
+        self._advance()
+        self._leases.begin_batch()
+        self._interruptions.defers = True
+        self._in_batch, self._noted, self._steps = True, False, self.synchronizer.stats.steps
+
+    def after_batch(self) -> bool:
+        """Note that a batch was trained."""
+        self._note_batch()
+        self._in_batch = False
+        return self.has_more()
+
+    def _note_batch(self) -> None:
+        if not self._noted and not self._leases.end_batch(self.synchronizer.stats.steps):
+            self._discard()
+        self._noted = True
+
+    def _note_step(self) -> None:
+        """Note that the present batch was trained, if a step was taken for it."""
+        if self._in_batch and self.synchronizer.stats.steps > self._steps:
+            self._note_batch()
+
+    def has_more(self) -> bool:
+        """Find out whether there is another batch before the pass is over for all."""
+        leases, synchronizer = self._leases, self.synchronizer
+        if leases.more(self._acknowledged):
+            return True
+        with leases.flushing():
+            run(synchronizer.flush())
+        self._interruptions.raise_now()  # others may train for long
+        more = leases.wait(self._acknowledged)
+        if more and self._collectives.phase is Phase.ASYNC:
+            run(synchronizer.begin())
+        return more
+
+    @property
+    def _acknowledged(self) -> int:
+        return self.synchronizer.stats.steps - self.synchronizer.unacknowledged
+
+    @property
+    def must_reload(self) -> bool:
+        """Whether the loader has ended."""
+        return self._leases.dry
+
+    def end_pass(self, *, trained: bool = True) -> None:
+        """Synchronise, unless this worker's part has ended meanwhile."""
+        if not self._in_pass:
+            return
+        if not trained:
+            self._note_step()
+            run(self.synchronizer.flush())
+            self._leases.stop(self._acknowledged)
+        self._in_pass = self._in_batch = False
+        self._sync("end of a pass", all_have_pushed=trained)
+        self.state.end_pass()
+        if not self.state.in_epoch:
+            self.end_epoch()
+
+    def leave_pass(self) -> None:
+        """End a pass that was not iterated to its end."""
+        self.end_pass(trained=False)
+
+    # ------------------------------------------------------------------ sync points
+
+    def sync(self) -> None:
+        """Synchronise; within a pass of an elastic run, take the servers' weights."""
+        if not self._in_pass:
+            self._sync("sync", all_have_pushed=False)
+        elif self._run is not None:
+            run(self.synchronizer.flush())
+            run(self.synchronizer.fetch())
+            run(self.synchronizer.begin())
+        else:
+            raise ConfigurationError(
+                "sync() was called within a pass over batches(). Expected it between two passes: within one, workers "
+                "train different numbers of batches."
+            )
+
+    def _sync(self, name: str, *, all_have_pushed: bool) -> None:
+        if self._run is not None:
+            self._run.attachment.update()
+        self._enter_late()
+        run(self.synchronizer.flush())
+        trained = self._collectives.phase is Phase.ASYNC
+        self._collectives.phase = Phase.SYNC
+        mine = SyncReport(self.synchronizer.moved, self.stops, False, [], None, None, None, trained, False)
+        met = self._meet(name, mine, all_have_pushed=all_have_pushed)
+        self.stops |= any(report.should_stop for report in met.values())
+
+    def _enter_late(self) -> None:
+        if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
+            self._membership.begin_interval(self.synchronizer, None, self._progress)
+
+    def begin_epoch(self) -> None:
+        """An epoch of ``epochs()`` begins."""
+        self.leave_pass()
+        self.state.in_epoch = True
+        if self._run is not None:
+            self._run.begin_epoch()
+
+    def end_epoch(self) -> None:
+        """An epoch has ended: agree on whether training does, and publish where it is."""
+        self.leave_pass()
+        self.state.end_epoch()
+        if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before:
+            self._sync("end of an epoch", all_have_pushed=False)
+        self._passes_before = self.state.passes
+        self.stops = self._membership.agree_to_stop(self.stops, self._progress)
+
+    @property
+    def progress(self) -> float:
+        """Epochs that all workers have trained, with the part of the present one."""
+        if not self._in_pass or not self._leases.opened:
+            return float(self.state.epoch)
+        return self.state.epoch + min(1.0, self._leases.progress / self._leases.plan.epoch.units)
+
+    def end(self) -> None:
+        """Synchronise the final weights."""
+        self.leave_pass()
+        if self._run is None or self._collectives.phase is not Phase.SYNC or self.synchronizer.moved:
+            self._sync("end of training", all_have_pushed=False)
+        if self._membership.is_chief:
+            self._collect_samples()
+        make_identical(self._collectives, named_state(self._module), mean=True)
+        self._membership.end_entries()
+        self._note_losses()
+
+    def give_back(self) -> None:
+        """Push what was trained, and release what was not: this worker leaves before the end.
+
+        Within a step nothing is pushed: then others train this worker's batches since its last push.
+        """
+        if self._in_pass:
+            self._note_step()
+        if self._in_pass and (self._noted or not self._in_batch):
+            run(self.synchronizer.flush())
+            self._leases.stop(self._acknowledged)
+
+    def close(self) -> None:
+        """Remove the hooks and free the buffers."""
+        self._in_pass = False
+        for undo in self._undo:
+            undo()
+        self.synchronizer.close()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def weights(self) -> dict[str, Tensor]:
+        """The module's state with the servers' weights and all of this worker's steps."""
+        weights: dict[str, Tensor] = self._module.state_dict()
+        if self._collectives.phase is Phase.ASYNC:
+            weights.update(self._by_key(self.synchronizer.catch_up()))
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training continues from."""
+        self._note_step()
+        weights, held = self.weights(), self.synchronizer.caught_up
+        return {
+            "model": weights,
+            **self._progress(),
+            "optimizers": [each.state_dict() for each in self._all_optimizers],
+            "data": self._trained_of_pass(held) if self._in_pass else {},
+            "versions": list(self.synchronizer.versions),
+            "algorithm": self._config.algorithm_name,
+            "servers": self.synchronizer.state(),
+        }
+
+    def _trained_of_pass(self, held: tuple[str, tuple[tuple[int, int], ...]]) -> Mapping[str, Any]:
+        leases = self._leases
+        if not leases.opened:
+            return {}
+        epoch = leases.plan.epoch
+        others = held[1] if held[0] == epoch.key else leases.done()
+        done = merged(sorted([*others, *leases.own]))  # without what others have pushed since
+        return {"order": epoch.order, "units": epoch.units, "done": done}

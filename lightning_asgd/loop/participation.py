@@ -1,0 +1,212 @@
+"""One worker's part in training a module, for any program: its weights, its leases, what happens at sync points.
+
+A Trainer's fit (``adapter/fit_session.py``) and a plain loop (``loop/loop_session.py``) extend it with how they count
+and when they end. What happens between two batches they do by themselves, since that costs time in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.loop.fixed_fleet import FixedFleet
+from lightning_asgd.monitoring.meter import Meter, Waited
+from lightning_asgd.numerics import zero_nonfinite
+from lightning_asgd.protocol import SyncReport
+from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.sync_point import synchronize
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
+from lightning_asgd.worker.trained_units import TrainedUnits
+from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
+
+__all__ = ["Participation"]
+
+log = logging.getLogger(__name__)
+
+
+class Participation:
+    """One worker's part in training a module. All workers of a job create theirs together.
+
+    Args:
+        module: what is trained, on its device.
+        membership: the worker's membership; it has joined.
+        config: when and how to exchange.
+        units: what counts where batches differ in size.
+        measure: whether the distance to the servers is measured now and then.
+        late_steps: see :class:`Training`.
+
+    Attributes:
+        synchronizer: shares the worker's weights, once :meth:`_set_up` was called.
+        samples: what the servers have collected of the weights, on worker 0 at the end.
+    """
+
+    synchronizer: Synchronizer
+
+    def __init__(
+        self,
+        module: Module,
+        membership: AnyFleet,
+        config: ExchangeConfig,
+        units: TrainedUnits,
+        *,
+        measure: bool,
+        late_steps: bool,
+    ) -> None:
+        self._module = module
+        self._membership = membership
+        self._run = membership if isinstance(membership, ElasticFleet) else None
+        self._config, self._units = config, units
+        self._meter: Meter | None = None  # None until metrics are collected
+        self._period = 0  # steps between two exchanges, if it follows from the training
+        self.samples: list[dict[str, Tensor]] = []
+        collective_s = config.timeouts.collective_s
+        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
+        about = self._leases, measure, units, lambda: self._period, lambda: self.optimizers
+        self._training = Training(self._reset_nonfinite_state, self._lr, *about, late_steps=late_steps)
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """This worker's; none before they exist."""
+        raise NotImplementedError
+
+    def _first_progress(self) -> dict[str, Any] | None:
+        """Where training begins, for workers that join meanwhile; None at the very beginning."""
+        raise NotImplementedError
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._membership.collectives
+
+    # ------------------------------------------------------------------ set-up
+
+    def _set_up(self, versions: list[int] | None) -> Synchronizer:
+        """Lay the module out over the servers; the first worker's weights begin at ``versions``, if these are given."""
+        module, membership, run, entry = self._module, self._membership, self._run, self._membership.entry
+        start = Start(versions, fill=True if run is not None else None)
+        if entry is not None:
+            start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
+        client, collectives = membership.client, membership.collectives
+        synchronizer = set_up(client, collectives, module, self._config, self._training, start)
+        exchanged = {spec.name for spec in synchronizer.layout.tensors}
+        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+        membership.share_first_values(synchronizer.layout, constants, self._first_progress)
+        membership.restore_servers(synchronizer, lambda: self._leases.part)
+        return synchronizer
+
+    def set_up_again(self) -> None:
+        """Allocate the module's shards again, with the chief's weights. All workers call it together."""
+        before = self.synchronizer
+        if isinstance(self._membership, ElasticFleet):
+            self._membership.refuse_another_layout()
+        make_identical(self._collectives, newly_trainable(self._module, before.layout), mean=True)
+        self._collectives.barrier("new layout")
+        before.close()
+        self._membership.begin_generation()
+        self.synchronizer = self._set_up(list(before.versions))
+        self.synchronizer.stats = before.stats
+
+    def _has_grown(self) -> bool:
+        """Whether parameters were unfrozen, on every worker."""
+        return bool(newly_trainable(self._module, self.synchronizer.layout))
+
+    # ------------------------------------------------------------------ what happens to a worker's steps
+
+    def _discard(self) -> None:
+        """Discard the update of a batch that other workers have trained."""
+        self._units.discard()
+        if self.synchronizer.moved:  # else the module may hold other weights, which the servers do not have
+            run(self.synchronizer.fetch())
+        self._module.zero_grad()
+
+    def _rejoin(self) -> None:
+        """Rejoin: this worker missed its heartbeats and was excluded."""
+        rank = self._membership.rank
+        log.warning("Worker %d missed its heartbeats and was excluded; it rejoins with the servers' weights.", rank)
+        run(self.synchronizer.come_back())
+
+    def _lr(self) -> float:
+        """Learning rate of the first parameter group; 0 if there is no optimizer."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else 0.0
+
+    def _reset_nonfinite_state(self) -> None:
+        """After a rejected update: zero non-finite optimizer state, or the next update would be rejected too."""
+        log.warning(
+            "[worker %d step %d] The servers rejected an update with NaN or infinity (%d so far); training continues "
+            "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
+            self._membership.rank,
+            self.synchronizer.stats.steps,
+            self.synchronizer.stats.refused,
+        )
+        for optimizer in self.optimizers:
+            zero_nonfinite(optimizer.state)
+
+    # ------------------------------------------------------------------ sync points and the end
+
+    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> dict[int, SyncReport]:
+        """Wait for all living workers, give all the same bits of the servers' weights, and return their reports."""
+        membership = self._membership
+        return synchronize(
+            membership.client,
+            self._collectives,
+            self.synchronizer,
+            name,
+            mine,
+            all_have_pushed=all_have_pushed,
+            always=self._config.algorithm.waits or membership.comes_and_goes,
+        )
+
+    def _note_losses(self) -> None:
+        """Note which workers and servers were lost during the training."""
+        stats, membership = self.synchronizer.stats, self._membership
+        stats.servers_replaced = sum(membership.client.connection.restored)
+        if isinstance(membership, FixedFleet) and membership.is_chief:
+            stats.lost_workers = membership.lost_workers()
+
+    def _collect_samples(self) -> None:
+        """Fetch the samples that the servers have kept. No worker pushes any more."""
+        algorithm = self._config.algorithm
+        if not algorithm.keep_at_most:
+            return
+        self.samples = self.synchronizer.samples()
+        if not self.samples:
+            log.warning(
+                "%s kept no samples: training ended at version %d, which counts pushes. Train longer, or lower its "
+                "burn_in and thin.",
+                type(algorithm).__name__,
+                max(self.synchronizer.versions),
+            )
+
+    def _by_key(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the module, given by its parameters' and buffers' names, by the keys of its ``state_dict()``."""
+        names = {id(t): name for name, t in named_state(self._module).items()}
+        keys = {key: names.get(id(t)) for key, t in self._module.state_dict(keep_vars=True).items()}
+        return {key: tensors[name] for key, name in keys.items() if name in tensors}
+
+    # ------------------------------------------------------------------ metrics
+
+    def measure(self, epoch: Callable[[], float]) -> Meter:
+        """Start measuring what this worker trains and where its time goes."""
+        self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch, tokens=self._tokens)
+        return self._meter
+
+    def _tokens(self) -> float:
+        return self._units.total if self._units.name == "tokens" else 0.0
+
+    def report_metrics(self) -> None:
+        """Post this worker's metrics to the board, if it is measured: the next heartbeat sends them."""
+        if self._meter is not None:
+            self._membership.board.post(self._collectives.rank, self._meter.read())
+
+    def _waited(self) -> Waited:
+        stats = self.synchronizer.stats
+        sync_s = stats.sync_wait_s + self._collectives.waited_s + self._leases.others_wait_s
+        return Waited(stats.wait_s, sync_s, self._leases.granted_wait_s)

@@ -1,0 +1,51 @@
+"""What a worker's membership asks of the program around it: a Trainer's strategy, Fabric's, or a plain loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Shell"]
+
+log = logging.getLogger(__name__)
+
+
+class Shell:
+    """A program that neither logs nor writes checkpoints by itself, such as a plain loop. Others override methods.
+
+    Attributes:
+        device: where the worker trains.
+    """
+
+    device: Any = "cpu"
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is something to write a last checkpoint of."""
+        return False
+
+    def was_ended(self, error: BaseException) -> bool:
+        """Whether this is no failure: the worker's engine ends it, by SIGTERM."""
+        return False
+
+    def speak_as(self, rank: int) -> None:
+        """Log and warn in this process if ``rank`` is 0, else not."""
+
+    def checkpoint_states(self) -> list[Any]:
+        """What is known of the checkpoint files that were written."""
+        return []
+
+    def adopt_checkpoint_states(self, states: list[Any]) -> None:
+        """Know what another worker knows of the files that it has written."""
+
+    def chief_state(self) -> dict[str, Any]:
+        """What the next chief needs to know."""
+        return {"checkpoints": self.checkpoint_states(), "loggers": []}
+
+    def take_over(self, worker: int, before: int, versions: Sequence[Any]) -> None:
+        """This worker is chief from now on; ``versions`` are what the chief ``before`` published of its loggers."""
+        log.warning("Worker %d is gone. Worker %d is chief from now on.", before, worker)
+
+    def write_last_checkpoint(self, worker: int, *, main: bool) -> None:
+        """Write a checkpoint before this worker ends: the servers are gone, or the ``main`` process that hosts them."""

@@ -1,0 +1,370 @@
+"""A job: its rendezvous, its servers, and the connection to them, which a process keeps between two sessions."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asgd.errors import LaunchError, ServerLostError
+from lightning_asgd.loop import job_address
+from lightning_asgd.loop.job_address import Surroundings
+from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.processes import rank_variables, returned_host, supervisor
+from lightning_asgd.processes.returned_host import Arrival, Moved
+from lightning_asgd.processes.server_hosts import ServerHosts
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.addresses import (
+    LOOPBACK,
+    ServerAddress,
+    interface_of,
+    is_loopback,
+    local_address_towards,
+)
+from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.transports.transport import Transport
+
+__all__ = ["STOP_S", "TrainingJob", "has_connected"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_REFUSED_S = 120.0  # as long as a worker waits for servers at the start
+_ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
+STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
+_jobs = itertools.count()
+_connected = False  # whether this process has been a worker
+_transport: Transport | None = None  # kept from one call of the Trainer to the next
+_inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
+
+
+def _after_fork() -> None:
+    global _transport
+    _inherited.append(_transport)
+    _transport = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def has_connected() -> bool:
+    """Whether this process has been a worker."""
+    return _connected
+
+
+@atexit.register
+def _close_transport() -> None:
+    """After the fleet's own handler. A thread that completes futures of torch while Python ends aborts the process."""
+    if _transport is not None:
+        _transport.close()
+
+
+class _HasMoved(LaunchError):
+    """The job is elsewhere."""
+
+    def __init__(self, where: Moved) -> None:
+        super().__init__(f"The job has moved to {where.host}:{where.port}.")
+        self.where = where
+
+
+@dataclass
+class TrainingJob:
+    """What all processes of a job agree on. Copied into the workers, so it holds plain values only.
+
+    Attributes:
+        num_servers: servers to start.
+        start_timeout_s: seconds to wait for servers and workers.
+        hot_standby: whether a server is kept ready to replace one that dies.
+        may_move: whether another worker may host the servers if worker 0 is lost.
+        snapshot_every_s: seconds between two snapshots for that one; 0 for none.
+        asked: for the transport, by its name or ``"auto"``.
+        transport: how messages are sent, once a job has begun or a run was found.
+        why: that one.
+        number: how many strategies were made before this one in this process; equal on all workers, which run the
+            same program.
+        launches: how often the Trainer was called with this strategy.
+        address: ``(host, port)`` of the rendezvous, None before the first launch.
+        name: random; two jobs that use one address one after the other have two. None before the first launch.
+        interface: network interface for everything, ``"lo"`` on one machine.
+        spans: whether workers may be on other machines.
+        run_id: name of the elastic run that this process joins; empty for a job.
+        hosts: which worker hosts the servers, where another one can take over; None where the main process does.
+        program: tells the job from another one at the same address.
+        arrival: this process until it has been connected, where it may have been started again; else None.
+    """
+
+    num_servers: int
+    start_timeout_s: float
+    hot_standby: bool = False
+    may_move: bool = False
+    asked: str = registry.AUTO
+    snapshot_every_s: float = 0.0
+    number: int = field(default_factory=lambda: next(_jobs))
+    launches: int = 0
+    transport: str = "rpc"
+    why: str = ""
+    address: tuple[str, int] | None = None
+    name: str | None = None
+    interface: str = "lo"
+    spans: bool = False
+    run_id: str = ""
+    hosts: ServerHosts | None = None
+    program: str = ""
+    arrival: Arrival | None = None
+
+    @classmethod
+    def of(cls, options: JobOptions) -> TrainingJob:
+        """The job that a program's arguments ask for."""
+        config = options.config
+        writes = config.restorable and config.algorithm.keeps_state
+        return cls(
+            options.num_servers,
+            config.timeouts.start_s,
+            config.restorable,
+            config.restorable and not options.policy.abort,
+            options.transport,
+            config.snapshot_every_s if writes else 0.0,
+            address=options.address,
+            run_id=options.run_id or "",
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: libraries save a strategy together with a model."""
+        return {**self.__dict__, "hosts": None}
+
+    @property
+    def attaches(self) -> bool:
+        """Whether this process joins an elastic run."""
+        return bool(self.run_id)
+
+    @property
+    def session(self) -> str:
+        """Name of the present run of fit, validate, test or predict."""
+        return self.run_id or f"{self.name}.{self.number}.{self.launches}"
+
+    def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
+        """Find or host the rendezvous. In the main process, start the servers, and say who could get in."""
+        # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
+        started_here = rank_variables.address() is not None or not place.external
+        one_machine = place.num_nodes == 1 and started_here
+        self.transport, self.why, kind = job_address.choose_transport(
+            self.asked, one_machine=one_machine, say=say if is_main else None
+        )
+        kind.provide_secret(one_machine=one_machine)
+        self.launches += 1
+        several = place.world_size > 1
+        can_move = several and job_address.can_move(place)
+        hosts = job_address.hosts_of_job() if can_move else None
+        starts = hosts is None
+        if hosts is None:
+            self.address = job_address.find_address(kind, place, is_main=is_main)
+        else:
+            hosts.begin_session()
+            self.address, is_main = hosts.address, hosts.present == hosts.rank
+        # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
+        self.spans = place.num_nodes > 1 or place.foreign
+        here = local_address_towards(self.address[0]) if self.spans else LOOPBACK
+        if self.spans:
+            self.interface = interface_of(here)
+        rank = place.rank
+        if can_move and hosts is None and self.may_move:
+            hosts = job_address.keep_place(kind, here, rank, self.address, leads=place.local_rank == 0)
+        if hosts is not None:
+            hosts.rank = rank
+        # Once another worker hosts them, the session must know that worker 0 is gone.
+        self.hosts = hosts if self.may_move or (hosts is not None and hosts.moved) else None
+        self.program, self.arrival = returned_host.program_of(place.world_size), None
+        if starts and self.hosts is not None and not job_address.agent_hosts():
+            self.arrival = Arrival(rank, set(range(place.world_size)) - {rank}, self.program)
+        if is_main:
+            rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
+            self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
+
+    def _start_servers(
+        self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False
+    ) -> None:
+        """Start the servers, which know that workers are ``gone``; they may ``succeed`` lost ones."""
+        moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
+        if not succeed or self.name is None:
+            self.name = rendezvous.announce_job()
+        interface = self.interface
+        if self.spans:
+            interface = registry.kind_of(self.transport).open_to_others(rendezvous, interface)
+        settings = ServerSettings(interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
+        overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
+        overseer.hot_standby = self.hot_standby and several
+        if self.hosts is not None:
+            overseer.has_returned = self.hosts.has_returned
+        for rank, why in gone.items():
+            overseer.report_exit("", rank, why)
+        if self.arrival is None or succeed:
+            self._announce(rendezvous, overseer)
+
+    def _announce(self, rendezvous: Rendezvous, overseer: supervisor.Supervisor) -> None:
+        rendezvous.put("job", self.name)
+        rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
+
+    def _begin_or_follow(self, arrival: Arrival) -> None:
+        """Announce the servers that worker 0 has started, unless the job has moved while it was lost."""
+        overseer = supervisor.ensure_watch()
+        with self._rendezvous() as rendezvous:
+            moved = arrival.await_moved(rendezvous)
+            if moved is None:
+                self._announce(rendezvous, overseer)
+            else:
+                overseer.end_servers()
+                self._follow(moved)
+
+    def find_run(self) -> None:
+        """Find the servers of the run, which are running already."""
+        if self.address is None:
+            raise LaunchError("No address of the servers was given.")
+        self.transport, self.why, _ = job_address.choose_transport(self.asked, one_machine=False)
+        rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
+        rendezvous.close()
+        self.interface = interface_of(local_address_towards(self.address[0]))
+        mine = {"run_id": self.run_id, "transport": self.transport}
+        if served != mine:
+            raise LaunchError(
+                f"{self.address[0]}:{self.address[1]} serves run_id={served['run_id']!r} with "
+                f"transport={served['transport']!r}. Expected run_id={self.run_id!r} and transport={self.transport!r}, "
+                "as given to ASGDStrategy."
+            )
+        self.num_servers = len(keys)
+
+    def connect(self) -> Transport:
+        """Wait for the session's servers and connect to them; the transport is kept while the servers stay the same."""
+        global _transport, _connected
+        if self.arrival is not None and self.arrival.rank == 0:
+            self._begin_or_follow(self.arrival)
+        try:
+            addresses = self._find_servers()
+        except _HasMoved as error:
+            self._follow(error.where)
+            addresses = self._find_servers()
+        self.arrival = None
+        if _transport is None or _transport.addresses != tuple(addresses) or not _transport.alive:
+            if _transport is not None:
+                _transport.close()
+            about = self.interface, self._may_be_refused_s(addresses)
+            _transport = registry.kind_of(self.transport).connect(addresses, *about)
+        _connected = True
+        return _transport
+
+    def _may_be_refused_s(self, addresses: Sequence[str]) -> float:
+        """For how long a machine may refuse connections before its process is taken for lost.
+
+        Zero, except at the end of a tunnel, which may be restarted, and in an elastic run, whose servers may be.
+        """
+        way = ServerAddress.of(addresses[0]) if addresses[0].startswith("tcp://") else None
+        tunnel = way is not None and way.number > 0 and is_loopback(way.host)  # the servers are on another machine
+        if tunnel and self.hosts is not None:
+            raise LaunchError(
+                f"The servers run on another machine than this, and a tunnel leads there from {way}. In this job "
+                "another worker would host them if worker 0 was lost, and would not be found through the tunnel. "
+                "Expected ASGDStrategy(on_worker_failure='abort') on all machines, an elastic run, or a MASTER_ADDR "
+                "that is no loopback address."
+            )
+        return _REFUSED_S if tunnel or self.attaches else 0.0
+
+    def _find_servers(self) -> list[str]:
+        """Wait for the addresses of the session's servers. Raises :class:`_HasMoved` if these are elsewhere."""
+        arrival = self.arrival
+        with self._reach_host() as rendezvous:
+
+            def check() -> None:
+                if arrival is not None and (moved := arrival.follows(rendezvous)) is not None:
+                    raise _HasMoved(moved)
+
+            if arrival is not None:
+                arrival.announce(rendezvous)
+                check()
+            if not self.attaches:
+                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
+            keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
+            return [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
+
+    def _follow(self, moved: Moved) -> None:
+        """Go where the servers are: this process has been started again, and another worker hosts them since."""
+        self.arrival = None
+        if self.hosts is not None:
+            log.warning("Worker %d hosts the servers since their host was lost. This process joins them.", moved.rank)
+            self.address = moved.host, moved.port
+            self.hosts.follow(moved.rank, self.address, moved.chief)
+
+    def store(self) -> Any:
+        """A key-value store that all workers of the present session reach."""
+        return self._rendezvous().shared(f"session/{self.session}/")
+
+    def _rendezvous(self, timeout_s: float | None = None) -> Rendezvous:
+        if self.address is None:
+            raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
+        wait_s = timeout_s or self.start_timeout_s
+        return Rendezvous.connect(*self.address, wait_s, elsewhere=self.attaches, transport=self.transport)
+
+    def _reach_host(self) -> Rendezvous:
+        """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            self._locate()
+            try:
+                return self._rendezvous(None if self.hosts is None else min(_ATTEMPT_S, self.start_timeout_s))
+            except LaunchError:
+                if self.hosts is None or time.monotonic() > deadline:
+                    raise
+
+    def successor(self, server: int) -> str:
+        """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
+        lost, hosts = f"Server {server} is gone, and no replacement has started", self.hosts
+        transport = _transport
+        if self.address is None or transport is None:
+            raise ServerLostError(f"{lost}: no job was launched.")
+        before, until = transport.addresses[server], time.monotonic() + self.start_timeout_s
+
+        def check() -> None:
+            if hosts is not None:
+                hosts.check_host(self.name or "")
+
+        while True:
+            address = self.address
+            try:
+                with self._reach_host() as rendezvous:
+                    address = rendezvous.address
+                    keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
+                    return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
+            except RuntimeError as error:
+                if self.attaches and time.monotonic() < until:
+                    time.sleep(_RETRY_S)  # `serve` was stopped after its servers, and is started again
+                    continue
+                # Else the host was lost meanwhile, and another thread may have found the next one already.
+                if hosts is None or hosts.gave_up or (hosts.address == address and not hosts.is_lost):
+                    raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
+
+    def _locate(self) -> None:
+        """If the worker that hosts the servers is lost, wait until another worker hosts them."""
+        if self.hosts is not None:
+            self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
+
+    def look_for_host(self) -> bool:
+        """Look once for another worker that hosts the servers; whether there is one."""
+        return self.hosts is not None and self.hosts.is_lost and self.hosts.move(self._take_over)
+
+    def _take_over(self, rendezvous: Rendezvous, gone: Mapping[int, str]) -> None:
+        rank, why = list(gone.items())[-1]
+        log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
+        self._start_servers(rendezvous, several=True, gone=gone, succeed=True)
+        if self.hosts is not None and not job_address.agent_hosts():
+            job_address.point_to(self.hosts, self.program)
+
+    def excuse(self, rank: int) -> None:
+        """Report to the main process that a worker fails within a fit that continues without it."""
+        if self.address is not None and not self.attaches and rank:
+            with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, STOP_S) as rendezvous:
+                rendezvous.put(supervisor.excuse_of(os.getpid()), True)  # unless the main process is gone

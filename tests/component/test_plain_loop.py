@@ -1,0 +1,306 @@
+"""A plain loop with servers in this process: every sample is trained once, whatever a worker does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_asgd import AsyncSGD
+from lightning_asgd.errors import ASGDError, ConfigurationError
+from tests.helpers.cluster import run_workers
+from tests.helpers.plain import Counts, Run, numbered
+
+SAMPLES = 60
+EPOCHS = 3
+
+
+@pytest.fixture
+def elastic() -> Iterator[Run]:
+    made = Run()
+    yield made
+    made.close()
+
+
+def counting(elastic: Run, **options: Any) -> tuple[Counts, torch.optim.Optimizer, AsyncSGD]:
+    model = Counts(SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, elastic.worker(model, optimizer, **options)
+
+
+def step(model: Counts, optimizer: torch.optim.Optimizer, numbers: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(numbers).backward()
+    optimizer.step()
+
+
+def test_workers_with_batches_of_different_sizes_train_every_sample_once_per_epoch(elastic: Run) -> None:
+    sizes: list[list[int]] = [[], []]
+    data, both = numbered(SAMPLES), threading.Barrier(2)
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        with asgd:
+            both.wait(10.0)
+            for _ in asgd.epochs(EPOCHS):
+                for (numbers,) in asgd.batches(data, batch_size=(3, 7)[rank]):
+                    time.sleep(0.002)
+                    step(model, optimizer, numbers)
+                    sizes[rank].append(len(numbers))
+            assert asgd.epoch == EPOCHS
+        return model.seen.tolist()
+
+    assert run_workers(2, work) == [[float(EPOCHS)] * SAMPLES] * 2
+    assert [max(each) for each in sizes] == [3, 7]
+    assert sum(sizes[0]) + sum(sizes[1]) >= EPOCHS * SAMPLES
+    assert min(map(sum, sizes)) >= 7
+
+
+@pytest.mark.parametrize("leaves", ["break", "raise", "interrupt"])
+def test_what_a_worker_has_not_trained_others_train_however_it_leaves(elastic: Run, leaves: str) -> None:
+    data, gone = numbered(SAMPLES), threading.Event()
+
+    def leave() -> None:
+        if leaves != "break":
+            raise {"raise": KeyError("no such sample"), "interrupt": KeyboardInterrupt()}[leaves]
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        try:
+            with asgd:
+                for _ in asgd.epochs(EPOCHS if rank == 0 else 1):
+                    for batch, (numbers,) in enumerate(asgd.batches(data, batch_size=3)):
+                        step(model, optimizer, numbers)
+                        if rank == 0 and batch == 3:
+                            gone.wait(10.0)
+                        if rank == 1 and batch == 2:
+                            leave()
+                            break
+        except (KeyError, KeyboardInterrupt):
+            assert leaves != "break"
+        if rank == 1:
+            gone.set()
+        return model.seen.tolist()
+
+    assert run_workers(2, work)[0] == [float(EPOCHS)] * SAMPLES
+
+
+def test_a_batch_that_was_left_before_its_step_is_trained_again(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=6):
+            if asgd.progress > 0.3:
+                break
+            step(model, optimizer, numbers)
+        trained = model.seen.sum().item()
+        assert 0 < trained < SAMPLES
+        latest = elastic.services[0].state.epochs.latest
+        assert latest is not None
+        assert latest.finished == ((0, trained),)
+
+
+def test_a_worker_that_joins_later_continues_where_the_others_are(elastic: Run) -> None:
+    def made() -> tuple[Counts, torch.optim.Optimizer, Any, AsyncSGD]:
+        model = Counts(SAMPLES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return model, optimizer, schedule, elastic.worker(model, optimizer, schedulers=schedule)
+
+    (model, optimizer, schedule, first), (late, _, theirs, second) = made(), made()
+    with first:
+        for _ in first.epochs(2):
+            for (numbers,) in first.batches(numbered(SAMPLES), batch_size=4):
+                step(model, optimizer, numbers)
+            schedule.step()
+        assert (first.epoch, first.is_chief) == (2, True)
+        with second:
+            assert (second.epoch, second.progress, second.is_chief) == (2, 2.0, False)
+            assert late.seen.tolist() == model.seen.tolist() == [1.5] * SAMPLES
+            assert theirs.get_last_lr() == schedule.get_last_lr() == [0.25]
+            assert list(second.epochs(2)) == []
+
+
+def test_a_plain_loop_cannot_join_what_a_trainer_has_started(elastic: Run) -> None:
+    _, _, first = counting(elastic)
+    _, _, second = counting(elastic)
+    with first:
+        assert first._member is not None
+        assert first._member.membership is not None
+        first._member.membership.client.note("progress", {"global_step": 3})
+        with pytest.raises(ConfigurationError, match=r"a run that a Trainer has started\. Expected the same"), second:
+            pass
+
+
+def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic: Run) -> None:
+    data = DataLoader(numbered(SAMPLES), batch_size=4)
+    model, optimizer, asgd = counting(elastic)
+    state: dict[str, Any] = {}
+    with asgd:
+        for _ in asgd.epochs(2):
+            for batch, (numbers,) in enumerate(asgd.batches(data)):
+                step(model, optimizer, numbers)
+                if asgd.epoch == 1 and batch == 4:
+                    kept = asgd.state_dict()
+                    state = {**kept, "model": {name: each.clone() for name, each in kept["model"].items()}}
+    assert state["model"]["seen"].sum() == SAMPLES + 5 * 4
+    assert (state["epoch"], state["passes"]) == (1, 1)
+    other = Run()
+    model, optimizer, asgd = counting(other)
+    asgd.load_state_dict(state)
+    with asgd:
+        assert asgd.epoch == 1
+        for _ in asgd.epochs(EPOCHS):
+            for (numbers,) in asgd.batches(data):
+                step(model, optimizer, numbers)
+    assert model.seen.tolist() == [float(EPOCHS)] * SAMPLES
+    other.close()
+
+
+def test_steps_of_several_batches_count_once(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        for _ in asgd.epochs(2):
+            for number, (numbers,) in enumerate(asgd.batches(numbered(SAMPLES), batch_size=5, accumulate=3), start=1):
+                model(numbers).backward()
+                if number % 3 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert asgd.stats.steps == 2 * SAMPLES // 15
+    assert model.seen.tolist() == [2.0] * SAMPLES
+
+
+def test_a_step_that_a_scaler_skips_does_not_count(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with asgd:
+        for number, (numbers,) in enumerate(asgd.batches(numbered(SAMPLES), batch_size=10)):
+            optimizer.zero_grad()
+            scaler.scale(model(numbers) * (float("inf") if number == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert asgd.stats.steps == SAMPLES // 10 - 1
+    assert model.seen.sum() == SAMPLES - 10
+
+
+def test_one_worker_trains_the_bits_of_a_loop_without_the_package() -> None:
+    job = Run(elastic=False)
+    inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs[:, :1] * 2 - inputs[:, 1:2])
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(2)
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)
+        model = nn.Sequential(*layers)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    plain, optimizer = made()
+    for _ in range(EPOCHS):
+        train(plain, optimizer, DataLoader(data, batch_size=8))
+    model, optimizer = made()
+    with job.alone(model, optimizer, algorithm="asgd") as asgd:
+        for _ in asgd.epochs(EPOCHS):
+            train(model, optimizer, asgd.batches(data, batch_size=8))
+        assert asgd.stats.exchanges > 10
+    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    job.close()
+
+
+def test_loader_processes_make_the_batches(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        for _ in asgd.epochs(2):
+            batches = asgd.batches(numbered(SAMPLES), batch_size=6, num_workers=2, persistent_workers=True)
+            assert len(batches) == 10
+            for (numbers,) in batches:
+                step(model, optimizer, numbers)
+    assert model.seen.tolist() == [2.0] * SAMPLES
+
+
+def test_samplers_of_the_programs_own(elastic: Run) -> None:
+    data = numbered(SAMPLES)
+    shuffled = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    ready = [list(range(first, first + 12)) for first in range(0, SAMPLES, 12)]
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        for loader in (DataLoader(data, 7, sampler=shuffled, drop_last=True), DataLoader(data, batch_sampler=ready)):
+            for (numbers,) in asgd.batches(loader):
+                step(model, optimizer, numbers)
+        assert asgd.epoch == 2
+    assert model.seen.sum() == SAMPLES // 7 * 7 + SAMPLES
+
+
+def test_a_program_with_data_of_its_own_exchanges_after_its_steps(elastic: Run) -> None:
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        with asgd:
+            for _ in asgd.epochs(1):
+                for number in range(rank, SAMPLES, 2):
+                    step(model, optimizer, torch.tensor([number]))
+            assert asgd.stats.exchanges >= 10
+            both.wait(10.0)
+            asgd.sync()
+            both.wait(10.0)
+        return model.seen.tolist()
+
+    both = threading.Barrier(2)
+    assert run_workers(2, work) == [[1.0] * SAMPLES] * 2
+
+
+def test_stop_ends_training_with_the_epoch(elastic: Run) -> None:
+    _, _, asgd = counting(elastic)
+    with asgd:
+        for epoch in asgd.epochs(100):
+            if epoch == 1:
+                asgd.stop()
+        assert asgd.epoch == 2
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with pytest.raises(ASGDError, match=r"^This AsyncSGD is not in use\. Expected "):
+        asgd.sync()
+    with asgd:
+        with pytest.raises(ConfigurationError, match=r"^batches\(\) was given a Endless, .* Expected a data set"):
+            asgd.batches(Endless())
+        with pytest.raises(ConfigurationError, match=r"Expected a data set with arguments of DataLoader, or"):
+            asgd.batches(DataLoader(numbered(3)), batch_size=2)
+        with pytest.raises(ConfigurationError, match=r"batch_size=None\. Expected a torch DataLoader"):
+            asgd.batches(DataLoader(numbered(3), batch_size=None))
+        with pytest.raises(ConfigurationError, match=r"^accumulate=0\. Expected"):
+            asgd.batches(numbered(3), accumulate=0)
+        with pytest.raises(ConfigurationError, match=r"without a batch\. Expected"):
+            list(asgd.batches(numbered(3), batch_size=5, drop_last=True))
+        with pytest.raises(ASGDError, match=r"in use already\. Expected"), asgd:
+            pass
+        with pytest.raises(ASGDError, match=r"within the with block\. Expected"):
+            asgd.load_state_dict({})
+    for wrong, text in (
+        ({"algorithm": "local_sgd", "nsync": "restarted"}, "LocalSGD was given with server="),
+        ({"nsync": 0}, "nsync=0"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            elastic.worker(model, optimizer, **wrong)
+    with pytest.raises(ConfigurationError, match=r"^LayerWise was given to AsyncSGD\. Expected "):
+        AsyncSGD(model, optimizer, algorithm="layerwise")
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the optimizer int\. Expected torch"):
+        elastic.worker(model, 3)
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
+        elastic.worker(3, optimizer)  # type: ignore[arg-type]

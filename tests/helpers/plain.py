@@ -1,0 +1,67 @@
+"""A plain loop's object in tests, with servers in this process, and a module that counts how often it saw a sample."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_asgd import AsyncSGD
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.server.service import Service
+from lightning_asgd.transports.inprocess import InProcessTransport
+
+__all__ = ["Counts", "Run", "numbered"]
+
+
+class Counts(nn.Module):
+    """Learns how often each sample was trained, if the optimizer's learning rate is 1."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return -self.seen[numbers].sum()
+
+
+def numbered(samples: int) -> TensorDataset:
+    """A data set whose samples are their numbers."""
+    return TensorDataset(torch.arange(samples))
+
+
+class Run:
+    """An elastic run, or a job, whose servers are in this process."""
+
+    def __init__(self, servers: int = 1, *, elastic: bool = True) -> None:
+        self.services = [Service(time.monotonic, run="s" if elastic else "") for _ in range(servers)]
+        self.transport = InProcessTransport([service.handle for service in self.services])
+
+    @property
+    def job(self) -> Any:
+        """What a worker knows of it."""
+        job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None)
+        job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
+        job.excuse, job.successor = lambda rank: None, lambda server: "none"
+        return job
+
+    def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
+        """One that is about to join it."""
+        options = {"nsync": 2, "algorithm": ASGD("sum"), **options}
+        asgd = AsyncSGD(module, optimizers, server="127.0.0.1:1", run_id="s", **options)
+        asgd._job = self.job
+        return asgd
+
+    def alone(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
+        """The only worker of a job."""
+        asgd = self.worker(module, optimizers, **options)
+        asgd._job.attaches, asgd._job.begin = False, lambda *about, **more: None  # type: ignore[misc, method-assign]
+        return asgd
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()

@@ -1,0 +1,163 @@
+"""Plain loops in processes of their own: with `lightning-asgd serve`, as a job, and without Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd import AsyncSGD, Timeouts
+from lightning_asgd.algorithms import ASGD
+from tests.helpers.plain import Counts, numbered
+from tests.helpers.programs import environment
+from tests.helpers.servers import servers_of
+from tests.lightning.test_processes import ROOT, wait_until
+from tests.lightning.test_runs import address_of_run, serve, to_file
+
+SAMPLES = 200
+EPOCHS = 10
+
+
+def note(file: Path, **about: Any) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(about))
+    new.rename(file)  # others may be reading it
+
+
+def noted(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def train(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float) -> None:
+    """Train, and note in a file what others want to know."""
+    with asgd:
+        for _ in asgd.epochs(EPOCHS):
+            for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=2, shuffle=True):
+                time.sleep(step_s)
+                optimizer.zero_grad()
+                model(numbers).backward()
+                optimizer.step()
+            note(file, epoch=asgd.epoch + 1, chief=asgd.is_chief, seen=model.seen.tolist())
+    note(file, epoch=EPOCHS, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
+
+
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+    to_file(folder / f"{name}.log")
+    torch.set_num_threads(1)
+    model = Counts(SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    silent = Timeouts(silence_s=1.0)
+    run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
+    train(AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run), model, optimizer, folder / name, step_s)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
+    tmp_path: Path, mains: Any, transport: str
+) -> None:
+    served = mains(target=serve, args=(tmp_path, transport))
+    started: dict[str, Any] = {}
+
+    def start(name: str, step_s: float = 0.01) -> None:
+        started[name] = mains(target=attach, args=(tmp_path, name, address, transport, step_s))
+        started[name].start()
+
+    def epoch(name: str) -> int:
+        return int(noted(tmp_path / name).get("epoch", 0))
+
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        start("a")
+        wait_until(lambda: epoch("a") >= 1, 30, "training")
+        start("b")
+        wait_until(lambda: epoch("b") >= 2, 30, "training with a second worker")
+        servers_of(served.pid)[0].kill()
+        before = epoch("b")
+        wait_until(lambda: epoch("b") > before, 30, "training with another server")
+        started["a"].kill()
+        start("c", 0.05)
+        wait_until(lambda: epoch("c") > 0, 30, "training with a third worker")
+        os.kill(started["c"].pid, signal.SIGTERM)
+        started["c"].join(10)
+        assert started["c"].exitcode == 128 + signal.SIGTERM, (tmp_path / "c.log").read_text()
+        started["b"].join(40)
+        assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
+    finally:
+        for process in (*started.values(), served):
+            process.kill()
+            process.join()
+    a, b, c = (noted(tmp_path / name) for name in "abc")
+    assert (a["chief"], b["chief"], c["chief"]) == (True, True, False)
+    assert "ended" not in c
+    assert (b["epoch"], b["seen"], b["ended"]) == (EPOCHS, [float(EPOCHS)] * SAMPLES, True)
+
+
+def member(folder: Path, rank: int, port: int) -> None:
+    """A worker of a job, as torchrun or a user starts it."""
+    to_file(folder / f"{rank}.log")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.manual_seed(rank)
+    model = Counts(SAMPLES)
+    torch.nn.init.zeros_(model.seen) if rank == 0 else torch.nn.init.ones_(model.seen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"))
+    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank])
+
+
+def test_two_processes_are_a_job(tmp_path: Path, mains: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = [mains(target=member, args=(tmp_path, rank, port)) for rank in (0, 1)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(45)
+            assert worker.exitcode == 0, "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    for rank in (0, 1):
+        assert noted(tmp_path / str(rank))["seen"] == [float(EPOCHS)] * SAMPLES
+
+
+ALONE = """
+import sys, torch
+from lightning_asgd import AsyncSGD
+from tests.helpers.plain import Counts, numbered
+model = Counts(20)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+with AsyncSGD(model, optimizer, nsync=2) as asgd:
+    for epoch in asgd.epochs(2):
+        for (numbers,) in asgd.batches(numbered(20), batch_size=4, shuffle=True):
+            optimizer.zero_grad()
+            model(numbers).backward()
+            optimizer.step()
+assert model.seen.tolist() == [2.0] * 20 and asgd.stats.exchanges > 3
+print(sorted(name for name in sys.modules if name.partition(".")[0] in {LIGHTNING}))
+"""
+
+
+def test_a_plain_loop_loads_no_lightning(tmp_path: Path) -> None:
+    names = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
+    program = ALONE.replace("{LIGHTNING}", repr(names))
+    command = [sys.executable, "-c", program]
+    about: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=50, check=False, **about)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
