@@ -335,7 +335,8 @@ def report_replacements(notes: str, lost: float, what: str) -> None:
     after = [each["trains"] - lost for each in new]
     check(
         bool(new) and max(seconds) < REPLACED_S,
-        f"{len(new)} replaced {what} train {max(seconds):.1f} s after their imports, {max(after):.1f} s after the loss",
+        f"{len(new)} replacement {what} train {max(seconds):.1f} s after their imports, "
+        f"{max(after):.1f} s after the loss",
     )
 
 

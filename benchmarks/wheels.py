@@ -64,6 +64,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "cli": ("lightning-asgd", "plan", "--parameters=25e6", "--step-s=0.1", "--batch-size=32", "--link-gbit-s=10"),
     "report": ("lightning-asgd", "report", "."),
     "zmq": ("python", "-c", "import zmq"),
+    "ray": ("python", "-c", "import lightning_asgd.ray, ray.train"),
     "wandb": ("python", "-c", "import pathlib; assert list(pathlib.Path('wandb').glob('offline-run-*'))"),
     "examples": ("python", "-c", "import sklearn, torchvision, jsonargparse"),
     "docs": ("python", "-c", "import sphinx, myst_parser, furo"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember, check_options
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.signals import TERMINATED, Interruptions
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
@@ -203,8 +204,12 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     def teardown(self) -> None:
         """Leave with the final weights."""
-        if self._member is not None and self._member.session is not None:
-            self._member.session.end()
+        try:
+            if self._member is not None and self._member.session is not None:
+                self._member.session.end()
+        except BaseException as error:
+            self._leave(error)
+            raise
         self._leave(None)
         super().teardown()
 
@@ -212,19 +217,21 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         member, interruptions = self._member, self._interruptions
         self._member = self._trained = self._interruptions = None
         atexit.unregister(self._leave_at_exit)
-        self._close_data()
-        if member is not None:
-            member.leave(error)
-        if interruptions is not None:
-            interruptions.close()
+        self._loaders = ()
+        try:
+            if member is not None:
+                member.leave(error)
+        finally:
+            self._close_data()
+            if interruptions is not None:
+                interruptions.close()
 
     def _leave_at_exit(self) -> None:
         """The script has ended, by an exception or not."""
-        error, session = getattr(sys, "last_value", None), None if self._member is None else self._member.session
-        if self._interruptions is not None and self._interruptions.came:
-            error = KeyboardInterrupt()
-        elif error is None and session is not None and session.in_pass:  # sys.exit() within a loop
-            error = SystemExit()
+        error: BaseException | None = getattr(sys, "last_value", None)
+        raised = None if self._interruptions is None else self._interruptions.raised
+        if raised is not None:
+            error = KeyboardInterrupt() if raised == signal.SIGINT else SystemExit(TERMINATED)
         if error is not None:
             self._leave(error)
         else:

@@ -62,14 +62,19 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
                 f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
-        with contextlib.ExitStack() as meanwhile:
-            if not external and self.num_processes > 1 and pickled_program.is_needed():
-                meanwhile.enter_context(pickled_program.offered(trainer, function, args, kwargs))
+        program = None
+        if not external and self.num_processes > 1 and pickled_program.is_needed():
+            program = pickled_program.PickledTrainer(trainer, function, args, kwargs)
+        try:
             self.job.begin(surroundings_of(environment, self.num_nodes), self.tree.say, is_main=rank == 0)
             if not external:
-                self._start_workers(environment.node_rank() * self.num_processes)
+                with contextlib.nullcontext() if program is None else program.as_script():
+                    self._start_workers(environment.node_rank() * self.num_processes)
             self.tree.set_num_threads(num_processes=self.num_processes)
             return function(*args, **kwargs)
+        finally:
+            if program is not None:
+                program.remove()
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""

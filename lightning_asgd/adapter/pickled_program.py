@@ -22,7 +22,7 @@ import torch
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.processes import supervisor
 
-__all__ = ["is_needed", "offered"]
+__all__ = ["PickledTrainer", "is_needed"]
 
 _SCRIPT = str(Path(__file__).with_name("pickled_worker.py"))
 
@@ -35,29 +35,42 @@ def is_needed() -> bool:
     return bool(ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
 
 
-@contextlib.contextmanager
-def offered(trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-    """Have the workers that are started meanwhile run a Trainer's method, as it is now.
+class PickledTrainer:
+    """A Trainer's method, as it is now, for the workers that are started next.
 
     Raises a :class:`ConfigurationError` for what cannot be pickled.
     """
-    from ray import cloudpickle
 
-    random_numbers = torch.get_rng_state(), random.getstate()
-    try:
-        data = cloudpickle.dumps((trainer, function, args, kwargs, random_numbers))
-    except Exception as error:
-        raise ConfigurationError(
-            f"A Trainer with several workers is used in a process of Ray's, and cannot be pickled: {error}. Expected a "
-            "Trainer, module and data that can be: the other workers get copies of them."
-        ) from error
-    folder = tempfile.mkdtemp(prefix="lightning_asgd-")
-    supervisor.ensure_watch().remove_at_end(folder)
-    path, before = Path(folder, "program"), sys.argv
-    path.write_bytes(pickle.dumps(sys.path) + data)
-    sys.argv = [_SCRIPT, str(path)]
-    try:
-        yield
-    finally:
-        sys.argv = before
-        shutil.rmtree(folder, ignore_errors=True)
+    def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        from ray import cloudpickle
+
+        if trainer is None:
+            raise ConfigurationError(
+                "Fabric(devices=...) was used with several devices in a process of Ray's. Expected one device there: "
+                "Ray's own program cannot be started once more."
+            )
+        random_numbers = torch.get_rng_state(), random.getstate()
+        try:
+            data = cloudpickle.dumps((trainer, function, args, kwargs, random_numbers))
+        except Exception as error:
+            raise ConfigurationError(
+                f"A Trainer with several workers is used in a process of Ray's, and cannot be pickled: {error}. "
+                "Expected a Trainer, module and data that can be: the other workers get copies of them."
+            ) from error
+        self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
+        supervisor.ensure_watch().remove_at_end(self._folder)
+        self._path = Path(self._folder, "program")
+        self._path.write_bytes(pickle.dumps(sys.path) + data)
+
+    @contextlib.contextmanager
+    def as_script(self) -> Iterator[None]:
+        """Have Lightning's launcher start it in place of the script."""
+        before, sys.argv = sys.argv, [_SCRIPT, str(self._path)]
+        try:
+            yield
+        finally:
+            sys.argv = before
+
+    def remove(self) -> None:
+        """Remove its file, which all workers have read."""
+        shutil.rmtree(self._folder, ignore_errors=True)

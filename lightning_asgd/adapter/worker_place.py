@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from lightning_asgd.adapter import private_names
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.fleet import idle_membership
+from lightning_asgd.processes import rank_variables
 
 __all__ = ["WorkerPlace", "check_is_one_worker", "own_device"]
 
@@ -72,10 +74,18 @@ def own_device(given: torch.device, local_rank: int, visible: int) -> torch.devi
     return torch.device(given.type, local_rank)
 
 
+def _is_started_by_others(environment: Any) -> bool:
+    """Whether an engine has started this process. An earlier launch by hand leaves a LOCAL_RANK in the environment."""
+    by_hand = private_names.is_a(environment, private_names.one_machine)
+    return bool(environment.creates_processes_externally) and (
+        not by_hand or "LOCAL_RANK" in rank_variables.set_by_others()
+    )
+
+
 def check_is_one_worker(devices: int, num_nodes: int, environment: Any) -> None:
     """Check that a Trainer of an elastic run is a single worker: one of the processes of ``environment``, or alone."""
     given = f"devices={devices} and num_nodes={num_nodes} were given with server=..."
-    if environment is not None and environment.creates_processes_externally:
+    if environment is not None and _is_started_by_others(environment):
         local_rank = environment.local_rank()
         if devices > 1 and local_rank >= devices:
             raise ConfigurationError(

@@ -46,7 +46,7 @@ class ServersHealth(AbstractContextManager["ServersHealth"]):
         if time.monotonic() > self._until:
             try:
                 self._latest = True, f"{self._name}: {self._ask()}"
-            except RuntimeError as error:  # of the rendezvous, or of a connection
+            except Exception as error:  # whatever it is, an engine needs a reply
                 self._latest = False, f"{self._name}: {error}"
             self._until = time.monotonic() + _FRESH_S
         return self._latest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -40,8 +41,8 @@ class AsyncSGD(LoopControls):
         optimizers: one or several. Of several, the last one takes the last step of a batch.
         schedulers: learning-rate schedulers, whose state a worker that joins later takes over from the others.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. The worker joins it at
-            any time. None means a job whose workers start and end together, with the variables that torchrun sets; or
-            a worker alone without these.
+            any time. None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name; else a job whose workers
+            start and end together, with the variables that torchrun sets; or a worker alone without these.
         run_id: name of that run.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
 
@@ -185,7 +186,7 @@ class AsyncSGD(LoopControls):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned. To be called before the ``with`` block.
 
-        A worker that joins others takes their weights and progress instead.
+        In a job every worker loads it. A worker that joins others takes their weights and progress instead.
         """
         if self._member is not None:
             raise ASGDError("load_state_dict() was called within the with block. Expected the call before it.")
@@ -209,7 +210,8 @@ def surroundings() -> Surroundings:
         )
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     here = world_size if host in ("localhost", "127.0.0.1") else 1
-    nodes = world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
+    each = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", math.ceil(world_size / each)))  # torchrun's number of machines
     by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
     local_rank = int(os.environ.get("LOCAL_RANK", rank if nodes == 1 else 0))
     return Surroundings(rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)))

@@ -394,8 +394,8 @@ class FixedFleet(Fleet):
     def _await_entry(self, collectives: int) -> EntryPoint:
         if not self._fits:
             raise LaunchError(
-                f"Worker {self.rank} cannot be replaced: the others do not fit now. Expected "
-                "it in fit only. Start the whole job again."
+                f"Worker {self.rank} cannot be replaced: the others are not in fit now. "
+                "Expected a replacement during fit only. Start the whole job again."
             )
         return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
 

@@ -97,8 +97,11 @@ class SharedData:
 class Trainee:
     """What a pass calls between batches; see :class:`~lightning_asgd.loop.loop_session.LoopSession`."""
 
-    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any]:
-        """The dataloader of a pass over the data, with ``accumulate`` batches per optimizer step."""
+    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any] | None:
+        """The dataloader of a pass over the data, with ``accumulate`` batches per optimizer step.
+
+        None if all of it was trained before the checkpoint from which training continues.
+        """
         raise NotImplementedError
 
     def before_batch(self) -> None:
@@ -122,6 +125,10 @@ class Trainee:
         """The pass is over, or this worker has left it before all was ``trained``."""
         raise NotImplementedError
 
+    def abandon_pass(self) -> None:
+        """The program has left the loop over the batches, perhaps by an exception. Must not wait, and not raise."""
+        raise NotImplementedError
+
     @property
     def workers(self) -> int:
         """How many take part."""
@@ -141,6 +148,9 @@ class LeasedPass:
         """Yield the batches; exchanges happen between two of them."""
         trainee, nothing = self._trainee, object()
         loader = trainee.begin_pass(self._data, self._accumulate)
+        if loader is None:
+            trainee.end_pass()
+            return
         batches, more = iter(loader), True
         try:
             while more:
@@ -153,7 +163,7 @@ class LeasedPass:
                     more = trainee.after_batch()
                 if more and (batch is nothing or trainee.must_reload):
                     batches = iter(loader)
-        except GeneratorExit:  # the program has left the loop
-            trainee.end_pass(trained=False)
+        except GeneratorExit:  # Python reports no error from here
+            trainee.abandon_pass()
             raise
         trainee.end_pass()

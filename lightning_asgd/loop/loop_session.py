@@ -55,16 +55,18 @@ class LoopSession(Participation, Trainee):
         self.state, self._interruptions = state, interruptions
         self.stops = False  # whether this worker is to train no more
         self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
+        self._abandoned = False  # whether the program has left the loop of the present pass
+        self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
         self._steps = 0  # when the present batch began
-        self._passes_before = 0  # when the present epoch began
         if membership.entry is not None:
             state.follow(membership.entry.progress, optimizers, schedulers)
-        self.synchronizer = self._set_up(state.versions)
-        if state.servers and (self._run is not None or membership.is_chief):
-            self.synchronizer.restore(state.servers)
+        self._passes_before = state.passes  # when the present epoch began
         workers = membership.rank_and_size[1]
         rule = config.algorithm
         rule.check(Run(workers, 1, config.npush, tuple(optimizers), "32-true"))
+        self.synchronizer = self._set_up(state.versions)
+        if state.servers and (self._run is not None or membership.is_chief):
+            self.synchronizer.restore(state.servers)
         share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
@@ -106,6 +108,8 @@ class LoopSession(Participation, Trainee):
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to take a step, for a batch of ours or of the program's own data."""
+        if self._abandoned:
+            self.leave_pass()
         if not self._in_batch:
             self._enter_interval()
 
@@ -135,7 +139,7 @@ class LoopSession(Participation, Trainee):
 
     # ------------------------------------------------------------------ passes over leased data
 
-    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any]:
+    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any] | None:
         """See :class:`Trainee`, here and below."""
         if self._config.algorithm.waits:
             raise ConfigurationError(
@@ -153,9 +157,11 @@ class LoopSession(Participation, Trainee):
         if not items:
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
         order, units, step = digest(items), len(items), reference * accumulate
-        done = state.done_of(order, units)
+        done, self._present = state.done_of(order, units), (order, units)
         epoch = Epoch(f"{self._membership.session}/{state.passes}", units, (units,), order, done, step)
         self._in_pass = True
+        if done == ((0, units),):
+            return None
         return data.open(self._leases, Plan(epoch, items, data.batch or None, accumulate))
 
     def before_batch(self) -> None:
@@ -209,15 +215,20 @@ class LoopSession(Participation, Trainee):
         """Synchronise, unless this worker's part has ended meanwhile."""
         if not self._in_pass:
             return
+        self._abandoned = False
         if not trained:
             self._note_step()
             run(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
         self._in_pass = self._in_batch = False
         self._sync("end of a pass", all_have_pushed=trained)
-        self.state.end_pass()
+        self.state.end_pass(*self._present)
         if not self.state.in_epoch:
             self.end_epoch()
+
+    def abandon_pass(self) -> None:
+        """Have the next call of the program end the pass; see :meth:`leave_pass`."""
+        self._abandoned, self._interruptions.defers = self._in_pass, False
 
     def leave_pass(self) -> None:
         """End a pass that was not iterated to its end."""
@@ -227,6 +238,8 @@ class LoopSession(Participation, Trainee):
 
     def sync(self) -> None:
         """Synchronise; within a pass of an elastic run, take the servers' weights."""
+        if self._abandoned:
+            self.leave_pass()
         if not self._in_pass:
             self._sync("sync", all_have_pushed=False)
         elif self._run is not None:
@@ -240,6 +253,7 @@ class LoopSession(Participation, Trainee):
             )
 
     def _sync(self, name: str, *, all_have_pushed: bool) -> None:
+        self._interruptions.raise_now()
         if self._run is not None:
             self._run.attachment.update()
         self._enter_late()
@@ -279,6 +293,7 @@ class LoopSession(Participation, Trainee):
 
     def end(self) -> None:
         """Synchronise the final weights."""
+        self._interruptions.raise_now()
         self.leave_pass()
         if self._run is None or self._collectives.phase is not Phase.SYNC or self.synchronizer.moved:
             self._sync("end of training", all_have_pushed=False)
@@ -322,6 +337,7 @@ class LoopSession(Participation, Trainee):
         return {
             "model": weights,
             **self._progress(),
+            **self.state.present_epoch(),
             "optimizers": [each.state_dict() for each in self._all_optimizers],
             "data": self._trained_of_pass(held) if self._in_pass else {},
             "versions": list(self.synchronizer.versions),

@@ -41,10 +41,15 @@ class LoopState:
     data: Mapping[str, Any] = field(default_factory=dict)
     versions: list[int] | None = None
     servers: Sequence[Any] = ()
+    finished: list[tuple[bytes, int]] = field(default_factory=list)
+    """Order and units of the passes of the present epoch that are over."""
+    trained: list[tuple[bytes, int]] = field(default_factory=list)
+    """The same of the epoch within which a checkpoint was written, until they are over here too."""
 
     def load(self, state: Mapping[str, Any], algorithm: str, num_servers: int) -> None:
         """Continue from a checkpoint, which may be of another algorithm or number of servers."""
         self.epoch, self.passes, self.data = state["epoch"], state["passes"], state["data"]
+        self.trained = [(order, units) for order, units in state["finished"]]
         versions = list(state["versions"])
         same = len(versions) == num_servers
         self.versions = versions if same else [max(versions)] * num_servers
@@ -54,7 +59,7 @@ class LoopState:
         """Continue where the other workers are, whatever checkpoint this one has loaded."""
         if self.versions is not None:
             log.warning("The checkpoint's weights are not loaded: this worker joins a run that has already started.")
-        self.versions, self.servers, self.data = None, (), {}
+        self.versions, self.servers, self.data, self.trained = None, (), {}, []
         self.epoch = self.passes = 0
         if progress is None:
             return
@@ -83,19 +88,31 @@ class LoopState:
 
     def done_of(self, order: bytes, units: int) -> tuple[tuple[int, int], ...]:
         """Ranges of the pass that begins that had been trained when the checkpoint was written."""
+        if self.trained:
+            if self.trained.pop(0) == (order, units):
+                return ((0, units),)
+            self.trained, self.data = [], {}  # of another program
         if (self.data.get("order"), self.data.get("units")) != (order, units):
             return ()
         return tuple((first, last) for first, last in self.data["done"])
 
-    def end_pass(self) -> None:
+    def present_epoch(self) -> dict[str, Any]:
+        """For a checkpoint: the pass with which the present epoch began, and its passes that are over."""
+        return {"passes": self.passes - len(self.finished), "finished": list(self.finished)}
+
+    def end_pass(self, order: bytes, units: int) -> None:
         """A pass is over."""
         self.passes += 1
-        self.data = {}
+        if self.in_epoch:
+            self.finished.append((order, units))
+        if not self.trained:
+            self.data = {}
 
     def end_epoch(self) -> None:
         """An epoch is over."""
         self.epoch += 1
         self.in_epoch = False
+        self.finished.clear()
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_asgd.loop.signals import TERMINATED
+
 __all__ = ["Shell"]
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ class Shell:
 
     def was_ended(self, error: BaseException) -> bool:
         """Whether this is no failure: the worker's engine ends it, by SIGTERM."""
-        return False
+        return isinstance(error, SystemExit) and error.code == TERMINATED
 
     def speak_as(self, rank: int) -> None:
         """Log and warn in this process if ``rank`` is 0, else not."""

@@ -7,9 +7,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interruptions"]
+__all__ = ["TERMINATED", "Interruptions"]
 
-_TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
+TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
 
 
 class Interruptions:
@@ -22,6 +22,8 @@ class Interruptions:
 
     def __init__(self) -> None:
         self.defers = False
+        self.raised: int | None = None
+        """The signal whose exception was raised last."""
         self._came: int | None = None
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -35,18 +37,14 @@ class Interruptions:
         if again or not self.defers:
             self.raise_now()
 
-    @property
-    def came(self) -> bool:
-        """Whether one has come."""
-        return self._came is not None
-
     def raise_now(self) -> None:
         """Raise the exception of a signal that has come; defer none until :attr:`defers` is set again."""
-        came, self.defers = self._came, False
+        came, self._came, self.defers = self._came, None, False
+        self.raised = came or self.raised
         if came == signal.SIGINT:
             raise KeyboardInterrupt
         if came is not None:
-            raise SystemExit(_TERMINATED)
+            raise SystemExit(TERMINATED)
 
     def close(self) -> None:
         """Restore the handlers."""

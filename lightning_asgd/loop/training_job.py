@@ -26,6 +26,7 @@ from lightning_asgd.transports.addresses import (
     ServerAddress,
     interface_of,
     is_loopback,
+    joined,
     local_address_towards,
 )
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -233,9 +234,9 @@ class TrainingJob:
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:
             raise LaunchError(
-                f"{self.address[0]}:{self.address[1]} serves run_id={served['run_id']!r} with "
+                f"{joined(*self.address)} serves run_id={served['run_id']!r} with "
                 f"transport={served['transport']!r}. Expected run_id={self.run_id!r} and transport={self.transport!r}, "
-                "as given to ASGDStrategy."
+                "as given to this worker."
             )
         self.num_servers = len(keys)
 
@@ -269,7 +270,7 @@ class TrainingJob:
             raise LaunchError(
                 f"The servers run on another machine than this, and a tunnel leads there from {way}. In this job "
                 "another worker would host them if worker 0 was lost, and would not be found through the tunnel. "
-                "Expected ASGDStrategy(on_worker_failure='abort') on all machines, an elastic run, or a MASTER_ADDR "
+                "Expected on_worker_failure='abort' on all machines, an elastic run, or a MASTER_ADDR "
                 "that is no loopback address."
             )
         return _REFUSED_S if tunnel or self.attaches else 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import signal
 import time
@@ -10,17 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 
 from lightning_asgd.config import RUN_ENV, SECRET_ENV, SERVER_ENV
+from lightning_asgd.processes import reaper
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.ray import reports
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports.addresses import interface_of
+from lightning_asgd.transports.addresses import interface_of, joined
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
 __all__ = ["FINISHED", "STOPPED", "Board", "RunAddress", "ServerActor", "WorkerActor", "end_process", "first_key"]
+
+log = logging.getLogger(__name__)
 
 FINISHED, STOPPED = "finished", "stopped"
 _START_S = 120.0
@@ -39,7 +45,7 @@ class RunAddress:
     def enter(self) -> None:
         """Let this process, and strategies that are made in it, find the run."""
         os.environ[SECRET_ENV] = self.secret
-        os.environ[SERVER_ENV], os.environ[RUN_ENV] = f"{self.host}:{self.port}", self.run_id
+        os.environ[SERVER_ENV], os.environ[RUN_ENV] = joined(self.host, self.port), self.run_id
 
 
 def first_key(index: int) -> str:
@@ -79,17 +85,22 @@ class WorkerActor:
 
     def train(self, function: Callable[..., Any], arguments: tuple[Any, ...], storage: Storage, board: Any) -> str:
         """Run the training function; how it has ended."""
-        if ray.get(board.begin.remote(self._number, ray.get_runtime_context().get_node_id(), os.getpid())):
+        place = ray.get_runtime_context().get_node_id(), os.getpid(), reaper.started(os.getpid())
+        if ray.get(board.begin.remote(self._number, place)):
             return STOPPED  # started again after it, or the run, had ended
-        # Lightning handles SIGTERM, and leaves the run in good order, where no other handler is set: Ray has one.
+        # Lightning handles SIGTERM by leaving the run in good order, but only where no other handler is set, as by Ray.
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         reports.enter(self._number, board, storage)
         try:
             function(*arguments)
-        except BaseException:
-            if ray.get(board.is_stopping.remote(self._number)):
-                return STOPPED
-            raise
+        except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return FINISHED
+            if not ray.get(board.is_stopping.remote(self._number)):
+                raise
+            if isinstance(error, Exception):
+                log.warning("Worker %d was asked to end, and failed then.", self._number, exc_info=True)
+            return STOPPED
         finally:
             reports.leave()
             signal.signal(signal.SIGTERM, before)
@@ -110,19 +121,19 @@ class Board:
         self._reports: list[_Report] = []
         self._number = 1 + max((int(path.rpartition("_")[2]) for path in checkpoints), default=-1)
         self._latest = checkpoints[-1] if checkpoints else None
-        self._places: dict[int, tuple[str, int]] = {}
+        self._places: dict[int, tuple[str, int, str]] = {}
         self._begun: dict[int, list[float]] = {}
         self._stopping: set[int] = set()
         self._over = False
 
-    def begin(self, worker: int, node: str, pid: int) -> bool:
+    def begin(self, worker: int, place: tuple[str, int, str]) -> bool:
         """A worker's process begins; whether the run is over."""
-        self._places[worker] = node, pid
+        self._places[worker] = place
         self._begun.setdefault(worker, []).append(time.time())
         return self._over or worker in self._stopping
 
-    def places(self) -> dict[int, tuple[str, int]]:
-        """Node and process number of every worker."""
+    def places(self) -> dict[int, tuple[str, int, str]]:
+        """Node, process number and the process's start of every worker that has begun."""
         return self._places
 
     def begun(self) -> dict[int, list[float]]:
@@ -164,8 +175,8 @@ class Board:
         """Higher is better; without a score the order is that of the reports."""
         if self._score is None:
             return 0.0
-        value = report.metrics.get(self._score)
-        return self._sign * float(value) if value is not None else float("-inf")
+        value = report.metrics.get(self._score, math.nan)
+        return -math.inf if math.isnan(value) else self._sign * float(value)
 
     def latest(self) -> str | None:
         """The latest checkpoint."""
@@ -176,7 +187,8 @@ class Board:
         return [(each.metrics, each.checkpoint) for each in self._reports]
 
 
-def end_process(pid: int) -> None:
-    """Ask a process of this node to end; it may have ended already."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+def end_process(pid: int, started: str) -> None:
+    """Ask a process of this node to end, unless it has ended already and another one has its number."""
+    with contextlib.suppress(ProcessLookupError, psutil.Error):
+        if reaper.started(pid) == started:
+            os.kill(pid, signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import tempfile
 from collections.abc import Callable
@@ -18,9 +19,11 @@ from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report_metrics"]
 
+log = logging.getLogger(__name__)
+
 CHECKPOINT_FILE = "checkpoint.ckpt"
 """Lightning's checkpoint in the folder of a Ray checkpoint, as Ray's own callback names it."""
-_MARKER = ".lightning_asgd"
+_MARKER, _COMPLETE = ".lightning_asgd", ".complete"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Storage:
         with self.filesystem.open_output_stream(f"{self.path}/{_MARKER}"):
             pass
         found = self.filesystem.get_file_info(pyarrow.fs.FileSelector(self.path))
-        return sorted(each.base_name for each in found if _is_checkpoint(each.base_name))
+        names = {each.base_name for each in found}
+        return sorted(name for name in names if _is_checkpoint(name) and name + _COMPLETE in names)
 
     def upload(self, folder: str, name: str) -> None:
         """Copy a local folder to here. Raises a :class:`ConfigurationError` if this node has other storage."""
@@ -59,10 +63,16 @@ class Storage:
             )
         self.filesystem.create_dir(f"{self.path}/{name}")
         pyarrow.fs.copy_files(folder, f"{self.path}/{name}", destination_filesystem=self.filesystem)
+        with self.filesystem.open_output_stream(f"{self.path}/{name}{_COMPLETE}"):
+            pass  # else the process died meanwhile
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint."""
-        self.filesystem.delete_dir(f"{self.path}/{name}")
+        """Remove a checkpoint. A failure to do so is only reported."""
+        try:
+            self.filesystem.delete_file(f"{self.path}/{name}{_COMPLETE}")
+            self.filesystem.delete_dir(f"{self.path}/{name}")
+        except OSError as error:
+            log.warning("The checkpoint %s/%s, which is kept no longer, was not removed: %s", self.path, name, error)
 
     def checkpoint(self, name: str) -> Any:
         """One of the checkpoints here."""
@@ -106,15 +116,15 @@ def _here(what: str) -> _Worker:
 def report_metrics(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None = None) -> None:
     """Report metrics, and perhaps a checkpoint, to the driver. Returns without waiting for other workers.
 
-    Unlike ``ray.train.report`` it is for one worker, the chief, and no barrier: workers of a run take their steps at
-    different times.
+    Unlike ``ray.train.report`` it is for one worker, the chief, and is not a barrier: workers of a run take their steps
+    at different times.
 
     Args:
         metrics: plain values by name.
         checkpoint: writes the checkpoint's files into the folder that it is given.
 
     Raises:
-        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node has other storage.
+        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`, or its node has no such storage.
     """
     here = _here("lightning_asgd.ray.report_metrics()")
     name = None

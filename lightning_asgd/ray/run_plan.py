@@ -42,10 +42,14 @@ class RunPlan:
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """As Ray Train has it: one CPU, and one GPU with ``use_gpu``."""
+        """One CPU if none are given; one GPU more with ``use_gpu``, as Ray Train has it."""
         given, kind = self.scaling.resources_per_worker, self.scaling.accelerator_type
-        found = dict(given) if given is not None else {"CPU": 1, **({"GPU": 1} if self.scaling.use_gpu else {})}
-        return found if kind is None else {**found, f"accelerator_type:{kind}": 0.001}
+        found = {"CPU": 1} if given is None else dict(given)
+        if self.scaling.use_gpu:
+            found.setdefault("GPU", 1)
+        if kind is not None:
+            found.setdefault(f"accelerator_type:{kind}", 0.001)
+        return {name: amount for name, amount in found.items() if amount}
 
     def check(self) -> None:
         """Raise a :class:`ConfigurationError` for what is out of range, and for what would be ignored."""
@@ -56,8 +60,11 @@ class RunPlan:
             raise ConfigurationError(
                 f"ScalingConfig(num_workers={self.scaling.num_workers!r}). Expected at least one worker."
             )
+        if not self.run.name:
+            raise ConfigurationError("RunConfig(name=None). Expected a name of the run.")
         ignored = {
             "ScalingConfig(label_selector)": getattr(self.scaling, "label_selector", None),
+            "ScalingConfig(topology)": getattr(self.scaling, "topology", None),
             "ScalingConfig(use_tpu)": getattr(self.scaling, "use_tpu", False),
             "RunConfig(callbacks)": self.run.callbacks,
             "RunConfig(failure_config)": getattr(self.run.failure_config, "max_failures", 0),

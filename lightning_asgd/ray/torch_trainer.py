@@ -12,7 +12,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, get_device
 
 from lightning_asgd.adapter.strategy import ASGDStrategy
-from lightning_asgd.transports.addresses import LOOPBACK
+from lightning_asgd.transports.addresses import LOOPBACK, family_of
 
 __all__ = ["ASGDConfig", "RayASGDStrategy"]
 
@@ -32,8 +32,8 @@ def _address() -> tuple[str, int]:
     """An address of the first worker's machine with a port that is free there."""
     import socket
 
-    with socket.socket() as probe:
-        host = ray.util.get_node_ip_address() or LOOPBACK
+    host = ray.util.get_node_ip_address() or LOOPBACK
+    with socket.socket(family_of(host)) as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]
 

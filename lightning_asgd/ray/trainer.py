@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import logging
 import os
 import secrets
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.train import Result, RunConfig, ScalingConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -30,6 +32,7 @@ from lightning_asgd.ray.actors import (
     first_key,
 )
 from lightning_asgd.ray.reports import Storage
+from lightning_asgd.ray.run_members import RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
 from lightning_asgd.transports import job_secret, registry
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -43,7 +46,8 @@ _POLL_S = 0.5
 _PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait
 _START_S = 120.0  # for actors to start once they have their place
 _STOP_S = 30.0  # for a worker to leave the run in good order
-_END_S = 120.0  # for the other workers to end after the first one has finished the run
+_END_S = 600.0  # for the other workers to end after the first one has finished the run
+_SHORT_S, _SHORT_LIVES = 60.0, 5  # a worker whose processes die so soon, so often in a row, is given up
 
 
 class ASGDTrainer:
@@ -107,42 +111,20 @@ class ASGDTrainer:
             ASGDError: no worker has finished.
             LaunchError: the cluster has no room, or a server cannot start.
         """
-        return self.start().result()
+        run = self.start()
+        try:
+            return run.result()
+        except BaseException:  # Ctrl-C, for instance: nothing else could end the run
+            run.stop()
+            raise
 
     def start(self) -> ASGDRun:
-        """Start servers and workers, and return once the first workers have their places.
+        """Start servers and workers, and return once the servers serve and the first workers have their places.
 
         Raises:
             LaunchError: the cluster has no room, or a server cannot start.
         """
         return ASGDRun(self._plan)
-
-
-class _Worker:
-    """A worker of the run, as the driver sees it."""
-
-    def __init__(self, number: int, actor: Any, ended: Any) -> None:
-        self.number, self.actor, self.ended = number, actor, ended
-        self.stop_at: float | None = None  # when it is killed, of one that was asked to stop
-
-
-class _Server:
-    """A server of the run, as the driver sees it."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor, self._checked = actor, actor.check.remote()
-
-    def check(self) -> None:
-        """Raise a :class:`LaunchError` if it is lost for good. It may not answer now: Ray may be restarting it."""
-        if not ray.wait([self._checked], timeout=0)[0]:
-            return
-        try:
-            ray.get(self._checked)
-        except RayTaskError as error:
-            raise LaunchError(str(error.cause)) from error
-        except RayActorError as error:
-            raise LaunchError(f"A server cannot be started again: {error}") from error
-        self._checked = self.actor.check.remote()
 
 
 class ASGDRun:
@@ -151,13 +133,15 @@ class ASGDRun:
     def __init__(self, plan: RunPlan) -> None:
         _check_driver()
         self._plan, self._lock = plan, threading.Lock()
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, RunWorker] = {}
         self._target, self._number = plan.most, 0
         self._failures: dict[int, BaseException] = {}
-        self._finished, self._stopped = False, False
+        self._finished = self._stopped = self._over = False
+        self._forgiven = 0  # failures before the number of workers was changed
+        self._starts: dict[int, int] = {}  # of each worker's processes
         self._error: BaseException | None = None
         self._groups: list[Any] = []
-        self._servers: list[_Server] = []
+        self._servers: list[RunServer] = []
         self._rendezvous: Rendezvous | None = None
         self._storage = Storage.of(str(plan.run.storage_path), plan.run.name, plan.run.storage_filesystem)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -188,7 +172,7 @@ class ASGDRun:
 
     @property
     def num_workers(self) -> int:
-        """Workers that have been started and have not ended."""
+        """Workers that run, wait for room or are being started again, without those that were asked to end."""
         with self._lock:
             return sum(worker.stop_at is None for worker in self._workers.values())
 
@@ -205,15 +189,17 @@ class ASGDRun:
                 f"{plan.scaling.num_workers!r}) says."
             )
         with self._lock:
-            self._target = workers
-            self._adjust()
+            if not self._over:
+                self._target, self._forgiven = workers, len(self._failures)
+                self._adjust()
 
     def stop(self) -> None:
         """End the run: every worker leaves it in good order. :meth:`result` returns what was reported until then."""
         with self._lock:
-            self._stopped = True
-            for worker in self._workers.values():
-                self._end_worker(worker)
+            if not self._over:
+                self._stopped = True
+                for worker in self._workers.values():
+                    self._end_worker(worker)
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the run's end. Returns Ray Train's ``Result``.
@@ -240,15 +226,17 @@ class ASGDRun:
         before = os.environ.get(SECRET_ENV)
         os.environ[SECRET_ENV] = secret
         try:
-            name, _, who = registry.choose(asked, one_machine=False)
+            name, why, who = registry.choose(asked, one_machine=False)
             kind = registry.kind_of(name)
             kind.check_available()
+            kind.provide_secret(one_machine=False)
             self._rendezvous = kind.host_rendezvous(host, 0)
         finally:
-            os.environ.pop(SECRET_ENV)
+            os.environ.pop(SECRET_ENV, None)
             if before is not None:
                 os.environ[SECRET_ENV] = before
-        log.info("Run %r: transport %s %s", self._plan.run.name, name, who)
+        tell = log.info if kind.encrypted else log.warning
+        tell("Run %r: transport %s (%s) %s", self._plan.run.name, name, why, who)
         return RunAddress(host, self._rendezvous.address[1], self._plan.run.name, name, secret)
 
     def _places(self) -> list[Any]:
@@ -270,7 +258,7 @@ class ASGDRun:
             log.warning("Waiting up to %g s until the cluster has %s", plan.place_s, room)
             if not group.wait(plan.place_s):
                 raise LaunchError(
-                    f"The cluster had within {plan.place_s:g} s no {room} Ask for less in scaling_config or "
+                    f"Within {plan.place_s:g} s the cluster had no {room} Ask for less in scaling_config or "
                     "resources_per_server, add nodes, or raise place_s."
                 )
         return self._groups
@@ -282,7 +270,7 @@ class ASGDRun:
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
             options = actor_options(plan.resources_per_server, plan.max_restarts, at)
             actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
-            self._servers.append(_Server(actor))
+            self._servers.append(RunServer(actor))
         keys = []
         for index, server in enumerate(self._servers):
             keys.append(rendezvous.get(first_key(index), f"Server {index}", _START_S, server.check, kind=str))
@@ -293,11 +281,9 @@ class ASGDRun:
         plan, number = self._plan, self._number
         self._number += 1
         options = actor_options(plan.resources_per_worker, plan.max_restarts, at)
-        if plan.run.worker_runtime_env:
-            options["runtime_env"] = plan.run.worker_runtime_env
-        actor = ray.remote(WorkerActor).options(**options).remote(number, self._address)
+        actor = ray.remote(WorkerActor).options(**options, **self._environment).remote(number, self._address)
         ended = actor.train.remote(plan.function, plan.arguments, self._storage, self._board)
-        self._workers[number] = _Worker(number, actor, ended)
+        self._workers[number] = RunWorker(number, actor, ended)
 
     # ------------------------------------------------------------------ watching
 
@@ -307,22 +293,32 @@ class ASGDRun:
         for worker in alive[self._target :]:
             self._end_worker(worker)
         if not (self._finished or self._stopped):
-            for _ in range(self._target - len(alive) - len(self._failures)):
+            for _ in range(self._target - len(alive) - (len(self._failures) - self._forgiven)):
                 self._add_worker("DEFAULT")
 
-    def _end_worker(self, worker: _Worker) -> None:
+    def _end_worker(self, worker: RunWorker) -> None:
         """Ask a worker to leave the run. It is killed if that takes long."""
         if worker.stop_at is not None:
             return
         worker.stop_at = time.monotonic() + _STOP_S
         ray.get(self._board.stop.remote(worker.number))
-        place = ray.get(self._board.places.remote()).get(worker.number)
+        place = self._places_now().get(worker.number)
         if place is None:  # it has not begun
             worker.stop_at = time.monotonic()
             return
-        node, pid = place
+        node, *process = place
         at = NodeAffinitySchedulingStrategy(node, soft=False)
-        ray.remote(end_process).options(num_cpus=0, scheduling_strategy=at, max_retries=0).remote(pid)
+        options = {"num_cpus": 0, "scheduling_strategy": at, "max_retries": 0, **self._environment}
+        ray.remote(end_process).options(**options).remote(*process)
+
+    def _places_now(self) -> dict[int, tuple[str, int, str]]:
+        found: dict[int, tuple[str, int, str]] = ray.get(self._board.places.remote())
+        return found
+
+    @property
+    def _environment(self) -> dict[str, Any]:
+        given = self._plan.run.worker_runtime_env
+        return {"runtime_env": given} if given else {}
 
     def _watch(self) -> None:
         try:
@@ -332,35 +328,62 @@ class ASGDRun:
                     refs = [worker.ended for worker in self._workers.values()]
                 ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
                 with self._lock:
-                    for server in self._servers:
-                        server.check()
-                    for worker in [each for each in self._workers.values() if each.ended in ended]:
-                        self._note_end(worker)
-                    for worker in [*self._workers.values()]:
-                        if worker.stop_at is not None and time.monotonic() > worker.stop_at:
-                            self._remove(worker)
+                    self._look(ended)
             self._result = self._collect()
         except BaseException as error:
             self._error = error
         finally:
             self._close()
 
-    def _note_end(self, worker: _Worker) -> None:
+    def _look(self, ended: list[Any]) -> None:
+        """Take note of what has ended, and end what is not to continue."""
+        for server in self._servers:
+            server.check()
+        self._note_starts()
+        for worker in [each for each in self._workers.values() if each.ended in ended]:
+            self._note_end(worker)
+        for worker in [*self._workers.values()]:
+            if worker.stop_at is not None and time.monotonic() > worker.stop_at:
+                if worker.number in self._starts:
+                    log.warning("Worker %d has not ended in time, and is killed.", worker.number)
+                self._remove(worker)
+        if self._failures and not any(number in self._starts for number in self._workers):
+            for worker in [*self._workers.values()]:  # these wait for room, and all that had some have failed
+                self._remove(worker)
+
+    def _note_starts(self) -> None:
+        """Report processes that Ray has started again. A worker that always dies soon is given up."""
+        for number, times in ray.get(self._board.begun.remote()).items():
+            if len(times) > self._starts.get(number, 1):
+                log.warning("Worker %d has died, and was started again.", number)
+            self._starts[number] = len(times)
+            latest, worker = times[-_SHORT_LIVES:], self._workers.get(number)
+            lives = [after - before for before, after in itertools.pairwise(latest)]
+            if worker is not None and len(latest) == _SHORT_LIVES and max(lives) < _SHORT_S:
+                text = f"Worker {number} was started {len(times)} times, and died each time within {max(lives):.0f} s."
+                self._failures[number] = LaunchError(f"{text} Expected it to train. Look at its output.")
+                log.warning(text)
+                self._remove(worker)
+
+    def _note_end(self, worker: RunWorker) -> None:
         """A worker's training function has ended, or its process cannot be started again."""
         try:
             how = ray.get(worker.ended)
         except RayError as error:
-            self._failures[worker.number] = error
-            log.warning("Worker %d has failed, and the others continue: %s", worker.number, error)
+            if worker.stop_at is None:
+                self._failures[worker.number] = error
+                log.warning("Worker %d has failed, and the others continue: %s", worker.number, error)
         else:
             if how == FINISHED and not self._finished:
                 self._finished = True
                 ray.get(self._board.end.remote())
+                now, begun = time.monotonic(), self._places_now()
                 for other in self._workers.values():
-                    other.stop_at = other.stop_at or time.monotonic() + _END_S
+                    until = now + _END_S if other.number in begun else now
+                    other.stop_at = until if other.stop_at is None else min(until, other.stop_at)
         self._remove(worker)
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: RunWorker) -> None:
         ray.kill(worker.actor, no_restart=True)
         del self._workers[worker.number]
 
@@ -388,13 +411,17 @@ class ASGDRun:
 
     def _close(self) -> None:
         """End every process of the run, and free its places."""
-        actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
-        for actor in [*actors, self._board]:
-            ray.kill(actor, no_restart=True)
-        for group in self._groups:
-            remove_placement_group(group)
+        with self._lock:
+            self._over = True
+            actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
+            self._workers.clear()
         if self._rendezvous is not None:
             self._rendezvous.close()
+        with contextlib.suppress(Exception):  # the program may have left the cluster
+            for actor in [*actors, self._board]:
+                ray.kill(actor, no_restart=True)
+            for group in self._groups:
+                remove_placement_group(group)
 
 
 def _check_driver() -> None:

@@ -6,8 +6,6 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
-import psutil
-
 from lightning_asgd.errors import LaunchError
 
 __all__ = [
@@ -123,6 +121,8 @@ def local_address_towards(host: str) -> str:
 
 def address_of(interface: str) -> str:
     """The address of a network interface of this machine: IPv4 if it has one, else IPv6."""
+    import psutil  # here and below, since a health check does without it
+
     found = {address.family: str(address.address) for address in reversed(psutil.net_if_addrs().get(interface, []))}
     for family in (socket.AF_INET, socket.AF_INET6):
         if family in found:
@@ -135,6 +135,8 @@ def address_of(interface: str) -> str:
 
 def interface_of(address: str) -> str:
     """Name of the network interface that holds an address of this machine."""
+    import psutil
+
     interfaces, bare = psutil.net_if_addrs(), address.partition("%")[0]
     for name, addresses in interfaces.items():
         if any(each.address.partition("%")[0] == bare for each in addresses):
@@ -142,6 +144,6 @@ def interface_of(address: str) -> str:
     if is_loopback(address):
         return "lo" if "lo" in interfaces else "lo0"
     raise LaunchError(
-        f"No network interface of this machine has the address {address}. Expected one of {sorted(interfaces)} to. "
-        "Set MASTER_ADDR to an address that every machine can reach."
+        f"No network interface of this machine has the address {address}. Expected an address of one of "
+        f"{sorted(interfaces)}. Set MASTER_ADDR to an address that every machine can reach."
     )

@@ -47,6 +47,8 @@ _ASKS = b"?"  # instead of ZeroMQ's 127: whether a server serves, whose name fol
 _FIRST, _LAST = 24, 255  # numbers of servers, which are lengths of routing ids
 _NAME = 12  # characters of a server's name
 _YES, _NO = b"\1", b"\0"
+_RETRY_S = 1.0
+_MOST_CALLERS = 512  # whose connections are not passed on yet
 _EARLY_S, _EARLY_ENDS = 1.0, 5  # a process that ends sooner, several times in a row, is not started again
 
 
@@ -76,7 +78,7 @@ class Gateway:
     def add(self, name: str, port: int) -> int:
         """Let others reach a server's port on loopback. Returns the server's number.
 
-        Raises a ``ValueError`` if the name is none, or if there is no number any more.
+        Raises a ``ValueError`` if the name is not valid, or if there is no number any more.
         """
         if not (len(name) == _NAME and name.isalnum() and name.isascii()):
             raise ValueError(f"{name!r} names no server. Expected {_NAME} letters and digits.")
@@ -128,9 +130,24 @@ class Gateway:
                     return
                 if early >= _EARLY_ENDS:
                     log.error("The gateway ends with exit code %d at once. Other machines reach no server.", code)
+                    self._listener.close()  # so that they learn it
                     return
                 log.warning("The gateway ended with exit code %d. Another one is started.", code)
-                self._process = self._start()
+            if not self._restart():
+                return
+
+    def _restart(self) -> bool:
+        """Start another process, once the system can; whether it has started, and this is not closed meanwhile."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    return False
+                try:
+                    self._process = self._start()
+                    return True
+                except OSError as error:
+                    log.warning("The gateway cannot be started now, and is tried again: %s", error)
+            time.sleep(_RETRY_S)
 
 
 def _say(process: subprocess.Popen[bytes], text: str) -> None:
@@ -198,6 +215,7 @@ class _Relay:
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._ends: set[_End] = set()
         self._buffer = memoryview(bytearray(_CHUNK))
+        self._listens_at = 0.0  # when to accept again, after files have run out
         self._opened = self._ended = False
         self._poll_s = _POLL_S
 
@@ -251,17 +269,24 @@ class _Relay:
             self._servers[int(number)] = name, int(port)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # too many open files: the system keeps the connection until some are closed
-            self._watch(self._listener, 0)
-            return
-        sock.setblocking(False)
-        caller = _Caller(sock, time.monotonic())
-        self._callers[caller] = None
-        self._watch(sock, selectors.EVENT_READ, lambda _: self._hear(caller))
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # too many open files: the system keeps the connection until some are closed
+                self._watch(self._listener, 0)
+                self._listens_at = time.monotonic() + _POLL_S
+                return
+            sock.setblocking(False)
+            caller = _Caller(sock, time.monotonic())
+            if len(self._callers) >= _MOST_CALLERS:
+                self._drop(next(iter(self._callers)))
+            self._callers[caller] = None
+            self._watch(sock, selectors.EVENT_READ, partial(self._hear_from, caller))
+
+    def _hear_from(self, caller: _Caller, _: int) -> None:
+        self._hear(caller)
 
     def _look_after_callers(self) -> None:
         now = time.monotonic()
@@ -270,7 +295,7 @@ class _Relay:
                 self._drop(caller)
             elif now > caller.since + _SILENT_S and caller.silent:
                 self._connect(caller, self._port)
-        if self._opened and self._listener.fileno() >= 0:
+        if self._opened and self._listener.fileno() >= 0 and now >= self._listens_at:
             self._watch(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
     def _drop(self, caller: _Caller, answer: bytes = b"") -> None:
@@ -334,7 +359,8 @@ class _Relay:
         near.other, far.other = far, near
         for end in (near, far):
             end.then = partial(self._pass_on, end)
-            end.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # macOS: the other end has reset the connection
+                end.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ends.add(end)
             self._watch(end.sock, 0)
         for end in (near, far):
@@ -395,7 +421,7 @@ def _main() -> None:
     parent, number, port = map(int, sys.argv[1:])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # it ends with its parent, whose last messages it passes on
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not Unix, or a limit that is none
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not Unix, or no limit
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -68,7 +68,7 @@ class HealthResponder:
             with contextlib.suppress(OSError):  # also of a timeout, and of a sender that has gone
                 question, sender = self._socket.recvfrom(_SIZE + 1)
                 nonce = question[len(_QUESTION) :][:_NONCE]
-                if question == _question(self._key, nonce):
+                if hmac.compare_digest(question, _question(self._key, nonce)):
                     self._socket.sendto(_reply(self._key, nonce, *self._report()), sender)
 
 

@@ -6,9 +6,9 @@ import json
 import threading
 from typing import Any
 
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.errors import LaunchError, ProtocolError
 from lightning_asgd.protocol import Failure
-from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, listen, resolve
+from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, joined, listen, resolve
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.gateway import Gateway
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
@@ -30,7 +30,7 @@ class HostedZmqStore(EntryStore):
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._texts: dict[str, str] = {}
-        self._bytes = 0
+        self._bytes, self._sizes = 0, dict[str, int]()  # as they were given
         self._lock, self._opening = threading.Lock(), threading.Lock()
         # No threads of a pool: Python ends these before what this process does at exit, when workers may still write.
         self._listener = listen(host, port)
@@ -54,7 +54,13 @@ class HostedZmqStore(EntryStore):
             if self._gateway is None:
                 self._server.move_to_loopback()
                 with self._lock:  # not before: the server's thread may be waiting for it
-                    self._gateway = Gateway(self._listener, self._server.port)
+                    try:
+                        self._gateway = Gateway(self._listener, self._server.port)
+                    except OSError as error:
+                        raise LaunchError(
+                            f"The gateway of {joined(*self.address)} cannot be started: {error}. Expected one more "
+                            "process to be possible on this machine."
+                        ) from error
                     for key, text in self._texts.items():
                         self._texts[key] = _let_in(self._gateway, text)
         return True
@@ -71,14 +77,14 @@ class HostedZmqStore(EntryStore):
     def _put(self, key: str, text: str) -> None:
         size = len(key) + len(text)
         with self._lock:
-            total = self._bytes + size - (len(key) + len(self._texts[key]) if key in self._texts else 0)
+            total = self._bytes + size - self._sizes.get(key, 0)
             if size > LARGEST_ENTRY or total > _LARGEST_SUM:
                 raise ProtocolError(
                     f"An entry of the rendezvous has {size:,} bytes, and all of them {total:,}. Expected at most "
                     f"{LARGEST_ENTRY:,}, and {_LARGEST_SUM:,}."
                 )
             self._texts[key] = text if self._gateway is None else _let_in(self._gateway, text)
-            self._bytes = total
+            self._bytes, self._sizes[key] = total, size
 
     def _answer(self, message: Any) -> str | None:
         match message:

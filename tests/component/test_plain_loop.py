@@ -100,6 +100,8 @@ def test_a_batch_that_was_left_before_its_step_is_trained_again(elastic: Run) ->
             step(model, optimizer, numbers)
         trained = model.seen.sum().item()
         assert 0 < trained < SAMPLES
+        asgd.sync()
+        assert model.seen.sum().item() == trained
         latest = elastic.services[0].state.epochs.latest
         assert latest is not None
         assert latest.finished == ((0, trained),)
@@ -159,6 +161,33 @@ def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic:
             for (numbers,) in asgd.batches(data):
                 step(model, optimizer, numbers)
     assert model.seen.tolist() == [float(EPOCHS)] * SAMPLES
+    other.close()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_epoch_whose_passes_are_over_is_not_trained_again(elastic: Run, passes: int) -> None:
+    first, second = (DataLoader(numbered(SAMPLES), batch_size=size) for size in (4, 5))
+    model, optimizer, asgd = counting(elastic)
+    state: dict[str, Any] = {}
+    with asgd:
+        for _ in asgd.epochs(2):
+            for number, data in enumerate((first, second), start=1):
+                for (numbers,) in asgd.batches(data):
+                    step(model, optimizer, numbers)
+                if asgd.epoch == 1 and number == passes:
+                    kept = asgd.state_dict()
+                    state = {**kept, "model": {name: each.clone() for name, each in kept["model"].items()}}
+    other, found = Run(), []
+    model, optimizer, asgd = counting(other)
+    asgd.load_state_dict(state)
+    with asgd:
+        for epoch in asgd.epochs(EPOCHS):
+            for number, data in enumerate((first, second), start=1):
+                for (numbers,) in asgd.batches(data):
+                    step(model, optimizer, numbers)
+                    found.append((epoch, number))
+    assert model.seen.tolist() == [2.0 * EPOCHS] * SAMPLES
+    assert sorted(set(found)) == [(1, 2), (2, 1), (2, 2)][passes - 1 :]
     other.close()
 
 

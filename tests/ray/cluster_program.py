@@ -102,7 +102,7 @@ def train_in_a_task(folder: str) -> dict[str, Any]:
 
     trainer = pl.Trainer(strategy=ASGDStrategy(), devices=2, max_epochs=1, callbacks=[Notes()], **QUIET)
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4))
-    left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("lightning_asgd-")]
+    left = [str(path) for path in Path(tempfile.gettempdir()).glob("lightning_asgd-*/program")]
     ranks = {path.name: int(path.read_text()) for path in Path(folder).glob("rank-*")}
     return {"ranks": sorted(ranks), "first_is_mine": ranks.get("rank-0") == os.getpid(), "left": left}
 

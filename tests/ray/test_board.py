@@ -58,6 +58,7 @@ def test_checkpoints_are_numbered_after_those_that_were_there(tmp_path: Path) ->
     (tmp_path / "files" / "checkpoint.ckpt").write_text("weights")
     storage.upload(str(tmp_path / "files"), "checkpoint_000007")
     (tmp_path / "run" / "checkpoint_of_mine").mkdir()
+    (tmp_path / "run" / "checkpoint_000008").mkdir()  # its upload was interrupted
     board = Board(None, None, "max", storage.create())
     assert (board.latest(), board.next_checkpoint()) == ("checkpoint_000007", "checkpoint_000008")
     with storage.checkpoint("checkpoint_000007").as_directory() as folder:
@@ -73,14 +74,14 @@ def test_storage_that_a_node_does_not_share_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_to_end_or_comes_after_the_end_does_not_train() -> None:
     board = Board(None, None, "max", [])
-    assert not board.begin(0, "node", 1)
+    assert not board.begin(0, ("node", 1, "a"))
     board.stop(0)
     assert board.is_stopping(0)
-    assert board.begin(0, "node", 2)
-    assert not board.begin(1, "node", 3)
+    assert board.begin(0, ("node", 2, "b"))
+    assert not board.begin(1, ("node", 3, "c"))
     board.end()
-    assert board.begin(1, "other", 4)
-    assert board.places() == {0: ("node", 2), 1: ("other", 4)}
+    assert board.begin(1, ("other", 4, "d"))
+    assert board.places() == {0: ("node", 2, "b"), 1: ("other", 4, "d")}
 
 
 @pytest.mark.parametrize("function", [lambda: report_metrics({}), get_checkpoint])
@@ -103,6 +104,26 @@ def test_arguments_out_of_range_are_refused(about: dict[str, object], error: str
     scaling = ScalingConfig(num_workers=about.pop("workers", 1))
     with pytest.raises(ConfigurationError, match=error):
         ASGDTrainer(lambda: None, scaling_config=scaling, **about)
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({}, {"CPU": 1}),
+        ({"use_gpu": True}, {"CPU": 1, "GPU": 1}),
+        ({"use_gpu": True, "resources_per_worker": {"CPU": 4}}, {"CPU": 4, "GPU": 1}),
+        ({"resources_per_worker": {"CPU": 0, "disk": 2}}, {"disk": 2}),
+        ({"accelerator_type": "A100"}, {"CPU": 1, "accelerator_type:A100": 0.001}),
+    ],
+)
+def test_a_worker_gets_what_ray_train_would_give_it(about: dict[str, Any], expected: dict[str, float]) -> None:
+    trainer = ASGDTrainer(lambda: None, scaling_config=ScalingConfig(**about))
+    assert trainer._plan.resources_per_worker == expected
+
+
+def test_a_score_that_is_no_number_is_the_worst() -> None:
+    _, dropped = filled([1.0, float("nan"), 2.0], 2, "loss", "min")
+    assert dropped == ["checkpoint_000001"]
 
 
 @pytest.mark.parametrize(

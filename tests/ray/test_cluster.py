@@ -43,7 +43,10 @@ def test_its_places_are_free_afterwards(seen: dict[str, Any]) -> None:
 
 
 def test_if_the_cluster_has_no_room_the_error_says_what_it_has(seen: dict[str, Any]) -> None:
-    assert re.match(r"LaunchError: .*no room for 2 times \{'CPU': 64.*It has 4 CPU.*scaling_config", seen["no_room"])
+    assert re.match(
+        r"LaunchError: Within 1 s the cluster had no room for 2 times \{'CPU': 64.*It has 4 CPU.*scaling_config",
+        seen["no_room"],
+    )
 
 
 def test_what_the_training_function_raises_is_raised_once_no_worker_is_left(seen: dict[str, Any]) -> None:

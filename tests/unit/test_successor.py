@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from lightning_asgd.adapter import launchers
 from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.loop import training_job
 from lightning_asgd.transports import registry
 
 
@@ -20,8 +20,8 @@ def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(monkey
     hosted = kind.host_rendezvous()
     hosted.announce_run("run", "zmq", ["server/a"])
     hosted.put("server/a", {"address": lost})
-    job = launchers.TrainingJob(1, 20.0, run_id="run", address=hosted.address, transport="zmq")
-    monkeypatch.setattr(launchers, "_transport", types.SimpleNamespace(addresses=(lost,)))
+    job = training_job.TrainingJob(1, 20.0, run_id="run", address=hosted.address, transport="zmq")
+    monkeypatch.setattr(training_job, "_transport", types.SimpleNamespace(addresses=(lost,)))
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = threads.submit(job.successor, 0)
         time.sleep(0.5)  # it waits for another address there
