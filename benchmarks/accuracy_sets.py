@@ -320,7 +320,9 @@ def compared(found: dict[Cell, float], cell: Cell, measure: str) -> tuple[str, b
         return "-", True
     mean, error = difference(pairs)
     worse = -mean if measure == "accuracy" else mean
-    text = f"{mean:+.4f} ± {error:.4f}" if measure == "accuracy" else f"{mean:+.1%} ± {error:.1%}"
+    text = f"{mean:+.4f}" if measure == "accuracy" else f"{mean:+.1%}"
+    if len(pairs) > 1:  # else there is no standard error
+        text += f" ± {error:.4f}" if measure == "accuracy" else f" ± {error:.1%}"
     good = worse <= GOAL[measure]
     return (text if good else f"**{text}**"), good
 

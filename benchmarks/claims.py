@@ -68,7 +68,7 @@ def columns(title: str, *headings: str) -> Table:
 
 
 def yu() -> None:
-    steps = 10_000
+    steps = 4_096
     table = columns(f"{steps:,} steps of each worker: loss", "workers", "every step", "I", "every I steps", "ratio")
     for workers in (2, 4):
         period = restarted_period(steps, workers)

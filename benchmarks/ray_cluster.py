@@ -215,14 +215,14 @@ def _digits(pl: Any) -> tuple[Any, Any]:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            inner = DigitsCNN(lr=0.02)
+            inner = DigitsCNN(lr=0.005)
             self.net, self.lr, self.momentum = inner.net, inner.lr, inner.momentum
 
         training_step = DigitsCNN.training_step
         validation_step = DigitsCNN.validation_step
         configure_optimizers = DigitsCNN.configure_optimizers
 
-    return Module(), loaders()[0]
+    return Module(), loaders(4)[0]  # 120 steps of each worker in an epoch
 
 
 def _validation() -> Any:
@@ -360,7 +360,7 @@ def train(folder: str) -> None:
                 notes = str(Path(folder, f"notes{time.time_ns()}"))
                 made = TorchTrainer(
                     train_in_step,
-                    train_loop_config={"asgd": asgd, "epochs": 10, "notes": notes},
+                    train_loop_config={"asgd": asgd, "epochs": 3, "notes": notes},
                     scaling_config=ScalingConfig(num_workers=3, resources_per_worker={"CPU": 1}),
                     run_config=RunConfig(name=f"train{turn}{asgd}{time.time_ns()}", storage_path=folder),
                     torch_config=ASGDConfig() if asgd else None,
