@@ -1,4 +1,4 @@
-"""Claims of four papers that no other benchmark tries, in virtual time: a few minutes on one core.
+"""Claims of four papers that no other benchmark tries, in virtual time: about twenty minutes on one core.
 
     python benchmarks/claims.py            # all four
     python benchmarks/claims.py yu         # one: yu, sparknet, speedo, mcmc

@@ -94,9 +94,9 @@ class WorkerActor:
         try:
             function(*arguments)
         except BaseException as error:
-            if isinstance(error, SystemExit) and error.code in (None, 0):
-                return FINISHED
             if not ray.get(board.is_stopping.remote(self._number)):
+                if isinstance(error, SystemExit) and error.code in (None, 0):
+                    return FINISHED
                 raise
             if isinstance(error, Exception):
                 log.warning("Worker %d was asked to end, and failed then.", self._number, exc_info=True)

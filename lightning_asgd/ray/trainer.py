@@ -347,7 +347,8 @@ class ASGDRun:
                 if worker.number in self._starts:
                     log.warning("Worker %d has not ended in time, and is killed.", worker.number)
                 self._remove(worker)
-        if self._failures and not any(number in self._starts for number in self._workers):
+        with_room = {*self._starts, *range(self._plan.least)}
+        if self._failures and not with_room & self._workers.keys():
             for worker in [*self._workers.values()]:  # these wait for room, and all that had some have failed
                 self._remove(worker)
 
