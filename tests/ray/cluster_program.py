@@ -22,6 +22,7 @@ from lightning_asgd.errors import ASGDError, LaunchError
 from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, report_metrics
 
 SAMPLES, EPOCHS, PROCESSES = 300, 2, 3
+MUCH = 64  # more CPUs than there are
 SLOW_S = 0.2  # a step's seconds until so many processes have trained
 QUIET = {
     "accelerator": "cpu",
@@ -111,13 +112,13 @@ def main(folder: str) -> dict[str, Any]:
     ray.init(num_cpus=4, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
     task = train_in_a_task.remote(folder)
     seen: dict[str, Any] = {"task": ray.get(task)}
-    seen |= {"no_room": refused(fail, folder, {"CPU": 64}), "raises": refused(fail, folder, {"CPU": 1})}
+    seen |= {"no_room": refused(fail, folder, {"CPU": MUCH}), "raises": refused(fail, folder, {"CPU": 1})}
     run = trainer(count_samples, folder, {"CPU": 1}).start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(found := sorted(Path(folder).glob("trains-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(int(found[-1].name.partition("-")[2]), signal.SIGKILL)
-    result = run.result(120)
+    result = run.result(240)
     while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline + 60:  # Ray frees them afterwards
         time.sleep(0.1)
     seen["run"] = {
@@ -139,7 +140,7 @@ def trainer(function: Any, folder: str, resources: dict[str, float]) -> ASGDTrai
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker=resources),
         run_config=RunConfig(name="run", storage_path=folder, checkpoint_config=CheckpointConfig(num_to_keep=1)),
         resources_per_server={"CPU": 1},
-        place_s=1,
+        place_s=1 if resources["CPU"] == MUCH else 120,
     )
 
 

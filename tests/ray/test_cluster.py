@@ -21,13 +21,13 @@ PROGRAM = Path(__file__).with_name("cluster_program.py")
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     variables = environment(lean=False, RAY_TRAIN_V2_ENABLED="1", RAY_USAGE_STATS_ENABLED="0", MARKER=str(os.getpid()))
-    done = subprocess.run([sys.executable, str(PROGRAM)], env=variables, capture_output=True, timeout=240)
+    done = subprocess.run([sys.executable, str(PROGRAM)], env=variables, capture_output=True, timeout=560)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
     return found
 
 
-pytestmark = pytest.mark.timeout(260)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_killed_worker_is_replaced_and_every_sample_is_trained_once(seen: dict[str, Any]) -> None:
