@@ -41,7 +41,7 @@ EVALUATE = 50  # steps of a worker
 def train(
     workers: int, nsync: int, algorithm: Algorithm, *, seed: int, steps: int, lr: float = LR, **more: Any
 ) -> Report:
-    """A run of so many steps of each worker."""
+    """Train with this number of steps per worker."""
     settings: dict[str, Any] = {"speed": Constant(STEP_S), "network": Network(workers=GBIT, servers=GBIT), **more}
     return Simulation(
         problem=Digits(seed),
@@ -80,7 +80,7 @@ def yu() -> None:
 
 
 def sparknet() -> None:
-    slow, loss = 20, 0.2  # an exchange takes about as long as so many steps
+    slow, loss = 20, 0.2  # how many steps fit into the time of one exchange; the target
     nbytes = 4 * Digits(1).start().numel()
     # A push and a fetch; the server's link is fast, so that workers do not queue.
     link = Link(2 * nbytes / (slow * STEP_S), 1e-4)

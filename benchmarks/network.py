@@ -222,7 +222,7 @@ def name_hosts(network: Network, hosts: Mapping[str, str]) -> None:
 
 
 def move(network: Network, index: int, address: str) -> None:
-    """Give a machine another address in the place of its own: the one that replaces it has one of its own."""
+    """Change a machine's address, as if another machine had replaced it."""
     name, interface = network.names[index], network.interfaces[index]
     _ip("-n", name, "address", "flush", "dev", interface)
     _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -320,7 +321,7 @@ def scale(folder: str) -> None:
 
 
 def await_workers(notes: str, processes: int) -> None:
-    """Wait until so many processes have trained."""
+    """Wait until this number of processes have trained."""
     deadline = time.monotonic() + 120
     while len([*Path(notes).glob("*.json")]) < processes:
         if time.monotonic() > deadline:
@@ -371,6 +372,8 @@ def train(folder: str) -> None:
                 CONSOLE.print(f"  {name:<16} {last['seconds']:.1f} s, accuracy {last['accuracy']:.3f}")
     finally:
         ray.shutdown()
+        for left in Path(tempfile.gettempdir()).glob("lightning_checkpoints-job_id=*"):  # of RayTrainReportCallback
+            shutil.rmtree(left, ignore_errors=True)
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(found[True], found[False], strict=True)]
     shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
     check(statistics.median(ratios) <= 1 / 3, f"seconds of RayASGDStrategy / RayDDPStrategy: {shown}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "server_address"]
+__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "joined", "parted", "server_address"]
 
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
@@ -13,17 +13,36 @@ SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
 """What ``ASGDStrategy(server=..., run_id=...)`` are if neither is given."""
 
 
+def joined(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parted(place: str) -> tuple[str, int]:
+    """Host and port of what :func:`joined` has made. Raises a ``ValueError`` if it is something else."""
+    host, colon, port = place.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{place!r} has an IPv6 address without brackets")
+    if not (host and colon and port.isdecimal() and int(port) <= 65535):
+        raise ValueError(f"{place!r} is not a host and a port")
+    return host, int(port)
+
+
 def server_address(server: str) -> tuple[str, int]:
     """Host and port of ``"host:port"``, where an IPv6 address has brackets: ``"[fd00::1]:29400"``.
 
     Raises:
         ConfigurationError: it is something else.
     """
-    host, _, port = server.rpartition(":")
-    in_brackets = host.startswith("[") and host.endswith("]")
-    if not (host and port.isdecimal() and 0 < int(port) <= 65535) or (":" in host and not in_brackets):
+    try:
+        host, port = parted(server)
+    except ValueError:
+        port = 0
+    if not port:
         raise ConfigurationError(
             f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it, or "[address]:port" for an '
             "IPv6 address."
         )
-    return host.strip("[]"), int(port)
+    return host, port

@@ -53,5 +53,5 @@ class TrainerShell(Shell):
         take_over(self._trainer, worker, before, versions)
 
     def write_last_checkpoint(self, worker: int, *, main: bool) -> None:
-        """Write one that ``Trainer.fit(ckpt_path=...)`` loads."""
+        """Write a checkpoint that ``Trainer.fit(ckpt_path=...)`` can load."""
         write_last_checkpoint(self._trainer, worker, main=main)

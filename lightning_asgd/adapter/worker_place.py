@@ -59,7 +59,7 @@ class WorkerPlace:
         if len(devices) > 1 and local_rank >= len(devices):
             raise ConfigurationError(
                 f"This worker's local rank is {local_rank}, and its Trainer has {len(devices)} devices. Expected "
-                "one device for every worker of the machine, or one that this worker alone can see."
+                "one device for every worker on the machine, or a single device that only this worker can see."
             )
         return devices[local_rank if len(devices) > 1 else 0]
 
@@ -67,7 +67,7 @@ class WorkerPlace:
 def own_device(given: torch.device, local_rank: int, visible: int) -> torch.device:
     """The device of one process of a machine whose Trainer has ``devices=1``, where Lightning gives all the first one.
 
-    A device that the program chose by its number, and the only one that a process can see, are used as they are given.
+    A device that the program chose by number is used as given, and so is the only device that the process can see.
     """
     if given.index != 0 or local_rank >= visible:
         return given

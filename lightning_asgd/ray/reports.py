@@ -170,7 +170,8 @@ class ReportCallback(CallbackExtension, Extension):  # type: ignore[misc]
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        save = None
-        if self.checkpoints:
-            save = lambda folder: trainer.save_checkpoint(f"{folder}/{CHECKPOINT_FILE}")  # noqa: E731
-        report_metrics(metrics, save)
+
+        def save(folder: str) -> None:
+            trainer.save_checkpoint(f"{folder}/{CHECKPOINT_FILE}")
+
+        report_metrics(metrics, save if self.checkpoints else None)

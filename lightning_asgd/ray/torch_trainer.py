@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import ray.train
 import torch
 from ray.train.backend import Backend
+from ray.train.lightning import RayDDPStrategy
 from ray.train.torch import TorchConfig, get_device
 
 from lightning_asgd.adapter.strategy import ASGDStrategy
@@ -30,8 +32,6 @@ class _ASGDBackend(Backend):  # type: ignore[misc]
 
 def _address() -> tuple[str, int]:
     """An address of the first worker's machine with a port that is free there."""
-    import socket
-
     host = ray.util.get_node_ip_address() or LOOPBACK
     with socket.socket(family_of(host)) as probe:
         probe.bind((host, 0))
@@ -80,11 +80,4 @@ class RayASGDStrategy(ASGDStrategy):
         return device
 
 
-def _be_accepted() -> None:
-    """Let ``prepare_trainer`` take the strategy for one of Ray's: it asks for subclasses of these."""
-    from ray.train.lightning import RayDDPStrategy
-
-    RayDDPStrategy.register(RayASGDStrategy)
-
-
-_be_accepted()
+RayDDPStrategy.register(RayASGDStrategy)  # `prepare_trainer` asks for a subclass of Ray's strategies

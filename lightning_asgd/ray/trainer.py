@@ -158,9 +158,9 @@ class ASGDRun:
         )
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.ray", daemon=True)
         try:
-            self._address = self._host()
+            self._address, self._rendezvous = self._host()
             places = self._places()
-            self._start_servers(places[0])
+            self._start_servers(places[0], self._rendezvous)
             for index in range(plan.least):
                 self._add_worker(PlacementGroupSchedulingStrategy(places[1], placement_group_bundle_index=index))
         except BaseException:
@@ -220,7 +220,8 @@ class ASGDRun:
 
     # ------------------------------------------------------------------ starting
 
-    def _host(self) -> RunAddress:
+    def _host(self) -> tuple[RunAddress, Rendezvous]:
+        """Host the rendezvous in this process."""
         asked, host = self._plan.transport, get_node_ip_address()
         secret = job_secret.given() or secrets.token_hex(32)
         before = os.environ.get(SECRET_ENV)
@@ -230,14 +231,14 @@ class ASGDRun:
             kind = registry.kind_of(name)
             kind.check_available()
             kind.provide_secret(one_machine=False)
-            self._rendezvous = kind.host_rendezvous(host, 0)
+            rendezvous = kind.host_rendezvous(host, 0)
         finally:
             os.environ.pop(SECRET_ENV, None)
             if before is not None:
                 os.environ[SECRET_ENV] = before
         tell = log.info if kind.encrypted else log.warning
         tell("Run %r: transport %s (%s) %s", self._plan.run.name, name, why, who)
-        return RunAddress(host, self._rendezvous.address[1], self._plan.run.name, name, secret)
+        return RunAddress(host, rendezvous.address[1], self._plan.run.name, name, secret), rendezvous
 
     def _places(self) -> list[Any]:
         """Reserve room for the servers, on different nodes if possible, and for the first workers."""
@@ -263,9 +264,8 @@ class ASGDRun:
                 )
         return self._groups
 
-    def _start_servers(self, places: Any) -> None:
-        plan, rendezvous = self._plan, self._rendezvous
-        assert rendezvous is not None  # noqa: S101
+    def _start_servers(self, places: Any, rendezvous: Rendezvous) -> None:
+        plan = self._plan
         for index in range(plan.num_servers):
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
             options = actor_options(plan.resources_per_server, plan.max_restarts, at)
@@ -302,7 +302,7 @@ class ASGDRun:
             return
         worker.stop_at = time.monotonic() + _STOP_S
         ray.get(self._board.stop.remote(worker.number))
-        place = self._places_now().get(worker.number)
+        place = ray.get(self._board.places.remote()).get(worker.number)
         if place is None:  # it has not begun
             worker.stop_at = time.monotonic()
             return
@@ -310,10 +310,6 @@ class ASGDRun:
         at = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": at, "max_retries": 0, **self._environment}
         ray.remote(end_process).options(**options).remote(*process)
-
-    def _places_now(self) -> dict[int, tuple[str, int, str]]:
-        found: dict[int, tuple[str, int, str]] = ray.get(self._board.places.remote())
-        return found
 
     @property
     def _environment(self) -> dict[str, Any]:
@@ -360,7 +356,7 @@ class ASGDRun:
             self._starts[number] = len(times)
             latest, worker = times[-_SHORT_LIVES:], self._workers.get(number)
             lives = [after - before for before, after in itertools.pairwise(latest)]
-            if worker is not None and len(latest) == _SHORT_LIVES and max(lives) < _SHORT_S:
+            if worker is not None and worker.stop_at is None and len(latest) == _SHORT_LIVES and max(lives) < _SHORT_S:
                 text = f"Worker {number} was started {len(times)} times, and died each time within {max(lives):.0f} s."
                 self._failures[number] = LaunchError(f"{text} Expected it to train. Look at its output.")
                 log.warning(text)
@@ -378,9 +374,9 @@ class ASGDRun:
             if how == FINISHED and not self._finished:
                 self._finished = True
                 ray.get(self._board.end.remote())
-                now, begun = time.monotonic(), self._places_now()
+                now = time.monotonic()
                 for other in self._workers.values():
-                    until = now + _END_S if other.number in begun else now
+                    until = now + _END_S if other.number in self._starts else now
                     other.stop_at = until if other.stop_at is None else min(until, other.stop_at)
         self._remove(worker)
 

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
+from lightning_asgd.environment import joined, parted
 from lightning_asgd.errors import LaunchError
 
 __all__ = [
@@ -26,23 +27,6 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 _BACKLOG = 128
-
-
-def joined(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parted(place: str) -> tuple[str, int]:
-    """Host and port of what :func:`joined` has made. Raises a ``ValueError`` if it is something else."""
-    host, colon, port = place.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f"{place!r} has an IPv6 address without brackets")
-    if not (host and colon and port.isdecimal() and int(port) <= 65535):
-        raise ValueError(f"{place!r} is not a host and a port")
-    return host, int(port)
 
 
 class ServerAddress(NamedTuple):
