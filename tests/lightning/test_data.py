@@ -37,8 +37,14 @@ class Numbered(Dataset[Any]):
         return x, y, index
 
 
+def trains_dummy(trainer: pl.Trainer) -> bool:
+    """Whether the update of the present batch will be discarded; see ``LeaseGrant.void``."""
+    session = getattr(trainer.strategy, "fit_session", None)
+    return session is not None and any(batch.void for batch in itertools.islice(session._leases._loading, 1))
+
+
 class Watching(Regression):
-    """Notes the samples that it trains; worker 1 is slow."""
+    """Notes the samples that it trains, dummy batches apart; worker 1 is slow."""
 
     def __init__(self, folder: Path, slow_s: float = 0.03) -> None:
         super().__init__()
@@ -48,7 +54,8 @@ class Watching(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, numbers = batch
-        self.seen.append((self.current_epoch, numbers.tolist()))
+        if not trains_dummy(self.trainer):
+            self.seen.append((self.current_epoch, numbers.tolist()))
         if self.global_rank == 1:
             time.sleep(self.slow_s)
         return super().training_step((x, y), batch_idx)
