@@ -99,7 +99,7 @@ class Layout:
             position = spec.offset
             end = spec.offset + spec.numel
             while position < end:
-                server = self._server_of(spec.group, position)
+                server = self.server_of(spec.group, position)
                 start, stop = self.bounds(server, spec.group)
                 length = min(end, stop) - position
                 if chunk is not None:
@@ -107,7 +107,8 @@ class Layout:
                 yield Piece(index, position - spec.offset, length, server, spec.group, position - start)
                 position += length
 
-    def _server_of(self, group: int, position: int) -> int:
+    def server_of(self, group: int, position: int) -> int:
+        """The server that holds a scalar of ``group``."""
         n = self.groups[group].numel
         server = position * self.num_servers // n
         # Integer division may land one off; the ranges decide.

@@ -49,6 +49,7 @@ _PUBLIC = {
     "Callback": "callbacks",
     "LightningModule": "core",
     "DDPStrategy": "strategies",
+    "ModelParallelStrategy": "strategies",
     "MPSAccelerator": "accelerators",
     "Strategy": "strategies",
     "STRATEGY_REGISTRY": "strategies",

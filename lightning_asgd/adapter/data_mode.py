@@ -16,20 +16,37 @@ __all__ = [
     "accumulation",
     "batch_size_of",
     "count_in",
+    "place_in_batch",
     "set_length",
     "when_data_are_set_up",
     "why_not_shared",
     "why_split",
+    "workers_of",
 ]
 
 
+def place_in_batch(trainer: Any) -> tuple[int, int]:
+    """This process's place among those that share each batch, and their number: those of an island, or one."""
+    place: tuple[int, int] = getattr(trainer.strategy, "place_in_batch", (0, 1))
+    return place
+
+
+def workers_of(trainer: Any) -> int:
+    """How many workers an epoch is for, as Lightning counts it; an island is one."""
+    return 1 if hasattr(trainer.strategy, "place_in_batch") else int(trainer.world_size)
+
+
 def batch_size_of(trainer: Any) -> int:
-    """Samples in this worker's training batches; 0 if the loader does not form them, or there are several loaders."""
+    """Samples in this worker's training batches; 0 if the loader does not form them, or there are several loaders.
+
+    Those of an island are as many as all of its processes train together.
+    """
     loaders = training_loaders(trainer)
     sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
     sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
     endless = expected_batches(trainer) == float("inf")
-    return int(sampler.batch_size) if type(sampler) is BatchSampler and not endless else 0
+    _, ranks = place_in_batch(trainer)
+    return ranks * int(sampler.batch_size) if type(sampler) is BatchSampler and not endless else 0
 
 
 def count_in(trainer: Any, batch: int) -> None:
@@ -39,7 +56,8 @@ def count_in(trainer: Any, batch: int) -> None:
     """
     before = expected_batches(trainer), validates_after(trainer)
     (loader,) = training_loaders(trainer)
-    set_length(trainer, len(loader.batch_sampler.sampler) / batch, drop_last=loader.drop_last)
+    samples = len(loader.batch_sampler.sampler) * place_in_batch(trainer)[1]
+    set_length(trainer, samples / batch, drop_last=loader.drop_last)
     if why_split(trainer, batch) is not None:
         expected_batches.set(trainer, before[0])
         validates_after.set(trainer, before[1])
@@ -66,12 +84,13 @@ def why_split(trainer: Any, batch: int = 0) -> str | None:
         return "the training dataloader has no length"
     if (reason := why_not_shared(trainer)) is not None:
         return reason
-    batches = batches * trainer.world_size  # of one worker, as Lightning has counted
+    workers = workers_of(trainer)
+    batches = batches * workers  # of one worker, as Lightning has counted
     if len(loaders) == 1:  # it may have padded them
         (loader,) = loaders
         batches = min(batches, math.ceil(len(loader.batch_sampler.sampler.dataset) / (batch or loader.batch_size or 1)))
-    if batches // accumulation(trainer, trainer.current_epoch) < trainer.world_size:
-        return f"{batches} batches per epoch are too few for {trainer.world_size} workers"
+    if batches // accumulation(trainer, trainer.current_epoch) < workers:
+        return f"{batches} batches per epoch are too few for {workers} workers"
     return None
 
 
@@ -83,8 +102,9 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
     own = type(getattr(loader.batch_sampler, "inner", loader.batch_sampler)) is not BatchSampler
     if own and not private_names.may_replace_samplers(trainer):
         return "use_distributed_sampler=False, and the training dataloader has a batch sampler of its own"
-    if sampler.num_replicas != trainer.world_size:
-        return f"the sampler divides the samples among {sampler.num_replicas} instead of {trainer.world_size} workers"
+    parts = workers_of(trainer) * place_in_batch(trainer)[1]
+    if sampler.num_replicas != parts:
+        return f"the sampler divides the samples among {sampler.num_replicas} instead of {parts} workers"
     about = f"{type(loader).__name__}, one of {len(training_loaders(trainer))} training dataloaders,"
     if combined and type(loader).__iter__ is not DataLoader.__iter__:
         return f"{about} has its own way to iterate"
@@ -95,6 +115,8 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
 
 def why_not_shared(trainer: Any) -> str | None:
     """Why the workers of a fit cannot share data of any kind; None if they can."""
+    if place_in_batch(trainer)[1] > 1 and not batch_size_of(trainer):
+        return "the processes of an island share batches of samples, and these data are not one dataloader of batches"
     if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
         return "training_step takes the dataloader's iterator"
     if private_names.validation_interval_s(trainer) is not None:

@@ -281,7 +281,7 @@ class FitSession(Participation):
         elif self._trainer.is_global_zero:
             self._collect_samples()
         make_identical(self._collectives, named_state(self._module), mean=True)
-        if self._run is not None and not self._trainer.is_global_zero:
+        if self._run is not None and not self._writes_files:
             self._run.adopt_checkpoints()
         self._choice.end()
         self._membership.end_entries()
@@ -290,6 +290,11 @@ class FitSession(Participation):
             self._messages.end(self.synchronizer.stats)
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def _writes_files(self) -> bool:
+        """Whether this worker writes checkpoints."""
+        return bool(self._trainer.is_global_zero)
 
     @property
     def _writes_alone(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.combined_data import CombinedData
-from lightning_asgd.adapter.data_mode import accumulation
+from lightning_asgd.adapter.data_mode import accumulation, workers_of
 from lightning_asgd.adapter.loop_counters import (
     NEVER,
     BatchSchedules,
@@ -80,7 +80,7 @@ class LeasedLoop:
     ) -> None:
         self.trainer, self.leases, self._data = trainer, leases, data
         self._membership = membership
-        self.workers: int = trainer.world_size
+        self.workers = workers_of(trainer)
         self._share = 1 / self.workers  # this worker's part of the batches that are left, as known last
         self._batch = 1  # units
         self._resumed = dict(resumed)

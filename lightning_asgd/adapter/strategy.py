@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import Extension, rank_zero_warn
+from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
+from lightning_asgd.adapter.island_strategy import become_island
 from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
@@ -88,6 +89,8 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
         run_id: name of that run.
+        island: with ``server``, train on several devices in lock-step, and exchange as one worker: ``"ddp"``, or a
+            ``DDPStrategy`` or ``ModelParallelStrategy`` of Lightning's that says how.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.
         max_offline_steps: steps that a worker takes alone while an exchange is in flight before it waits for the reply.
@@ -146,6 +149,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         transport: str = "auto",
         server: str | None = None,
         run_id: str | None = None,
+        island: Any = None,
         monitor: bool = True,
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
@@ -162,6 +166,12 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         self._job = TrainingJob.of(self.options)
         self._resume = Resumption()
         self._offline = Collectives()  # before a session, and after one of a lone worker
+
+    def _become(self, tree: Tree, accelerator: Any) -> None:
+        if self.options.island is None:
+            super()._become(tree, accelerator)
+        else:
+            become_island(self, tree, accelerator)
 
     # Of the present session, from set-up to teardown.
     _membership: AnyFleet | None = None

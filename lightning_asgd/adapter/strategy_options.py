@@ -35,6 +35,7 @@ class StrategyOptions(JobOptions):
     units: Any
     start_method: str
     monitor: bool
+    island: Any
     accelerator: Any
     parallel_devices: list[torch.device] | None
     cluster_environment: Any
@@ -53,6 +54,28 @@ class StrategyOptions(JobOptions):
         if not isinstance(self.monitor, bool):
             raise ConfigurationError(
                 f"monitor={self.monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."
+            )
+
+        if self.island is not None:
+            self._check_island()
+
+    def _check_island(self) -> None:
+        """Check what was given together with ``island``."""
+        algorithm = self.config.algorithm
+        if self.server is None:
+            raise ConfigurationError(
+                f"island={self.island!r} was given without server=... Expected the address of a run that "
+                "`lightning-asgd serve` hosts, and its run_id: an island attaches to it as one worker."
+            )
+        if self.config.compression is not None:
+            raise ConfigurationError(
+                f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "
+                "of an island send their parts uncompressed."
+            )
+        if algorithm.keep_at_most:
+            raise ConfigurationError(
+                f"{type(algorithm).__name__} was given with island={self.island!r}. Expected an algorithm that keeps "
+                "no samples of the weights."
             )
 
     def _check_attaches(self) -> None:

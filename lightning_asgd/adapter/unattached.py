@@ -11,11 +11,11 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import TREES, Tree, tree_of
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["StrategyExtension", "Unattached", "let_several_trainers_take", "unattached"]
+__all__ = ["StrategyExtension", "Takeable", "Unattached", "let_several_trainers_take", "unattached"]
 
 
-class StrategyExtension(private_names.StrategyHooks):
-    """Base of a strategy: an object that a program makes is unattached, see :class:`Unattached`."""
+class Takeable:
+    """A strategy that Trainers take: an object that a program makes is unattached, see :class:`Unattached`."""
 
     # Not in the strategy's own class: tools that look for its arguments would find these instead of __init__'s.
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -41,8 +41,17 @@ class StrategyExtension(private_names.StrategyHooks):
         _check_supports(self, tree, accelerator)
         strategy: Any = self
         _change_hands(strategy)
+        self._become(tree, accelerator)
+
+    def _become(self, tree: Tree, accelerator: Any) -> None:
+        """Become a strategy of a tree."""
+        strategy: Any = self
         strategy.__class__ = tree.derive(strategy.extension, "DDPStrategy")
         tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
+
+
+class StrategyExtension(private_names.StrategyHooks, Takeable):
+    """Base of a strategy whose workers are one process each."""
 
 
 class Unattached(private_names.UnattachedHooks):
@@ -90,7 +99,7 @@ def let_several_trainers_take(tree: Tree) -> None:
     @functools.wraps(check)
     def check_as_unattached(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = kwargs.get("strategy", args[0] if args else None)
-        if not isinstance(strategy, StrategyExtension):
+        if not isinstance(strategy, Takeable):
             return check(self, *args, **kwargs)
         _check_is_free(strategy)
         before: Any = type(strategy)
@@ -118,7 +127,7 @@ def _change_hands(strategy: Any) -> None:
         _holders[strategy] = _takers.pop(strategy)
 
 
-def _check_supports(strategy: StrategyExtension, tree: Tree, accelerator: Any) -> None:
+def _check_supports(strategy: Takeable, tree: Tree, accelerator: Any) -> None:
     """Raise if a Trainer would have to start several workers on an accelerator for which Lightning starts none."""
     if isinstance(accelerator, tree.MPSAccelerator) and strategy.options.server is None:
         name = type(strategy).__name__

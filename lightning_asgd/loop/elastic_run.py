@@ -112,7 +112,11 @@ class ElasticFleet(Fleet):
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
         self._shell.speak_as(0 if chief else worker)
         if chief and self._begun:
-            self.adopt_checkpoints()
+            self._continue_as_chief()
+
+    def _continue_as_chief(self) -> None:
+        """Write checkpoints as the chief before has."""
+        self.adopt_checkpoints()
 
     def _tell(self, news: str) -> None:
         self.board.note(news)

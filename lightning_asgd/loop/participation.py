@@ -49,6 +49,7 @@ class Participation:
     """
 
     synchronizer: Synchronizer
+    _leases: DataLeases
 
     def __init__(
         self,
@@ -68,8 +69,9 @@ class Participation:
         self._period = 0  # steps between two exchanges, if it follows from the training
         self.samples: list[dict[str, Tensor]] = []
         collective_s = config.timeouts.collective_s
-        self._leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
-        about = self._leases, measure, units, lambda: self._period, lambda: self.optimizers
+        leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
+        self._leases = self._leases_of_loop(leases)
+        about = leases, measure, units, lambda: self._period, lambda: self.optimizers
         self._training = Training(self._reset_nonfinite_state, self._lr, *about, late_steps=late_steps)
 
     @property
@@ -80,6 +82,10 @@ class Participation:
     def _first_progress(self) -> dict[str, Any] | None:
         """Where training begins, for workers that join meanwhile; None at the very beginning."""
         raise NotImplementedError
+
+    def _leases_of_loop(self, leases: DataLeases) -> Any:
+        """The leases as the training loop sees them."""
+        return leases
 
     @property
     def _collectives(self) -> Collectives:
@@ -93,13 +99,17 @@ class Participation:
         start = Start(versions, fill=True if run is not None else None)
         if entry is not None:
             start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
-        client, collectives = membership.client, membership.collectives
-        synchronizer = set_up(client, collectives, module, self._config, self._training, start)
+        synchronizer = self._enter(start)
         exchanged = {spec.name for spec in synchronizer.layout.tensors}
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
         membership.share_first_values(synchronizer.layout, constants, self._first_progress)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         return synchronizer
+
+    def _enter(self, start: Start) -> Synchronizer:
+        """Lay the module out over the servers, and take their weights."""
+        about = self._membership.client, self._membership.collectives, self._module
+        return set_up(*about, self._config, self._training, start)
 
     def set_up_again(self) -> None:
         """Allocate the module's shards again, with the chief's weights. All workers call it together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_asgd.protocol import (
     collective_messages,
+    island_messages,
     lease_messages,
     metric_messages,
     recovery_messages,
@@ -15,6 +16,7 @@ from lightning_asgd.protocol import (
     update_messages,
 )
 from lightning_asgd.protocol.collective_messages import *
+from lightning_asgd.protocol.island_messages import *
 from lightning_asgd.protocol.lease_messages import *
 from lightning_asgd.protocol.metric_messages import *
 from lightning_asgd.protocol.recovery_messages import *
@@ -24,6 +26,7 @@ from lightning_asgd.protocol.update_messages import *
 
 __all__ = ["Request"]
 __all__ += collective_messages.__all__
+__all__ += island_messages.__all__
 __all__ += lease_messages.__all__
 __all__ += metric_messages.__all__
 __all__ += recovery_messages.__all__

@@ -48,6 +48,7 @@ class InitShard(Request):
     shared: SharedRef | None = None  # block through which this worker will exchange, None for by-value messages
     fragment: int = 0  # number of the part of the module that the shard holds its share of
     compression: Any = None  # code of what is sent by value (`Compression`); None for none
+    in_parts: bool = False  # whether the processes of an island have brought the initial values: see `InitPart`
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ class Exchange(Request):
     # Samples of one of the worker's batches, or what a step of this push has trained in samples or tokens; 0 if it does
     # not know.
     batch: float = 0.0
+    # Of an island: the number of this exchange, whose update its processes send and whose weights they receive: see
+    # `ExchangePart`. 0 for a worker of one process.
+    island: int = 0
 
 
 def nbytes(parts: Sequence[Tensor | Sequence[Tensor]]) -> int:

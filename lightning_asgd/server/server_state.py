@@ -180,7 +180,7 @@ class ServerState:
             )
         elastic = bool(self.registry.name)
         new = message.fragment not in session.shards
-        if elastic and message.weights is not None:
+        if elastic and (message.weights is not None or message.in_parts):
             if session.members.index == 0:
                 self.registry.check_bootstraps(message.worker)
             new = True  # a worker that began to bootstrap the run before, and died, may have had others

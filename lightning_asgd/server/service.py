@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, ServerLostError, WorkerAwayError, WorkerLostError
@@ -21,9 +22,11 @@ from lightning_asgd.protocol import (
     Contribution,
     DisconnectWatch,
     Exchange,
+    ExchangePart,
     Failure,
     Heartbeat,
     HeartbeatReply,
+    InitPart,
     InitShard,
     Join,
     Joined,
@@ -83,7 +86,9 @@ class Service:
             Join: self._join,
             Heartbeat: self._heartbeat,
             InitShard: self._initialise,
+            InitPart: lambda message: self._current(message.session).islands.open(message),
             Exchange: self._exchange,
+            ExchangePart: self._exchange,
             LayerGradient: self._average,
             Contribution: self._contribute,
             OpenEpoch: self._open_epoch,
@@ -92,8 +97,8 @@ class Service:
             DisconnectWatch: self._watch,
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
-            Samples: lambda message: self._current(message.session).samples,
             StatusRequest: self._status,
+            Samples: lambda message: self._current(message.session).samples,
             ShardState: lambda message: self._current(message.session).shard_state(message),
         }
 
@@ -225,19 +230,29 @@ class Service:
         self._members_changed(self._current(message.session))
         return shared
 
-    def _exchange(self, message: Exchange) -> Any:
+    def _exchange(self, message: Exchange | ExchangePart) -> Any:
         session = self._heard(message.session, message.worker)
-        if message.push:
+        if isinstance(message, Exchange) and message.push and not message.island:
             session.members.check(message.worker)
-        session.have_weights.add(message.worker)
-        if self.state.recovery.phase.lost:
+        if self.state.recovery.phase.lost and isinstance(message, Exchange):
+            session.have_weights.add(message.worker)
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
+        if isinstance(message, Exchange) and not message.island:
+            session.have_weights.add(message.worker)
+            update = session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
+            return self._apply(session, message, update)
+        future = session.islands.take(message, shard.groups, lambda w: self._apply(session, w.message, w.buffer))
+        return future.value() if future.done() else future
+
+    def _apply(self, session: SessionState, message: Exchange, update: tuple[Tensor, ...] | None) -> Any:
+        """Exchange with a shard: the reply, or a future of it."""
+        if message.push and message.island:
+            session.members.check(message.worker)
         begun = self._clock()
-        update = session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
-        due = shard.exchange(message, update)
+        due = session.shards[message.fragment].exchange(message, update)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
         return self._complete(due, message, begun)
@@ -420,17 +435,10 @@ class Service:
         for request, reply in due:
             if session is None or (request is not received and request not in self._pending):
                 continue  # it failed when the session ended
-            members = session.members
-            if isinstance(reply, Reply):
-                reply = replace(reply, weights=session.buffers.encode(request, reply))
-                if request.fetch:
-                    epoch, done = self.state.epochs.done
-                    reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
-                    reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
-                if begun is not None:
-                    reply = replace(reply, busy_s=self._clock() - begun)
-            elif isinstance(reply, LeaseGrant):
-                reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
+            if isinstance(reply, Reply | LeaseGrant):
+                reply = session.complete(request, reply, self.state.epochs.done)
+            if begun is not None and isinstance(reply, Reply):
+                reply = replace(reply, busy_s=self._clock() - begun)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:
@@ -447,4 +455,5 @@ class Service:
                 self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
         if self.session is not None:
             self.session.buffers.clear()
+            self.session.islands.clear()
         self.state.session = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +16,14 @@ from lightning_asgd.protocol import (
     InitShard,
     Join,
     Joined,
+    LeaseGrant,
     ReplicaState,
+    Reply,
     ShardState,
     WorkerMetrics,
 )
 from lightning_asgd.server.collective_table import CollectiveTable
+from lightning_asgd.server.island_parts import IslandParts
 from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -42,6 +45,7 @@ class SessionState:
     shards: dict[int, Shard] = field(default_factory=dict)  # by fragment
     means: Means = field(default_factory=Means)
     buffers: Buffers = field(default_factory=Buffers)
+    islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
 
     def __post_init__(self) -> None:
@@ -98,6 +102,10 @@ class SessionState:
                 f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
                 "the same arguments of ASGDStrategy on every worker."
             )
+        if message.in_parts:
+            message = replace(
+                message, weights=self.islands.first_weights(message.worker, message.fragment, shard.groups)
+            )
         if message.weights is not None:
             shard.initialise(message.weights, message.version)
         return self.buffers.open(message)
@@ -122,6 +130,18 @@ class SessionState:
             due += shard.update_members(self.members.living)
         return due
 
+    def complete(
+        self, request: Any, reply: Reply | LeaseGrant, done: tuple[str, tuple[tuple[int, int], ...]]
+    ) -> Reply | LeaseGrant:
+        """A reply with what it says of the session; ``done`` are an epoch and the units of it that are done."""
+        members = self.members
+        if isinstance(reply, Reply):
+            reply = replace(reply, weights=self.buffers.encode(request, reply))
+            if not request.fetch:
+                return reply
+            reply = replace(reply, epoch=done[0], done=done[1], stopped=self.collectives.stopped)
+        return replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
+
     def replace(self, message: Join, now: float) -> list[Completion]:
         """Have another process replace a worker that has died or is silent."""
         due = self.collectives.replace(message.worker, message.process, now)
@@ -129,6 +149,7 @@ class SessionState:
             shard.forget(message.worker, replaced=True)
         self.have_weights.discard(message.worker)
         self.buffers.forget(message.worker)
+        self.islands.forget(message.worker)
         return due
 
     def joined(self, worker: int, *, late: bool) -> Joined:
@@ -145,6 +166,7 @@ class SessionState:
                 shard.forget(worker)
             self.have_weights.discard(worker)
         self.buffers.forget(worker)
+        self.islands.forget(worker)
 
     def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
         """What is to be written down of the session, once the copies that are returned too are done."""

@@ -59,20 +59,24 @@ class ShardClient:
         weights: Sequence[tuple[Tensor, ...]] | None = None,
         versions: Sequence[int] | None = None,
         compression: Compression | None = None,
+        in_parts: bool = False,
     ) -> list[bool]:
         """Allocate the shards, and fill them if ``weights`` are given: per server, one tensor per group.
 
-        Returns, per server, whether it sees the block of memory that is ``shared`` with it.
+        With ``in_parts`` they are filled with what the processes of an island have brought. Returns, per server,
+        whether it sees the block of memory that is ``shared`` with it.
         """
-        connection, about = self.connection, (self.fragment, compression)
+        connection = self.connection
         groups = [layout.shard(s) for s in connection.servers]
         self._shard_nbytes = [layout.shard_nbytes(s) for s in connection.servers]
         messages = []
         for s in connection.servers:
             first = None if weights is None else weights[s]
             version = 0 if versions is None else versions[s]
+            about = self.fragment, compression
             messages.append(InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about))
         self._allocations = [replace(message, weights=None, version=0) for message in messages]
+        messages = [replace(message, in_parts=in_parts) for message in messages]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
         first_seen = bool(connection.result(COORDINATOR, connection.post(COORDINATOR, messages[COORDINATOR])))
         futures = [connection.post(s, messages[s]) for s in connection.servers if s != COORDINATOR]

@@ -29,7 +29,16 @@ from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 
-__all__ = ["Start", "make_identical", "named_state", "newly_trainable", "set_up"]
+__all__ = [
+    "Start",
+    "check_shapes",
+    "exchanged_tensors",
+    "fragments_of",
+    "make_identical",
+    "named_state",
+    "newly_trainable",
+    "set_up",
+]
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ def set_up(
     """
     start, training = start or Start(), training or Training()
     state = named_state(module)
-    _check_shapes(state)
-    trainable, buffers = _exchanged(module, state)
+    check_shapes(state)
+    trainable, buffers = exchanged_tensors(module, state)
     algorithm, num_servers = config.algorithm, len(client.connection.servers)
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
@@ -84,7 +93,7 @@ def set_up(
             lambda: make_identical(collectives, named_state(module), mean=True),
             one_machine=_on_one_machine(collectives),
         )
-    parts = _fragments(trainable, buffers, algorithm.fragments, num_servers)
+    parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers)
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
@@ -103,7 +112,8 @@ def _on_one_machine(collectives: Collectives) -> bool:
     return len(hosts) == 1 and "" not in hosts
 
 
-def _check_shapes(state: Mapping[str, Tensor]) -> None:
+def check_shapes(state: Mapping[str, Tensor]) -> None:
+    """Raise a :class:`ConfigurationError` for a parameter without a shape."""
     for name, tensor in state.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
@@ -112,7 +122,7 @@ def _check_shapes(state: Mapping[str, Tensor]) -> None:
             )
 
 
-def _exchanged(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def exchanged_tensors(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's parameters and buffers that are exchanged."""
     persistent = set(module.state_dict())
     # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
@@ -143,7 +153,7 @@ def _fill(
     return shards, replica
 
 
-def _fragments(
+def fragments_of(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], number: int, num_servers: int
 ) -> list[Layout]:
     """One layout per fragment: parameters are dealt out round-robin; buffers go with the first."""

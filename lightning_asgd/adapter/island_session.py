@@ -1,0 +1,65 @@
+"""One fit of one process of an island: what :class:`FitSession` does, together with the island's other processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
+from lightning_asgd.adapter.fit_session import FitSession
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.island_fleet import IslandFleet
+from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.island_leases import IslandLeases
+from lightning_asgd.islands.island_synchronizer import set_up_island
+from lightning_asgd.protocol import SyncReport
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.trained_units import TrainedUnits
+from lightning_asgd.worker.worker_setup import Start
+
+__all__ = ["IslandSession"]
+
+
+class IslandSession(FitSession):
+    """See :class:`FitSession`; ``place`` is this process's place among those that share a batch, and their number."""
+
+    _membership: IslandFleet
+
+    def __init__(
+        self,
+        group: IslandGroup,
+        place: tuple[int, int],
+        trainer: Any,
+        membership: IslandFleet,
+        config: ExchangeConfig,
+        resume: Resumption,
+        units: TrainedUnits,
+    ) -> None:
+        self._group, self._place = group, place
+        super().__init__(trainer, membership, config, resume, units, split=False)
+
+    def _leases_of_loop(self, leases: DataLeases) -> IslandLeases:
+        return IslandLeases(self._group, leases, self._place)
+
+    def _enter(self, start: Start) -> Synchronizer:
+        membership = self._membership
+        about = self._group, self._module, membership.connection, membership.process, membership.client
+        return set_up_island(*about, self._config, self._training, start)
+
+    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> dict[int, SyncReport]:
+        meet = super()._meet
+        return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
+
+    @property
+    def _writes_files(self) -> bool:
+        return self._membership.writes()
+
+    def _note_losses(self) -> None:
+        if self._group.leads:
+            super()._note_losses()
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Add what a fit needs to resume. All processes of the island call it together."""
+        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, self.synchronizer.state(), {})
+        self.data.save(entry, checkpoint["loops"]["fit_loop"], None)
+        checkpoint[KEY] = entry

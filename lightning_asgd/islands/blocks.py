@@ -1,0 +1,159 @@
+"""Which scalars of a module each process of an island exchanges with the servers. Pure: no network, no process group.
+
+A process holds a *block* of every tensor: all of it under DDP, a part of it where the tensor is sharded. Processes that
+hold the same block exchange equal parts of it. So each scalar travels once, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.layout import Groups, Layout, Piece, Role, TensorSpec, dtype_from_name
+
+__all__ = ["Block", "PartLayout", "Run", "holders_of", "part_layout"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a tensor that one process holds: where it begins in each dimension, and its shape."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Scalars in it."""
+        return math.prod(self.shape)
+
+    def runs(self, whole: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Scalars ``first`` to ``last`` of the flattened block, as runs that are contiguous in the ``whole`` tensor.
+
+        Each is its beginning in the block, its beginning in the whole tensor, and its length.
+        """
+        if first >= last:
+            return
+        partial = [d for d, n in enumerate(whole) if self.shape[d] != n]
+        cut = max(partial, default=0)  # all dimensions after it are whole
+        length = math.prod(self.shape[cut:])
+        for number in range(first // length, -(-last // length)):
+            rest, place, stride = number, 0, math.prod(whole[cut:])
+            for d in reversed(range(cut)):
+                rest, index = divmod(rest, self.shape[d])
+                place += (self.begin[d] + index) * stride
+                stride *= whole[d]
+            if whole:
+                place += self.begin[cut] * math.prod(whole[cut + 1 :])
+            a, b = max(first, number * length), min(last, (number + 1) * length)
+            yield a, place + a - number * length, b - a
+
+
+@dataclass(frozen=True)
+class Run:
+    """Scalars that are contiguous in a process's block of a tensor, and in the tensor."""
+
+    tensor: int  # its index in the layout
+    start: int  # first scalar in the flattened block
+    place: int  # first scalar in the flattened tensor
+    length: int
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """What one process exchanges, in the form of a :class:`~lightning_asgd.layout.Layout` of its own.
+
+    A shard is here what the process exchanges with that server: its runs, one after the other.
+    """
+
+    whole: Layout
+    blocks: tuple[tuple[int, ...], ...]  # the shape of the process's block of each tensor
+    runs: tuple[Run, ...]  # in the order of the whole layout
+
+    @property
+    def groups(self) -> tuple[object, ...]:
+        """Those of the whole layout; the numbers of their scalars too."""
+        return self.whole.groups
+
+    @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return self.whole.num_servers
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors with the shapes that this process holds."""
+        return tuple(
+            TensorSpec(spec.name, shape, spec.group, spec.offset, math.prod(shape))
+            for spec, shape in zip(self.whole.tensors, self.blocks, strict=True)
+        )
+
+    def shard(self, server: int) -> Groups:
+        """``(role, dtype name, number of scalars)`` per group."""
+        sizes = (sum(last - first for first, last in each) for each in self.ranges(server))
+        return tuple((g.role, g.dtype, n) for g, n in zip(self.whole.groups, sizes, strict=True))
+
+    def shard_nbytes(self, server: int) -> int:
+        """Bytes that the process exchanges with a server, each way."""
+        return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in self.shard(server))
+
+    def ranges(self, server: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per group, the ranges of the server's shard that this process exchanges."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.whole.groups]
+        for piece, place in self._placed(None):
+            if piece.server == server:
+                ranges = found[piece.group]
+                if ranges and ranges[-1][1] == place:
+                    ranges[-1] = (ranges[-1][0], place + piece.length)
+                else:
+                    ranges.append((place, place + piece.length))
+        return tuple(map(tuple, found))
+
+    def pieces(self, chunk: int | None = None) -> Iterator[Piece]:
+        """The runs, cut at the servers' boundaries and into at most ``chunk`` scalars; offsets are in :meth:`shard`."""
+        return (piece for piece, _ in self._placed(chunk))
+
+    def _placed(self, chunk: int | None) -> Iterator[tuple[Piece, int]]:
+        """The pieces, and where each begins in the server's own shard."""
+        filled: dict[tuple[int, int], int] = {}
+        for run in self.runs:
+            spec = self.whole.tensors[run.tensor]
+            place, start, left = spec.offset + run.place, run.start, run.length
+            while left:
+                server = self.whole.server_of(spec.group, place)
+                first, last = self.whole.bounds(server, spec.group)
+                length = min(left, last - place, chunk or left)
+                offset = filled.get((server, spec.group), 0)
+                yield Piece(run.tensor, start, length, server, spec.group, offset), place - first
+                filled[server, spec.group] = offset + length
+                place, start, left = place + length, start + length, left - length
+
+
+def holders_of(blocks: Sequence[Block], rank: int) -> list[int]:
+    """The processes that hold the same block of a tensor as one of them."""
+    return [other for other, block in enumerate(blocks) if block == blocks[rank]]
+
+
+def part_layout(layout: Layout, blocks: Mapping[str, Sequence[Block]], rank: int) -> PartLayout:
+    """What process ``rank`` of an island exchanges; ``blocks`` are those of all its processes, by tensor.
+
+    Buffers belong to process 0. Raises a :class:`ConfigurationError` if the blocks of a tensor are not all of it.
+    """
+    runs: list[Run] = []
+    for index, spec in enumerate(layout.tensors):
+        held = blocks[spec.name]
+        if layout.groups[spec.group].role is not Role.PARAMETER:
+            held = [held[0], *(Block((), (0,)) for _ in held[1:])]
+        distinct = {block for block in held if block.numel}
+        if sum(block.numel for block in distinct) != spec.numel:
+            raise ConfigurationError(
+                f"The processes of this island hold {sum(block.numel for block in distinct)} scalars of {spec.name!r}, "
+                f"which has {spec.numel}. Expected every scalar in one block: shard parameters along whole dimensions, "
+                "with fully_shard or parallelize_module."
+            )
+        same, block = holders_of(held, rank), held[rank]
+        place, n = same.index(rank), block.numel
+        first, last = n * place // len(same), n * (place + 1) // len(same)
+        runs += [Run(index, *run) for run in block.runs(spec.shape, first, last)]
+    return PartLayout(layout, tuple(blocks[spec.name][rank].shape for spec in layout.tensors), tuple(runs))

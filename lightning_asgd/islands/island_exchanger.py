@@ -1,0 +1,113 @@
+"""The exchanges of an island: what its first process uses in the place of shards and a replica of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.islands.part_exchange import PartExchange
+from lightning_asgd.layout import Layout
+from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.shard_client import ShardClient
+
+__all__ = ["IslandReplica", "IslandShards"]
+
+
+class IslandShards(ShardClient):
+    """Has every process of the island send its part of an exchange, and sends the exchange itself."""
+
+    def __init__(self, client: SessionClient, part: PartExchange) -> None:
+        super().__init__(client, part.fragment)
+        self._part = part
+        self._exchanges = 0
+
+    def fill(self, layout: Layout, algorithm: Algorithm, versions: Sequence[int] | None, *, brings: bool) -> None:
+        """Allocate the shards; if the island ``brings`` their first values, fill them."""
+        self._part.order("init", brings)
+        self.initialise(layout, algorithm, [None for _ in self.connection.servers], versions=versions, in_parts=brings)
+
+    def exchange(
+        self,
+        message: Exchange,
+        base_versions: Sequence[int],
+        updates: Sequence[tuple[Tensor, ...] | None],
+        common: Sequence[str | None] | None = None,
+    ) -> list[Future[Any]]:
+        """See :class:`ShardClient`; the updates are in the processes' parts."""
+        self._exchanges += 1
+        self._part.order("send", self._exchanges, message.push)
+        message = replace(message, island=self._exchanges, fragment=self.fragment)
+        self.latest = [replace(message, base_version=version) for version in base_versions]
+        return [self.connection.post(s, each) for s, each in enumerate(self.latest)]
+
+    def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """None: every process receives its part of them."""
+        return []
+
+    def forget_residuals(self) -> None:
+        """Give up the latest exchange on all processes."""
+        self._part.order("forget")
+
+
+class IslandReplica:
+    """The island's weights, seen as the servers' shards: every process has a replica of its part."""
+
+    remembers = within_bounds = shares_memory = False
+    wire: Sequence[tuple[Tensor, ...]] = ()
+
+    def __init__(self, layout: Layout, part: PartExchange) -> None:
+        self.layout = layout
+        self.blocks = [None] * layout.num_servers
+        self._part = part
+
+    @property
+    def arrived(self) -> bool:
+        """See :class:`~lightning_asgd.worker.replica.Replica`, here and below."""
+        return self._part.replica.arrived
+
+    def await_arrival(self) -> None:
+        """Wait until the update is in host memory."""
+        self._part.replica.await_arrival()
+
+    def took_s(self) -> float:
+        """Device seconds of this process."""
+        return self._part.replica.took_s()
+
+    def updates(self) -> list[None]:
+        """None: they are in the parts."""
+        return [None] * self.layout.num_servers
+
+    def pack(self) -> None:
+        """Write the update to the send buffers."""
+        self._part.order("pack")
+
+    def merge(self, answers: Any, *, pushed: bool = True, fresh: bool = False, alone: bool = False) -> None:
+        """Take the weights, and keep the steps since the push."""
+        self._part.order("merge", pushed, fresh)
+
+    def adopt(self, answers: Any, *, park: bool = False, alone: bool = False) -> None:
+        """Take the weights as they are."""
+        self._part.order("adopt", park)
+
+    def resume(self) -> None:
+        """Bring back what was parked."""
+        self._part.order("resume")
+
+    def accrue(self) -> None:
+        """Note that a step was taken, on this process."""
+        self._part.replica.accrue()
+
+    def distance(self, answers: Any) -> float:
+        """Not measured: no process has all of the weights."""
+        return math.nan
+
+    def close(self) -> None:
+        """Release this process's buffers."""
+        self._part.replica.close()

@@ -1,0 +1,179 @@
+"""An island's membership in an elastic run, as one of its processes sees it: the first one is the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.layout import Layout
+from lightning_asgd.loop.elastic_run import ElasticFleet
+from lightning_asgd.loop.fleet import Fleet
+from lightning_asgd.loop.shell import Shell
+from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.process_name import this_process
+from lightning_asgd.protocol import Policy
+from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.connection import Connection
+
+__all__ = ["IslandFleet"]
+
+T = TypeVar("T")
+
+
+class IslandFleet(ElasticFleet):
+    """Calls the first process's membership on all processes together; see :class:`ElasticFleet`.
+
+    Attributes:
+        connection: of this process, with the first one's number.
+        process: the first process's name.
+    """
+
+    connection: Connection
+    process: str
+
+    def __init__(
+        self,
+        group: IslandGroup,
+        job: TrainingJob,
+        config: ExchangeConfig,
+        policy: Policy,
+        board: MetricsBoard,
+        shell: Shell,
+    ) -> None:
+        self._group = group
+        about = job, config, policy, board, shell
+        if group.leads:
+            super().__init__(*about)
+        else:
+            Fleet.__init__(self, *about, alone=False)
+            self.collectives = Collectives()
+            self.attachment = _NoAttachment()  # type: ignore[assignment]
+            self.client = None  # type: ignore[assignment]
+        self._place = (0, 1)
+        group.on("files", self._shell.adopt_checkpoint_states)
+
+    def _share(self, call: Callable[[], T]) -> T:
+        return self._group.share(call)
+
+    @property
+    def rank(self) -> int:
+        """The first process's; other processes have none of their own."""
+        return super().rank if self._group.leads else self.connection.worker
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the first one of the island that logs and writes checkpoints."""
+        return self._group.leads and super().is_chief
+
+    def writes(self) -> bool:
+        """Whether this is that island. Its processes write a checkpoint together, and ask together."""
+        return self._share(lambda: super(IslandFleet, self).is_chief)
+
+    @property
+    def rank_and_size(self) -> tuple[int, int]:
+        """The island's rank among those that were alive when its epoch began, and their number."""
+        return self._place
+
+    # ------------------------------------------------------------------ joining and leaving
+
+    def join(self) -> None:
+        """Attach the island; connect the other processes."""
+
+        def attach() -> tuple[Any, ...]:
+            super(IslandFleet, self).join()
+            return self.entry, self.client.connection.worker, this_process()
+
+        self.entry, worker, self.process = self._share(attach)
+        if self._group.leads:
+            self.connection = self.client.connection
+        else:
+            timeouts = self._config.timeouts
+            self._job.find_run()
+            about = self._job.connect(), self.session, worker, 0
+            self.connection = Connection(*about, timeout_s=timeouts.exchange_s, patience_s=timeouts.collective_s)
+            self.collectives.phase = Phase.SYNC
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Ask which workers take part."""
+
+        def ask() -> tuple[int, int]:
+            super(IslandFleet, self).begin_epoch()
+            return super(IslandFleet, self).rank_and_size
+
+        self._place = self._share(ask)
+
+    def leave(self) -> None:
+        """Leave the run."""
+        if self._group.leads:
+            super().leave()
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure of the first process; the engine ends the others, or they lose the connection to it."""
+        if self._group.leads:
+            super().fail(error)
+
+    def check_session(self) -> None:
+        """Raise on the first process if the session was ended; the others learn it at the next exchange."""
+        if self._group.leads:
+            super().check_session()
+
+    # ------------------------------------------------------------------ a fit
+
+    def share_first_values(
+        self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
+    ) -> None:
+        """The bootstrap worker's first process publishes its values; all others adopt them."""
+        self._begun = True
+        plain = {name: tensor for name, tensor in constants.items() if not hasattr(tensor, "placements")}
+
+        def publish() -> Any:
+            super(IslandFleet, self).share_first_values(layout, plain, progress)
+            return {name: tensor.detach().cpu() for name, tensor in plain.items()}
+
+        for name, value in self._share(publish).items():
+            plain[name].detach().copy_(value)
+
+    def reference_batch(self, mine: int) -> int:
+        """The batch size of the run's first worker."""
+        return self._share(lambda: super(IslandFleet, self).reference_batch(mine))
+
+    def publish_chief_state(self) -> None:
+        """Publish what the chief knows of its checkpoint files."""
+        if self._group.leads:
+            super().publish_chief_state()
+
+    def adopt_checkpoints(self) -> None:
+        """Know what the chief has published of its files, on every process: they decide together what to write."""
+        files = self._share(lambda: self.attachment.files)
+        if files is not None:
+            self._shell.adopt_checkpoint_states(files)
+
+    def _continue_as_chief(self) -> None:
+        """Write checkpoints as the chief before has. The other processes learn of its files in their next call."""
+        files = self.attachment.files
+        if files is not None:
+            self._shell.adopt_checkpoint_states(files)
+            self._group.order_later("files", files)
+
+    def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
+        """Whether training ends."""
+        stops = self._group.any(should_stop)
+        return self._share(lambda: super(IslandFleet, self).agree_to_stop(stops, progress))
+
+
+class _NoAttachment:
+    """What a process has that is not the island's first."""
+
+    chief = False
+    bootstraps = False
+    between_epochs = False
+    files = None
+
+    def update(self) -> None:
+        """Nothing has changed."""

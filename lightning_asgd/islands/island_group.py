@@ -1,0 +1,161 @@
+"""What the processes of an island do together: the first one decides and talks to the servers, the others follow.
+
+All processes run the same program on different batches, so they make the same calls in the same order. In a call of
+:meth:`IslandGroup.share` the first process does something and the others learn what came of it. Meanwhile it may give
+*orders*, which every process obeys at once, such as to send its part of an update.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["IslandGroup"]
+
+T = TypeVar("T")
+
+_SHORT = 1024  # bytes of a message that are sent without another message about its length
+
+
+@dataclass(frozen=True)
+class _Order:
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+
+
+class IslandGroup:
+    """The processes of one island. Made by all of them together, once torch's default process group exists."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group: Any = dist.new_group(backend="gloo")
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._orders: dict[str, Callable[..., None]] = {}
+        self._later: list[_Order] = []  # that the others obey in the next call of `share`
+        self._shares = False  # whether the first process is within `share`
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the island's first process."""
+        return self.rank == 0
+
+    def on(self, name: str, obey: Callable[..., None]) -> None:
+        """Have this process do something when it is ordered to."""
+        self._orders[name] = obey
+
+    def share(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns or raises on the first process. The others do not call it."""
+        if self._shares:  # the others are obeying already
+            return call()
+        if not self.leads:
+            return self._follow()  # type: ignore[no-any-return]
+        self._shares = True
+        try:
+            for order in self._later:
+                self._send(order)
+            self._later = []
+            value = call()
+        except BaseException as error:
+            self._send(_Outcome(error=_picklable(error)))
+            raise
+        finally:
+            self._shares = False
+        self._send(_Outcome(value))
+        return value
+
+    def order(self, name: str, *arguments: Any) -> None:
+        """Have every process do something, this first one too. To be called within :meth:`share`."""
+        if not self._shares:
+            raise RuntimeError(f"The order {name!r} was given outside of share(): no process is listening.")
+        self._send(_Order(name, arguments))
+        self._orders[name](*arguments)
+
+    def order_later(self, name: str, *arguments: Any) -> None:
+        """Have the other processes do something in the next call of :meth:`share`. Called on the first one alone."""
+        self._later.append(_Order(name, arguments))
+
+    def any(self, decision: bool) -> bool:
+        """Whether it is true on any process. All call it together."""
+        if self._shares:
+            return decision
+        flag = torch.tensor(int(decision))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, by rank. All call it together."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all processes. All call it together, also within an order."""
+        dist.barrier(group=self._group)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """Some of the processes. All processes make the same ones in the same order."""
+        if ranks == tuple(range(self.size)):
+            return self._group
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = dist.new_group(list(ranks), backend="gloo")
+        return self._subgroups[ranks]
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> None:
+        """Give a tensor's values on one of some processes to the others, in place. It is on the CPU."""
+        dist.broadcast(tensor, source, group=self.subgroup(ranks))
+
+    def close(self) -> None:
+        """Forget the orders."""
+        self._orders.clear()
+
+    def _follow(self) -> Any:
+        while True:
+            got = self._receive()
+            if isinstance(got, _Order):
+                self._orders[got.name](*got.arguments)
+            elif got.error is not None:
+                raise got.error
+            else:
+                return got.value
+
+    def _send(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        head = torch.zeros(_SHORT, dtype=torch.uint8)
+        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        head[8 : 8 + min(len(data), _SHORT - 8)] = body[: _SHORT - 8]
+        dist.broadcast(head, 0, group=self._group)
+        if len(data) > _SHORT - 8:
+            dist.broadcast(body[_SHORT - 8 :].clone(), 0, group=self._group)
+
+    def _receive(self) -> Any:
+        head = torch.empty(_SHORT, dtype=torch.uint8)
+        dist.broadcast(head, 0, group=self._group)
+        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
+        data = head[8 : 8 + min(length, _SHORT - 8)].numpy().tobytes()
+        if length > _SHORT - 8:
+            rest = torch.empty(length - (_SHORT - 8), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self._group)
+            data += rest.numpy().tobytes()
+        return pickle.loads(data)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The error as the other processes raise it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__} on the island's first process: {error}")
+    return error

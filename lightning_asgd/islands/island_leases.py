@@ -1,0 +1,129 @@
+"""An island's leases, as one of its processes sees them: each trains a part of every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.lease_plan import Plan
+
+__all__ = ["IslandLeases", "part_of"]
+
+T = TypeVar("T")
+
+_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share", "own")
+
+
+class IslandLeases:
+    """Calls the first process's leases on all processes together; see :class:`DataLeases`.
+
+    Args:
+        leases: the first process's; those of the others ask for nothing.
+        place: this process's place among those that share a batch, and their number.
+    """
+
+    def __init__(self, group: IslandGroup, leases: DataLeases, place: tuple[int, int]) -> None:
+        self._group, self._leases, self._place = group, leases, place
+        self._facts: dict[str, Any] = {"opened": ""}
+        self._plan: Plan | None = None
+
+    def _together(self, call: Callable[[DataLeases], T]) -> T:
+        """Call the first process's, and note on all where it stands then."""
+
+        def lead() -> tuple[T, dict[str, Any]]:
+            value = call(self._leases)
+            return value, {name: getattr(self._leases, name) for name in _FACTS} if self._leases.opened else {
+                "opened": ""
+            }
+
+        value, self._facts = self._group.share(lead)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FACTS:
+            return self._facts[name]
+        return getattr(self._leases, name)  # seconds waited: this process's own
+
+    @property
+    def batch(self) -> int:
+        """Samples of one of the island's batches."""
+        return self._leases.batch
+
+    @batch.setter
+    def batch(self, batch: int) -> None:
+        self._leases.batch = batch
+
+    @property
+    def plan(self) -> Plan:
+        """The present epoch."""
+        if self._plan is None:
+            raise RuntimeError("no epoch was opened")
+        return self._plan
+
+    def reset(self) -> None:
+        """Forget the present epoch."""
+        self._plan, self._facts = None, {"opened": ""}
+        self._leases.reset()
+
+    def open(self, plan: Plan) -> None:
+        """Begin an epoch, or begin to load the rest of it again."""
+        self._plan = plan
+        self._together(lambda leases: leases.open(plan))
+
+    def take(self) -> Any:
+        """This process's part of the next batch; None if there is none now."""
+        samples = self._together(lambda leases: leases.take())
+        return None if samples is None else part_of(samples, *self._place)
+
+    def accumulate(self, batches: int) -> None:
+        """Set the number of batches per step."""
+        self._together(lambda leases: leases.accumulate(batches))
+
+    def begin_batch(self) -> None:
+        """A batch is about to be trained."""
+        if self._group.leads:
+            self._leases.begin_batch()
+
+    def end_batch(self, steps: int) -> bool:
+        """Note its end."""
+        return self._together(lambda leases: leases.end_batch(steps))
+
+    def more(self, acknowledged: int) -> bool:
+        """Whether there is another batch."""
+        return self._together(lambda leases: leases.more(acknowledged))
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """Measure the final push."""
+        if not self._group.leads:
+            yield
+            return
+        with self._leases.flushing():
+            yield
+
+    def wait(self, acknowledged: int) -> bool:
+        """Wait until all have trained the segment."""
+        return self._together(lambda leases: leases.wait(acknowledged))
+
+    def next_interval(self) -> None:
+        """Move on to the next segment."""
+        self._together(lambda leases: leases.next_interval())
+
+    def stop(self, acknowledged: int, *, halt: bool = False) -> None:
+        """Train no more of this epoch."""
+        self._together(lambda leases: leases.stop(acknowledged, halt=halt))
+
+    def done(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of units that are done, of all workers."""
+        return self._together(lambda leases: leases.done())
+
+
+def part_of(samples: list[Any], number: int, count: int) -> list[Any]:
+    """The part of a batch that one of ``count`` processes trains, as a distributed sampler cuts it.
+
+    A batch with fewer samples than processes is repeated: every process takes every step.
+    """
+    return [samples[number % len(samples)]] if len(samples) <= number else samples[number::count]

@@ -1,0 +1,201 @@
+"""An island's exchanges as one of its processes sees them, and how an island enters a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.blocks import part_layout
+from lightning_asgd.islands.island_exchanger import IslandReplica, IslandShards
+from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.local_tensors import block_of, local_places, reshard
+from lightning_asgd.islands.part_exchange import Copies, PartExchange
+from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, Waits, run
+from lightning_asgd.worker.worker_setup import Start, check_shapes, exchanged_tensors, fragments_of, named_state
+
+__all__ = ["IslandSynchronizer", "set_up_island"]
+
+
+class IslandSynchronizer(Synchronizer):
+    """Calls the first process's exchanger on all processes together; see :class:`Synchronizer`."""
+
+    def __init__(
+        self, group: IslandGroup, layout: Layout, parts: Sequence[PartExchange], exchanger: Exchanger | None
+    ) -> None:
+        self.layout, self._group, self._parts, self._exchanger = layout, group, parts, exchanger
+        self._stats = ExchangeStats() if exchanger is None else exchanger.stats
+        self._versions: Sequence[int] = ()
+        self._unacknowledged = 0
+        self._moved = False
+        self._note(group.share(lambda: self._state))
+
+    @property
+    def _state(self) -> tuple[list[int], bool, int]:
+        exchanger = self._exchanger
+        return ([], False, 0) if exchanger is None else (exchanger.versions, exchanger.moved, exchanger.unacknowledged)
+
+    def _note(self, state: tuple[list[int], bool, int]) -> None:
+        self._versions, self._moved, self._unacknowledged = state
+
+    def _together(self, call: Callable[[Exchanger], Waits]) -> Waits:
+        exchanger = self._exchanger
+
+        def lead() -> tuple[list[int], bool, int]:
+            if exchanger is not None:
+                run(call(exchanger))
+            return self._state
+
+        self._note(self._group.share(lead))
+        return ()
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """The island's on its first process; on the others only the steps are counted."""
+        return self._stats if self._exchanger is None else self._exchanger.stats
+
+    @stats.setter
+    def stats(self, stats: ExchangeStats) -> None:
+        self._stats = stats
+        if self._exchanger is not None:
+            self._exchanger.stats = stats
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """See :class:`Synchronizer`, here and below."""
+        return self._versions
+
+    @property
+    def moved(self) -> bool:
+        """Whether steps were taken since the last fetch."""
+        return self._moved
+
+    @property
+    def unacknowledged(self) -> int:
+        """Steps that servers have not acknowledged, as known last."""
+        return self._unacknowledged
+
+    @property
+    def constants(self) -> bytes:
+        """Not compared: workers of an elastic run take the first one's."""
+        return b""
+
+    def begin(self) -> Waits:
+        """Leave a sync point."""
+        return self._together(lambda exchanger: exchanger.begin())
+
+    def count_step(self) -> None:
+        """Note a step, on every process."""
+        self._moved = True
+        self._unacknowledged += 1
+        if self._exchanger is not None:
+            self._exchanger.count_step()
+            return
+        self._stats.steps += 1
+        for part in self._parts:
+            part.replica.accrue()
+
+    def advance(self) -> Waits:
+        """Do what is due between two batches."""
+        return self._together(lambda exchanger: exchanger.advance())
+
+    def flush(self) -> Waits:
+        """Complete the exchange in flight and push the rest."""
+        return self._together(lambda exchanger: exchanger.flush())
+
+    def fetch(self, *, park: bool = False) -> Waits:
+        """Adopt the servers' weights."""
+        return self._together(lambda exchanger: exchanger.fetch(park=park))
+
+    def come_back(self) -> Waits:
+        """Rejoin with the servers' weights."""
+        return self._together(lambda exchanger: exchanger.come_back())
+
+    def catch_up(self) -> dict[str, Tensor]:
+        """Nothing: a checkpoint of an island holds its own weights, which every process has its blocks of."""
+        return {}
+
+    peek = catch_up
+
+    def state(self) -> list[list[Any]]:
+        """What the servers keep beside the weights; on the first process."""
+        return [] if self._exchanger is None else self._exchanger.state()
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """Restore it; called on the first process."""
+        if self._exchanger is not None:
+            self._exchanger.restore(state)
+
+    def close(self) -> None:
+        """Release this process's buffers."""
+        for part in self._parts:
+            part.replica.close()
+
+
+def set_up_island(
+    group: IslandGroup,
+    module: Module,
+    connection: Connection,
+    process: str,
+    client: SessionClient | None,
+    config: ExchangeConfig,
+    training: Training,
+    start: Start,
+) -> IslandSynchronizer:
+    """Lay the module out over the servers, fill them if the island brings the first weights, and take theirs.
+
+    All processes of the island call it together. ``client`` is the first process's. See
+    :func:`~lightning_asgd.worker.worker_setup.set_up` for the other arguments and errors.
+    """
+    state = named_state(module)
+    check_shapes(state)
+    trainable, buffers = exchanged_tensors(module, state)
+    algorithm, num_servers = config.algorithm, len(connection.servers)
+    layout = build_layout(trainable.items(), buffers.items(), num_servers)
+    if start.layout is not None:
+        layout.check_same(start.layout, f"worker {connection.worker}", "the run")
+    mine = {name: block_of(name, tensor) for name, tensor in (trainable | buffers).items()}
+    gathered = group.gather(mine)
+    blocks = {name: [each[name] for each in gathered] for name in mine}
+    modules = list(module.modules())
+    parts, fragments = [], fragments_of(trainable, buffers, algorithm.fragments, num_servers)
+    reshard(modules)
+    for number, fragment in enumerate(fragments):
+        held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)
+        replica = replica_for(algorithm, held, places, [None] * num_servers)  # type: ignore[arg-type]
+        copies = Copies(group, held, places, blocks)
+        about = group, connection, process, number, held, replica, copies
+        parts.append(PartExchange(*about, lambda: reshard(modules)))
+
+    def lead() -> Exchanger | None:
+        if client is None:
+            return None
+        filled: list[tuple[Any, Any]] = []
+        for fragment, part in zip(fragments, parts, strict=True):
+            shards = IslandShards(client, part)
+            shards.fill(fragment, algorithm, start.versions, brings=bool(start.fill))
+            filled.append((shards, IslandReplica(fragment, part)))
+        exchanger = Exchanger(layout, filled, config, training)
+        run(exchanger.fetch(together=False))
+        exchanger.stats = ExchangeStats()
+        made.append(exchanger)
+        return None
+
+    made: list[Exchanger] = []
+    group.share(lead)
+    return IslandSynchronizer(group, layout, parts, made[0] if made else None)
+
+
+def constants_of(module: Module, layout: Layout) -> Mapping[str, Tensor]:
+    """The module's tensors that are not exchanged, apart from sharded ones."""
+    known = {spec.name for spec in layout.tensors}
+    return {n: t for n, t in named_state(module).items() if n not in known and not hasattr(t, "placements")}

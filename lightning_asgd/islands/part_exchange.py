@@ -1,0 +1,174 @@
+"""One process's part of its island's exchanges: what it sends to the servers, and what it does with the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
+from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import ExchangePart, InitPart, Part
+from lightning_asgd.worker.connection import Connection, done_within
+from lightning_asgd.worker.replica import Place, Replica
+
+__all__ = ["Copies", "PartExchange"]
+
+
+class Copies:
+    """The scalars that several processes of an island hold, each of which one of them exchanges."""
+
+    def __init__(
+        self, group: IslandGroup, layout: PartLayout, places: Sequence[Place], blocks: Mapping[str, Sequence[Block]]
+    ) -> None:
+        self._group, self._places = group, places
+        self._sets: dict[tuple[bool, tuple[int, ...], torch.dtype], list[tuple[int, list[slice]]]] = {}
+        for index, spec in enumerate(layout.whole.tensors):
+            held = blocks[spec.name]
+            buffer = layout.whole.groups[spec.group].role is not Role.PARAMETER
+            for rank in range(group.size):
+                same = tuple(range(group.size)) if buffer else tuple(holders_of(held, rank))
+                if len(same) == 1 or same[0] != rank:
+                    continue
+                group.subgroup(same)  # all processes make it
+                if group.rank not in same:
+                    continue
+                n, count = held[rank].numel, len(same)
+                cuts = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
+                if buffer:  # the first process exchanges them
+                    cuts = [slice(0, n), *(slice(n, n) for _ in same[1:])]
+                dtype = places[index][0][places[index][1]].data.dtype
+                self._sets.setdefault((buffer, same, dtype), []).append((index, cuts))
+
+    def spread(self, *, buffers: bool) -> None:
+        """Give every scalar's value on the process that exchanges it to the others that hold it."""
+        with torch.no_grad():
+            for (buffer, same, _), tensors in self._sets.items():
+                if not buffer or buffers:
+                    flat = [(place[key].data, cuts) for index, cuts in tensors for place, key in [self._places[index]]]
+                    for number, source in enumerate(same):
+                        self._send(same, source, [(tensor, cuts[number]) for tensor, cuts in flat])
+
+    def _send(self, same: tuple[int, ...], source: int, parts: list[tuple[Tensor, slice]]) -> None:
+        parts = [(tensor, cut) for tensor, cut in parts if cut.start < cut.stop]
+        if not parts:
+            return
+        mine = source == self._group.rank
+        if mine:
+            values = torch.cat([tensor.reshape(-1)[cut].cpu() for tensor, cut in parts])
+        else:
+            count = sum(cut.stop - cut.start for _, cut in parts)
+            values = torch.empty(count, dtype=parts[0][0].dtype)
+        self._group.broadcast(values, source, same)
+        if mine:
+            return
+        for (tensor, cut), value in zip(parts, torch.split(values, [c.stop - c.start for _, c in parts]), strict=True):
+            flat = tensor.reshape(-1)
+            flat[cut] = value.to(tensor.device)
+            if flat.data_ptr() != tensor.data_ptr():  # a strided one was copied
+                tensor.copy_(flat.view(tensor.shape))
+
+
+class PartExchange:
+    """A process's part of one fragment.
+
+    Args:
+        connection: to the servers; all of the island's processes send with the first one's number and name.
+        process: that name.
+        layout: what this process exchanges.
+        replica: of these scalars.
+        copies: of scalars that other processes exchange, or hold too.
+        prepare: called before the module's tensors are read or changed.
+    """
+
+    def __init__(
+        self,
+        group: IslandGroup,
+        connection: Connection,
+        process: str,
+        fragment: int,
+        layout: PartLayout,
+        replica: Replica,
+        copies: Copies,
+        prepare: Callable[[], None],
+    ) -> None:
+        self.replica, self.fragment = replica, fragment
+        self._group, self._connection, self._process = group, connection, process
+        self._layout, self._copies, self._prepare = layout, copies, prepare
+        self._futures: list[Future[Any]] = []  # of the latest exchange, per server
+        for obey in (self.init, self.pack, self.send, self.merge, self.adopt, self.resume, self.forget):
+            group.on(f"{obey.__name__} fragment {fragment}", obey)
+
+    def order(self, what: str, *arguments: Any) -> None:
+        """Have every process do something with its part."""
+        self._group.order(f"{what} fragment {self.fragment}", *arguments)
+
+    def init(self, fill: bool) -> None:
+        """Say what this process exchanges; with ``fill``, bring the shards' first values."""
+        self._prepare()
+        weights = self.replica.weights() if fill else None
+        connection, group = self._connection, self._group
+        for server in connection.servers:
+            part = Part(group.rank, group.size, self._layout.ranges(server))
+            values = None if weights is None else weights[server]
+            message = InitPart(*connection.sender, part, values, self.fragment, process=self._process)
+            connection.result(server, connection.post(server, message))
+        group.barrier()
+
+    def pack(self) -> None:
+        """Write this process's part of the update to the send buffers."""
+        self._prepare()
+        self.replica.pack()
+
+    def send(self, exchange: int, push: bool) -> None:
+        """Send it, or ask for weights alone."""
+        self._settle()
+        self.replica.await_arrival()
+        connection = self._connection
+        updates = self.replica.updates()
+        for server in connection.servers:
+            update = updates[server] if push else None
+            message = ExchangePart(
+                *connection.sender, self._group.rank, exchange, update, self.fragment, process=self._process
+            )
+            self._futures.append(connection.post(server, message))
+
+    def _answers(self) -> list[tuple[Tensor, ...]]:
+        answers = [self._connection.result(server, future) for server, future in enumerate(self._futures)]
+        self._futures = []
+        return answers
+
+    def _settle(self) -> None:
+        """Wait until the servers have this process's part of the latest exchange, if they sent no weights back."""
+        if self._futures:
+            self._answers()
+
+    def merge(self, pushed: bool, fresh: bool) -> None:
+        """See :meth:`Replica.merge`, here and below: with this process's part of the answer."""
+        answers = self._answers()
+        self._prepare()
+        self.replica.merge(answers, pushed=pushed, fresh=fresh)
+        self._copies.spread(buffers=False)
+
+    def adopt(self, park: bool) -> None:
+        """Take the servers' weights."""
+        answers = self._answers()
+        self._prepare()
+        self.replica.adopt(answers, park=park)
+        self._copies.spread(buffers=True)
+
+    def resume(self) -> None:
+        """Bring back what was parked."""
+        self._prepare()
+        self.replica.resume()
+        self._copies.spread(buffers=False)
+
+    def forget(self) -> None:
+        """The latest exchange was given up: others have its data."""
+        for future in self._futures:
+            done_within(future, self._connection.timeout_s)  # its message may still lie in the buffers
+        self._futures = []

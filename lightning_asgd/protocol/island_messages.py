@@ -1,0 +1,52 @@
+"""What the processes of an island exchange with a server: each sends and receives a part of the shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_asgd.protocol.request import Request
+from lightning_asgd.ranges import are_in_order
+
+__all__ = ["ExchangePart", "InitPart", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which scalars of a shard a process of an island exchanges."""
+
+    expected: ClassVar[str] = "a number below that of the parts, and ranges in ascending order"
+
+    number: int
+    parts: int  # of the island
+    # Per group of the shard, ranges of its scalars. A process sends and receives them one after the other.
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def can_be(self) -> bool:
+        """Whether there can be such a part."""
+        return 0 <= self.number < self.parts and all(are_in_order(each, each[-1][1]) for each in self.ranges if each)
+
+
+@dataclass(frozen=True)
+class InitPart(Request):
+    """A process of an island says what it exchanges, and brings first values if the shard has none.
+
+    ``process`` names the island's first process here and below, the one that is a worker to the servers.
+    """
+
+    part: Part
+    weights: tuple[Tensor, ...] | None = None  # per group, the values of its ranges
+    fragment: int = 0  # number of the part of the module that the shard holds its share of
+
+
+@dataclass(frozen=True)
+class ExchangePart(Request):
+    """A part of an :class:`Exchange`; answered with the weights in its ranges, empty if they are not fetched."""
+
+    part: int  # its number
+    exchange: int  # number of the exchange, as in `Exchange.island`
+    update: tuple[Tensor, ...] | None = None  # per group, the update in its ranges; None if nothing is pushed
+    fragment: int = 0  # see `InitPart`
