@@ -90,11 +90,11 @@ class IslandReplica:
 
     def merge(self, answers: Any, *, pushed: bool = True, fresh: bool = False, alone: bool = False) -> None:
         """Take the weights, and keep the steps since the push."""
-        self._part.order("merge", pushed, fresh)
+        self._part.order("merge", pushed, fresh, alone)
 
     def adopt(self, answers: Any, *, park: bool = False, alone: bool = False) -> None:
         """Take the weights as they are."""
-        self._part.order("adopt", park)
+        self._part.order("adopt", park, alone)
 
     def resume(self) -> None:
         """Bring back what was parked."""

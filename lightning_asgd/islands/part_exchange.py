@@ -147,18 +147,18 @@ class PartExchange:
         if self._futures:
             self._answers()
 
-    def merge(self, pushed: bool, fresh: bool) -> None:
+    def merge(self, pushed: bool, fresh: bool, alone: bool) -> None:
         """See :meth:`Replica.merge`, here and below: with this process's part of the answer."""
         answers = self._answers()
         self._prepare()
-        self.replica.merge(answers, pushed=pushed, fresh=fresh)
+        self.replica.merge(answers, pushed=pushed, fresh=fresh, alone=alone)
         self._copies.spread(buffers=False)
 
-    def adopt(self, park: bool) -> None:
+    def adopt(self, park: bool, alone: bool) -> None:
         """Take the servers' weights."""
         answers = self._answers()
         self._prepare()
-        self.replica.adopt(answers, park=park)
+        self.replica.adopt(answers, park=park, alone=alone)
         self._copies.spread(buffers=True)
 
     def resume(self) -> None:

@@ -1,0 +1,176 @@
+"""A server's view of an island: an exchange takes place once all parts have arrived, as a whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.layout import Groups, Role
+from lightning_asgd.protocol import (
+    Exchange,
+    ExchangePart,
+    Failure,
+    InitPart,
+    InitShard,
+    Join,
+    Leave,
+    Part,
+    Reply,
+)
+from lightning_asgd.process_name import this_process
+from lightning_asgd.server.service import Service
+from lightning_asgd.stats import Verdict
+
+GROUPS: Groups = ((Role.PARAMETER, "float32", 10), (Role.LARGEST, "int64", 2))
+RANGES = ((((0, 3), (8, 10)), ((0, 2),)), (((3, 8),), ()))  # per process, of each group
+FIRST = torch.arange(10.0)
+
+
+def split(values: tuple[torch.Tensor, ...], process: int) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        torch.cat([whole[:0], *(whole[a:b] for a, b in ranges)])
+        for whole, ranges in zip(values, RANGES[process], strict=True)
+    )
+
+
+class Island:
+    """Two processes, as worker 0 of a job of two."""
+
+    def __init__(self, worker: int = 0) -> None:
+        self.service = Service(lambda: 0.0)
+        self.about = "s", worker
+        for each in (0, 1):
+            assert not isinstance(self.service.handle(Join("s", each, 2)), Failure)
+        for process in (0, 1):
+            weights = split((FIRST, torch.tensor([4, 5])), process)
+            self.ask(InitPart(*self.about, Part(process, 2, RANGES[process]), weights))
+        self.ask(InitShard(*self.about, GROUPS, ASGD("sum"), in_parts=True))
+        self.ask(InitShard("s", 1 - worker, GROUPS, ASGD("sum")))
+
+    def ask(self, message: Any) -> Any:
+        answer = self.service.handle(message)
+        assert not isinstance(answer, Failure), answer
+        return answer
+
+    def messages(self, number: int, update: torch.Tensor | None, seq: int = 1) -> list[Any]:
+        """The exchange, and its parts."""
+        push = update is not None
+        lead = Exchange(*self.about, seq, 0, push, True, island=number, steps=1)
+        values = (update, torch.tensor([number, 9])) if update is not None else None
+        parts = [
+            ExchangePart(*self.about, process, number, None if values is None else split(values, process))
+            for process in (0, 1)
+        ]
+        return [lead, *parts]
+
+    def weights(self) -> torch.Tensor:
+        """As a worker of one process fetches them."""
+        reply = self.ask(Exchange("s", 1, 0, 0, False, True))
+        return reply.weights[0].clone()
+
+
+def value(answer: Any) -> Any:
+    return answer.value() if isinstance(answer, Future) else answer
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_an_exchange_takes_place_when_everything_has_arrived(order: tuple[int, ...]) -> None:
+    island = Island()
+    assert torch.equal(island.weights(), FIRST)
+    update = torch.linspace(-1, 1, 10)
+    messages = island.messages(1, update)
+    answers: dict[int, Any] = {}
+    for place, index in enumerate(order):
+        assert torch.equal(island.weights(), FIRST), place
+        answers[index] = island.ask(messages[index])
+        assert isinstance(answers[index], Future) == (place < 2)
+    new = FIRST + update
+    assert torch.equal(island.weights(), new)
+    reply, *parts = (value(answers[index]) for index in range(3))
+    assert isinstance(reply, Reply)
+    assert (reply.version, reply.verdict, reply.weights) == (1, Verdict.APPLIED, None)
+    for process, part in enumerate(parts):
+        for got, expected in zip(part, split((new, torch.tensor([4, 9])), process), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_weights_alone_are_fetched_in_parts_too() -> None:
+    island = Island()
+    answers = [island.ask(message) for message in island.messages(1, None, seq=0)]
+    assert value(answers[0]).verdict is Verdict.NONE
+    assert [value(each)[0].tolist() for each in answers[1:]] == [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
+
+
+def test_an_update_with_a_nan_in_one_part_is_refused_as_a_whole() -> None:
+    island = Island()
+    update = torch.ones(10)
+    update[4] = float("nan")  # of the second process
+    answers = [island.ask(message) for message in island.messages(1, update)]
+    assert value(answers[0]).verdict is Verdict.REFUSED
+    assert torch.equal(island.weights(), FIRST)
+    assert value(answers[1])[0].tolist() == [0, 1, 2, 8, 9]
+
+
+def test_a_part_of_an_exchange_that_was_given_up_does_not_join_another_one() -> None:
+    island = Island()
+    _, first, _ = island.messages(1, torch.full((10,), 100.0))
+    island.ask(first)  # the other process has died before it sent its own; the island begins again
+    lead, mine, other = island.messages(2, torch.ones(10))
+    assert isinstance(island.ask(lead), Future)
+    assert isinstance(island.ask(other), Future)
+    assert torch.equal(island.weights(), FIRST)
+    island.ask(mine)
+    assert torch.equal(island.weights(), FIRST + 1)
+
+
+def test_what_waits_for_more_of_an_exchange_fails_once_the_island_has_left() -> None:
+    island = Island()
+    lead, mine, _ = island.messages(1, torch.ones(10))
+    waiting = [island.ask(lead), island.ask(mine)]
+    island.ask(Leave("s", 0, "its process has ended", process=this_process()))
+    assert [each.value().error for each in waiting] == ["WorkerAwayError"] * 2
+    assert torch.equal(island.weights(), FIRST)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"part": 2}, r"part 2, which it has not described. Expected one of \[0, 1\]"),
+        ({"update": None}, r"sent tensors of \(dtype, scalars\) \[\]. Expected"),
+        ({"update": (torch.zeros(4), torch.zeros(0, dtype=torch.int64))}, r"float32, 4\).*Expected"),
+    ],
+)
+def test_a_wrong_part_fails_the_exchange_for_all_of_its_processes(change: dict[str, Any], text: str) -> None:
+    island = Island()
+    lead, mine, other = island.messages(1, torch.ones(10))
+    waiting = [island.ask(lead), island.ask(mine)]
+    failed = value(island.service.handle(replace(other, **change)))
+    assert isinstance(failed, Failure)
+    assert [each.value() for each in waiting] == [failed] * 2
+    assert re.search(text, failed.message)
+    assert torch.equal(island.weights(), FIRST)
+
+
+def test_parts_that_are_not_all_of_a_shard_are_refused() -> None:
+    island = Island()
+    gap = Part(1, 2, (((3, 7),), ()))
+    island.ask(InitPart(*island.about, gap))
+    lead, mine, other = island.messages(1, torch.ones(10))
+    island.ask(lead)
+    island.ask(mine)
+    short = replace(other, update=(torch.ones(4), torch.zeros(0, dtype=torch.int64)))
+    failed = value(island.service.handle(short))
+    assert "exchange 9 scalars of group 0, which has 10" in failed.message
+
+
+def test_an_island_that_has_described_no_parts_is_refused() -> None:
+    island = Island()
+    failed = island.service.handle(Exchange("s", 1, 1, 0, True, True, island=1))
+    assert "have not said which parts they exchange" in failed.message

@@ -1,0 +1,213 @@
+"""Islands: groups of processes that train in lock-step inside and exchange as one worker, with DDP or FSDP2 inside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.cli.command_line import main
+from lightning_asgd.errors import ConfigurationError
+from tests.lightning.models import trainer
+from tests.lightning.test_processes import wait_until
+from tests.lightning.test_runs import address_of_run, to_file
+
+SAMPLES, BATCH, EPOCHS = 128, 4, 10
+
+
+def numbered() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    return TensorDataset(x, x[:, :1] * 2 - x[:, 1:2] + 0.5, torch.arange(SAMPLES))
+
+
+class Net(pl.LightningModule):
+    """Its layers do not divide evenly among two processes. Notes what it trains."""
+
+    def __init__(self, *, sharded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = self.layers()
+        self.sharded = sharded
+        self.seen: list[list[int]] = []
+
+    def layers(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 1))
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            self.sharded = False  # called again by validate
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net:
+                if list(layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, numbers = batch
+        self.seen.append(numbers.tolist())
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Counting(Net):
+    """Learns how often each sample was trained."""
+
+    def __init__(self, mark: Path, *, sharded: bool) -> None:
+        super().__init__(sharded=sharded)
+        self.mark = mark
+
+    def layers(self) -> nn.Sequential:
+        counts = nn.Embedding(SAMPLES, 1)
+        nn.init.zeros_(counts.weight)
+        return nn.Sequential(counts)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.mark.write_text(f"{self.current_epoch} {batch_idx}")
+        time.sleep(0.02)
+        return -self.net(batch[2]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0)  # the gradient is the mean of two processes'
+
+
+def serve(folder: Path) -> None:
+    to_file(folder / "serve.log")
+    raise SystemExit(main(["serve", "--port=0", "--run-id=islands", "--num-servers=2"]))
+
+
+def train(folder: Path, name: str, rank: int, port: int, inside: str, address: str, epochs: int, counts: bool) -> None:
+    """One of two processes, as torchrun starts them. Without an address Lightning's own strategy trains alone."""
+    to_file(folder / f"{name}{rank}.log")
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=name)
+    torch.set_num_threads(1)
+    sharded = inside == "FSDP2"
+    strategy: Any = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False) if sharded else DDPStrategy()
+    if address:
+        options: dict[str, Any] = {"algorithm": ASGD("sum")} if counts else {}
+        run = {"server": address, "run_id": "islands", "timeouts": Timeouts(silence_s=3.0)}
+        strategy = ASGDStrategy(nsync=3, island=strategy, **run, **options)
+    made = trainer(folder, strategy, devices=2, max_epochs=epochs)
+    net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
+    data, validation = DataLoader(numbered(), batch_size=BATCH), DataLoader(numbered(), batch_size=16)
+    made.fit(net, data, None if counts else validation)
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in net.named_parameters()}
+    state = {name: tensor.detach().clone() for name, tensor in whole.items()}
+    metrics = {key: float(value) for key, value in made.callback_metrics.items()}
+    found = {"state": state, "seen": net.seen, "step": made.global_step, "metrics": metrics}
+    torch.save(found, folder / f"{name}{rank}.pt")
+
+
+class Started:
+    """Islands that a test has started."""
+
+    def __init__(self, folder: Path, mains: Any) -> None:
+        self.folder, self.mains = folder, mains
+        self.processes: dict[str, list[Any]] = {}
+
+    def start(self, name: str, inside: str, address: str, epochs: int = 2, *, counts: bool = False) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        about = port, inside, address, epochs, counts
+        self.processes[name] = [self.mains(target=train, args=(self.folder, name, rank, *about)) for rank in (0, 1)]
+        for process in self.processes[name]:
+            process.start()
+
+    def results(self, *names: str) -> list[dict[str, Any]]:
+        found = []
+        for name in names:
+            for rank, process in enumerate(self.processes[name]):
+                process.join(60)
+                assert process.exitcode == 0, (self.folder / f"{name}{rank}.log").read_text()[-3000:]
+                found.append(torch.load(self.folder / f"{name}{rank}.pt"))
+        return found
+
+    def end(self) -> None:
+        for process in (each for island in self.processes.values() for each in island):
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def run(tmp_path: Path, mains: Any) -> Any:
+    """A run's address, and what was started for it."""
+    served, started = mains(target=serve, args=(tmp_path,)), Started(tmp_path, mains)
+    served.start()
+    try:
+        yield address_of_run(tmp_path), started
+    finally:
+        started.end()
+        os.kill(served.pid, signal.SIGTERM)
+        served.join(10)
+        served.kill()
+        served.join()
+
+
+@pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
+def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
+    address, started = run
+    started.start("plain", inside, "")
+    started.start("island", inside, address)
+    for theirs, ours in zip(started.results("plain"), started.results("island"), strict=True):
+        assert ours["seen"] == theirs["seen"]
+        assert ours["step"] == theirs["step"] == 2 * SAMPLES // BATCH // 2
+        for name, tensor in theirs["state"].items():
+            assert torch.equal(ours["state"][name], tensor)
+        assert ours["metrics"] == theirs["metrics"]
+
+
+def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_comes_back(run: Any) -> None:
+    address, started = run
+    started.start("a", "DDP", address, EPOCHS, counts=True)
+    started.start("b", "FSDP2", address, EPOCHS, counts=True)
+    mark = started.folder / "b1.mark"
+    wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
+    partner, victim = started.processes["b"]
+    os.kill(victim.pid, signal.SIGKILL)
+    partner.join(30)
+    assert partner.exitcode not in (None, 0)
+    mark.unlink()
+    started.start("b", "FSDP2", address, EPOCHS, counts=True)
+    for each in started.results("a", "b"):
+        assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+    assert mark.exists()  # it has trained again
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "without server="),
+        ({"server": "h:1", "run_id": "r", "compression": "bf16"}, "compression='bf16' was given with island="),
+    ],
+)
+def test_what_an_island_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        ASGDStrategy(island="ddp", **options)
+
+
+def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Expected 'ddp', or a DDPStrategy or ModelParallelStrategy"):
+        trainer(tmp_path, ASGDStrategy(island="fsdp", server="127.0.0.1:1", run_id="r"))
