@@ -48,7 +48,7 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
     private_names.accelerator.set_of(strategy, accelerator)
 
 
-class IslandStrategy(Takeable):
+class IslandStrategy(private_names.RestoringHooks, Takeable):
     """One process of an island; see :class:`~lightning_asgd.ASGDStrategy`. Extends Lightning's strategy inside it."""
 
     strategy_name = "asgd"
@@ -157,6 +157,11 @@ class IslandStrategy(Takeable):
             self.fit_session.end()
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def _restores_optimizers(self) -> bool:
+        """Whether a checkpoint holds optimizer states; the progress that an attaching island receives does not."""
+        return self._membership is None or self._membership.entry is None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this is the island that does; all of its processes together."""

@@ -420,7 +420,17 @@ def without_optimizers(state: dict[str, Any]) -> dict[str, Any]:
     return {name: [] if name in made else value for name, value in state.items()}
 
 
-class StrategyHooks:
+class RestoringHooks:
+    """What Lightning asks a strategy of this package when it restores a checkpoint."""
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a checkpoint holds optimizer states that Lightning is to restore."""
+        restores: bool = super().lightning_restore_optimizer  # type: ignore[misc]
+        return restores and bool(self._restores_optimizers)  # type: ignore[attr-defined]
+
+
+class StrategyHooks(RestoringHooks):
     """The names of Lightning's strategy, for this package's own, whose methods are called here."""
 
     _launcher: Any
@@ -433,11 +443,6 @@ class StrategyHooks:
         launcher = self._make_launcher()  # type: ignore[attr-defined]
         if launcher is not None:
             self._launcher = launcher
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether a checkpoint holds optimizer states that Lightning is to restore."""
-        return bool(self._restores_optimizers)  # type: ignore[attr-defined]
 
 
 class UnattachedHooks:
