@@ -43,6 +43,8 @@ from throughput import CONSOLE
 PROGRAM = str(Path(__file__).with_name("islands_program.py"))
 KILLS, BACK_S = 10, 10.0
 WAITS_S = SILENCE_S / 2  # for an island that waits for another one, less than the shortest such wait
+# Else the ranks that torchrun restarts find the addresses of those before them, with gloo: in one store for all attempts.
+STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 AGENT = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=20", "--monitor-interval=0.1"]
 
 
@@ -52,7 +54,7 @@ def kills(inside: str, number: int) -> bool:
     with stage("rpc") as on:
         on.serve()
         for name, machine in (("a", FIRST), ("b", SECOND)):
-            on.run(name, machine, [*AGENT, PROGRAM, str(on.folder), inside], **on.joins())
+            on.run(name, machine, [*AGENT, PROGRAM, str(on.folder), inside], **on.joins(), **STORES)
         for name in "ab":
             on.join(name, 2, 180)
         backs, totals = [], []

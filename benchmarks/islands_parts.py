@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from islands_program import Task, loss_of
 from islands_ranks import Place, Shape, run_islands
 from plain_loop import digits, network
 from pytorch_lightning.callbacks import ModelCheckpoint
+from rich.markup import escape
 from rich.table import Table
 from throughput import CONSOLE, trainer_options
 from torch import Tensor, nn
@@ -130,4 +133,83 @@ def accuracy(seeds: int) -> list[bool]:
     return verdicts
 
 
-def checkpoint(): ...
+# ---------------------------------------------------------------------- checkpoints
+
+
+class Weights(pl.Callback):
+    """Notes the whole weights when training begins."""
+
+    first: dict[str, Tensor]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.first = module.whole()
+
+
+def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed: bool, place: Place) -> dict[str, Any]:
+    """Train digits with checkpoints, from one if it is given; the first and last weights, and what was trained.
+
+    ``distributed`` says whether every rank writes a file of its own.
+    """
+    pl.seed_everything(1, verbose=False)
+    problem, shape, weights = PROBLEMS[0], place.shape, Weights()
+    module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2" and shape.ranks > 1)
+    saver = ModelCheckpoint(folder, "{epoch}-" + name, save_top_k=-1)
+    options: dict[str, Any] = {**trainer_options(), "enable_checkpointing": True, "callbacks": [weights, saver]}
+    if shape.ranks > 1:
+        options["strategy"] = place.strategy(save_distributed_checkpoint=distributed)
+    trainer = pl.Trainer(**{**options, "max_epochs": epochs, "devices": shape.ranks})
+    data = DataLoader(problem.data()[0], problem.batch, shuffle=True)
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    states = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    moved = sum(float(getattr(each, "_local_tensor", each).abs().sum()) for each in states)
+    last = {"first": weights.first, "last": module.whole(), "file": saver.best_model_path}
+    return {**last, "steps": trainer.global_step, "epoch": trainer.current_epoch, "moved": moved}
+
+
+def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    """Whether all weights have the same bits."""
+    return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def consolidated(file: Path, folder: Path) -> dict[str, Any]:
+    """A checkpoint as one process reads it. Lightning's utility makes one of the files of several ranks."""
+    if file.is_dir():
+        from pytorch_lightning.utilities import consolidate_checkpoint as utility
+
+        command = [sys.executable, "-m", utility.__name__, str(file), "--output_file", str(folder / "whole.ckpt")]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        file = folder / "whole.ckpt"
+    return dict(torch.load(file, weights_only=False))
+
+
+def checkpoint() -> list[bool]:
+    """Write checkpoints and continue from them; True where nothing is lost."""
+    return [saved(distributed=distributed) for distributed in (False, True)]
+
+
+def saved(*, distributed: bool) -> bool:
+    """One kind of checkpoint, in all the ways to load it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        two, four, alone = Shape(2, 2, "fsdp2"), Shape(1, 4, "fsdp2"), Shape(1, 1, "fsdp2", joined=False)
+        written = run_islands(two, partial(fit, folder, "written", 2, None, distributed), RUN_S)
+        files = [each["file"] for each in written if each["file"]]
+        found = {"the islands' weights are the same": all(same(each["last"], written[0]["last"]) for each in written)}
+        file = Path(files[0])
+        kept = consolidated(file, folder)["state_dict"]
+        found["one process reads the same weights"] = same(kept, written[0]["last"])
+        ways = [(four, file), (two, file), (alone, folder / "whole.ckpt" if file.is_dir() else file)]
+        for shape, source in ways:
+            try:
+                answers = run_islands(shape, partial(fit, folder, f"from-{shape.ranks}", 3, source, distributed), RUN_S)
+            except RuntimeError as error:
+                found[f"{shape} resumes: {str(error)[-900:]}"] = False
+                continue
+            found[f"{shape} begins with the same weights"] = all(same(each["first"], kept) for each in answers)
+            counts = {(each["epoch"], each["steps"] > written[0]["steps"]) for each in answers}
+            found[f"{shape} trains one more epoch ({counts}, {answers[0]['steps']} steps)"] = counts == {(3, True)}
+    kind = "one file per rank" if distributed else "one file"
+    CONSOLE.print(f"{kind}: {len(set(files))} checkpoint of {written[0]['steps']} steps")
+    for text, good in found.items():
+        CONSOLE.print(f"  {'[green]yes[/]' if good else '[red]NO[/]'}  {escape(text)}")
+    return all(found.values())
