@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -87,8 +89,8 @@ def transformer() -> list[nn.Module]:
 
 
 PROBLEMS = (
-    Problem("digits", digits, lambda: [*network()], partial(torch.optim.SGD, lr=0.05, momentum=0.9), 32, 10, 0.01, True),
-    Problem("text", text, transformer, partial(torch.optim.AdamW, lr=2e-3), 16, 6, 0.01, False),
+    Problem("digits", digits, lambda: [*network()], partial(torch.optim.SGD, lr=0.05, momentum=0.9), 32, 20, 0.01, True),
+    Problem("text", text, transformer, partial(torch.optim.AdamW, lr=2e-3), 16, 4, 0.01, False),
 )
 
 
@@ -99,6 +101,7 @@ def train(problem: Problem, seed: int, place: Place) -> dict[str, Any]:
     module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2")
     data, held_out = problem.data()
     options = {**trainer_options(), "max_epochs": problem.epochs, "devices": shape.ranks}
+    options["callbacks"] = [place.together()]
     pl.Trainer(strategy=place.strategy(), **options).fit(module, DataLoader(data, problem.batch, shuffle=True))
     whole = nn.ModuleDict({"layers": nn.Sequential(*problem.layers())})
     whole.load_state_dict(module.whole())
@@ -139,10 +142,15 @@ def accuracy(seeds: int) -> list[bool]:
 class Weights(pl.Callback):
     """Notes the whole weights when training begins."""
 
-    first: dict[str, Tensor]
+    first: dict[str, Any]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.first = module.whole()
+        self.first = arrays(module.whole())
+
+
+def arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The same for another process: torch would send a reference to this one's memory."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed: bool, place: Place) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed:
     problem, shape, weights = PROBLEMS[0], place.shape, Weights()
     module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2" and shape.ranks > 1)
     saver = ModelCheckpoint(folder, "{epoch}-" + name, save_top_k=-1)
-    options: dict[str, Any] = {**trainer_options(), "enable_checkpointing": True, "callbacks": [weights, saver]}
+    options: dict[str, Any] = {**trainer_options(), "enable_checkpointing": True, "callbacks": [weights, saver, place.together()]}
     if shape.ranks > 1:
         options["strategy"] = place.strategy(save_distributed_checkpoint=distributed)
     trainer = pl.Trainer(**{**options, "max_epochs": epochs, "devices": shape.ranks})
@@ -162,13 +170,13 @@ def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed:
     trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
     states = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
     moved = sum(float(getattr(each, "_local_tensor", each).abs().sum()) for each in states)
-    last = {"first": weights.first, "last": module.whole(), "file": saver.best_model_path}
+    last = {"first": weights.first, "last": arrays(module.whole()), "file": saver.best_model_path}
     return {**last, "steps": trainer.global_step, "epoch": trainer.current_epoch, "moved": moved}
 
 
-def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Whether all weights have the same bits."""
-    return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    return mine.keys() == theirs.keys() and all((value == theirs[name]).all() for name, value in mine.items())
 
 
 def consolidated(file: Path, folder: Path) -> dict[str, Any]:
@@ -187,16 +195,25 @@ def checkpoint() -> list[bool]:
     return [saved(distributed=distributed) for distributed in (False, True)]
 
 
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder, which forked ranks do not remove when they end."""
+    folder = Path(tempfile.mkdtemp(prefix="asgd-islands-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def saved(*, distributed: bool) -> bool:
     """One kind of checkpoint, in all the ways to load it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with scratch() as folder:
         two, four, alone = Shape(2, 2, "fsdp2"), Shape(1, 4, "fsdp2"), Shape(1, 1, "fsdp2", joined=False)
         written = run_islands(two, partial(fit, folder, "written", 2, None, distributed), RUN_S)
         files = [each["file"] for each in written if each["file"]]
         found = {"the islands' weights are the same": all(same(each["last"], written[0]["last"]) for each in written)}
         file = Path(files[0])
-        kept = consolidated(file, folder)["state_dict"]
+        kept = arrays(consolidated(file, folder)["state_dict"])
         found["one process reads the same weights"] = same(kept, written[0]["last"])
         ways = [(four, file), (two, file), (alone, folder / "whole.ckpt" if file.is_dir() else file)]
         for shape, source in ways:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from islands_program import inside_of
 from network import Network
@@ -17,7 +19,7 @@ from ranks import free_port, run_ranks
 
 from lightning_asgd import ASGDStrategy
 
-RUN = "islands"
+RUN, START_S = "islands", 120.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Place:
     island: int
     rank: int  # in its island
     address: str
+    all: Any  # a barrier for the ranks of all islands
 
     def strategy(self, nsync: int = 10, **inside: Any) -> Any:
         """A Trainer's; ``inside`` are options of the one inside."""
@@ -65,6 +68,18 @@ class Place:
             return ASGDStrategy(nsync, **run)
         own = inside_of(shape.inside, shape.ranks, **inside)
         return ASGDStrategy(nsync, island=own, **run) if shape.joined else own
+
+    def together(self) -> pl.Callback:
+        """Has all islands begin to train at the same time."""
+        return _Together(self.all)
+
+
+class _Together(pl.Callback):
+    def __init__(self, barrier: Any) -> None:
+        self.barrier = barrier
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.barrier.wait(START_S)
 
 
 def run_islands(
@@ -76,7 +91,8 @@ def run_islands(
     """
     ports = [free_port() for _ in range(shape.islands)]
     with served(RUN, network) if shape.joined else contextlib.nullcontext("") as address:
-        places = [Place(shape, *divmod(rank, shape.ranks), address) for rank in range(shape.size)]
+        barrier = multiprocessing.get_context("fork").Barrier(shape.size)
+        places = [Place(shape, *divmod(rank, shape.ranks), address, barrier) for rank in range(shape.size)]
         jobs = [partial(_be, place, job, ports[place.island], network) for place in places]
         return run_ranks(jobs, seconds, launched=False)
 

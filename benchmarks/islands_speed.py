@@ -43,7 +43,7 @@ def train(scenario: Scenario, marks: list[mmap.mmap], place: Place) -> dict[str,
     system = System("DDP" if shape.ranks > 1 else "A-SGD", NSYNC)
     rank = place.rank if shape.ranks > 1 else island
     options = {"devices": shape.ranks, "num_nodes": 1, "strategy": place.strategy(NSYNC)}
-    return throughput.train(scenario, system, rank, marks[island], **options)
+    return throughput.train(scenario, system, rank, marks[island], callbacks=[place.together()], **options)
 
 
 def measure(scenario: Scenario, shape: Shape, network: Network | None) -> float:
@@ -151,7 +151,7 @@ def take_steps(layers: int, width: int, step_s: float, place: Place) -> dict[str
 
     optimizer = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
     module = Slow(wide(layers, width), optimizer, sharded=True)
-    options = {**trainer_options(), "devices": place.shape.ranks, "callbacks": [watch]}
+    options = {**trainer_options(), "devices": place.shape.ranks, "callbacks": [watch, place.together()]}
     loader = build_loader(100 * BATCH * STEPS, BATCH, BATCH)  # more than are taken
     pl.Trainer(strategy=place.strategy(NSYNC), **options).fit(module, loader)
     return {"cable": watch.cable, "peak": watch.peak, "parameters": layers * width * width}

@@ -264,7 +264,7 @@ def served(run_id: str, on: Network | None = None) -> Iterator[str]:
             yield next(found[1] for line in server.stdout if (found := re.search(r'server="([^"]+)"', line)))
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(15)
+            server.wait(60)
 
 
 def fault() -> bool:
