@@ -66,7 +66,7 @@ class IslandStrategy(Takeable):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, saved or in another process: without this process's session."""
-        state = private_names.without_optimizers(vars(self))
+        state = private_names.StrategyHooks.__getstate__(self)  # type: ignore[arg-type]
         return {**state, "_group": None, "_membership": None, "fit_session": None, "_undo": ()}
 
     @property

@@ -414,20 +414,15 @@ class ProcessLauncherHooks:
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 
 
-def without_optimizers(state: dict[str, Any]) -> dict[str, Any]:
-    """A strategy's state without the optimizers: Lightning's wrappers around them cannot be pickled."""
-    made = {name.attribute for name in (optimizers, wrapped_optimizers)}
-    return {name: [] if name in made else value for name, value in state.items()}
-
-
 class StrategyHooks:
     """The names of Lightning's strategy, for this package's own, whose methods are called here."""
 
     _launcher: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers."""
-        return without_optimizers(vars(self))
+        """Leave out the optimizers: Lightning's wrappers around them cannot be pickled."""
+        made = {name.attribute for name in (optimizers, wrapped_optimizers)}
+        return {name: [] if name in made else value for name, value in vars(self).items()}
 
     def _configure_launcher(self) -> None:
         launcher = self._make_launcher()  # type: ignore[attr-defined]
