@@ -9,7 +9,7 @@ NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
 # prints as it runs. The output of the others follows, and after it what failed in any group.
-GROUPS := 'tests/component tests/ray' 'tests/conformance' 'tests/lightning/test_[a-l]*.py tests/transport' \
+GROUPS := 'tests/component' 'tests/conformance tests/ray' 'tests/lightning/test_[a-l]*.py tests/transport' \
 	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[p-z]*.py'
 OTHERS := $(foreach folder,component conformance examples lightning ray transport,--ignore=tests/$(folder))
 define run-tests

@@ -100,7 +100,7 @@ def main() -> int:
         "kills": lambda: [kills(inside, args.kills) for inside in args.inside or ("ddp", "fsdp2")],
         "accuracy": lambda: accuracy(args.seeds),
         "checkpoint": checkpoint,
-        "speed": lambda: speed(args.repeats, args.seconds),
+        "speed": lambda: speed(args.repeats, args.seconds, args.scenario),
         "bytes": traffic,
         "memory": memory,
     }
@@ -108,6 +108,7 @@ def main() -> int:
     parser.add_argument("--inside", choices=("ddp", "fsdp2"), action="append", help="of the islands that are killed")
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--scenario", action="append", help="of the speed: 'one island', 'slow cable', ...")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0)
     args = parser.parse_args()

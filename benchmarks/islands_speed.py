@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import statistics
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ RUN_S = 300.0
 MBIT = 100
 APART, LIKE_DDP = 0.9, 0.97  # of islands that never talk; of DDP in one island
 NSYNC = 10
-DDP, APART_2X2 = Shape(1, 4, joined=False), Shape(2, 2, joined=False)
+DDP, UNJOINED = Shape(1, 4, joined=False), Shape(2, 2, joined=False)
 ISLANDS = (Shape(1, 4), Shape(2, 2), Shape(4, 1))
 BATCH, STEPS = 8, 61  # of bytes and memory
 OVERHEAD = 1.1  # headers and acknowledgements on the cable
@@ -91,19 +92,23 @@ def described(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
-def speed(repeats: int, seconds: float) -> list[bool]:
-    """Measure samples per second in every scenario."""
-    equal = Scenario("equal ranks", workers=4, repeats=repeats, seconds=seconds)
-    pair = Shape(1, 2, joined=False)
-    verdicts = [
-        compare(replace(equal, name="one island", workers=2), (pair, Shape(1, 2)), {Shape(1, 2): (pair, LIKE_DDP)}, None),
-        compare(equal, (DDP, APART_2X2, *ISLANDS), {Shape(2, 2): (APART_2X2, APART)}, None),
-        compare(replace(equal, name="slow rank", slow=4.0), (DDP, *ISLANDS), {Shape(2, 2): (DDP, 1.0)}, None),
-    ]
-    with two_machines(mbit=MBIT) as network:
-        slow = replace(equal, name="slow cable", bandwidth=MBIT)
-        shapes = (DDP, APART_2X2, Shape(2, 2), Shape(4, 1))
-        verdicts.append(compare(slow, shapes, {Shape(2, 2): (APART_2X2, APART)}, network))
+def speed(repeats: int, seconds: float, names: list[str] | None) -> list[bool]:
+    """Measure samples per second in every scenario, or in those of these names."""
+    base = Scenario("", workers=4, repeats=repeats, seconds=seconds)
+    pair, joined = Shape(1, 2, joined=False), Shape(1, 2)
+    cable = (DDP, UNJOINED, Shape(2, 2), Shape(4, 1))
+    scenarios: dict[str, tuple[dict[str, Any], tuple[Shape, ...], dict[Shape, tuple[Shape, float]]]] = {
+        "one island": ({"workers": 2}, (pair, joined), {joined: (pair, LIKE_DDP)}),
+        "equal ranks": ({}, (DDP, UNJOINED, *ISLANDS), {Shape(2, 2): (UNJOINED, APART)}),
+        "slow cable": ({"bandwidth": MBIT}, cable, {Shape(2, 2): (UNJOINED, APART)}),
+        "slow rank": ({"slow": 4.0}, (DDP, *ISLANDS), {Shape(2, 2): (DDP, 1.0)}),
+    }
+    verdicts = []
+    for name in names or scenarios:
+        conditions, shapes, targets = scenarios[name]
+        scenario = replace(base, name=name, **conditions)
+        with two_machines(mbit=MBIT) if scenario.bandwidth else nullcontext(None) as network:
+            verdicts.append(compare(scenario, shapes, targets, network))
     return verdicts
 
 

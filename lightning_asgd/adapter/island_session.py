@@ -43,7 +43,7 @@ class IslandSession(FitSession):
 
     def _enter(self, start: Start) -> Synchronizer:
         membership = self._membership
-        about = self._group, self._module, membership.connection, membership.process, membership.client
+        about = self._group, self._module, membership.sender, membership.client
         return set_up_island(*about, self._config, self._training, start)
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> dict[int, SyncReport]:

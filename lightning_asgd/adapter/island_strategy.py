@@ -66,7 +66,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, saved or in another process: without this process's session."""
-        state = private_names.without_optimizers(vars(self))
+        state = private_names.StrategyHooks.__getstate__(self)  # type: ignore[arg-type]
         return {**state, "_group": None, "_membership": None, "fit_session": None, "_undo": ()}
 
     @property
@@ -105,11 +105,27 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         self._undo = (put_first(trainer, monitor=self.options.monitor),)
 
     def setup(self, trainer: Any) -> None:
-        """Wrap the module, and take the run's weights and progress."""
+        """Wrap the module, and take the run's weights and progress.
+
+        A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
+        """
         super().setup(trainer)  # type: ignore[misc]
-        if self._membership is None or self._group is None:
+        if self._membership is None:
             return
-        about = trainer, self._membership, self.options.config, self._resume, counter_of(self.options.units)
+        if not self.restore_checkpoint_after_setup:  # type: ignore[attr-defined]
+            self._enter(trainer, self._membership)
+            return
+        restore = private_names.restore_progress(trainer)
+
+        def enter_and_restore() -> None:
+            undo()
+            self._enter(trainer, self._membership)
+            restore()
+
+        undo = private_names.restore_progress.replace(trainer, enter_and_restore)
+
+    def _enter(self, trainer: Any, membership: IslandFleet) -> None:
+        about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
         session = IslandSession(self._group, self.place_in_batch, *about)
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()

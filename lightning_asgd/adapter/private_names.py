@@ -207,6 +207,7 @@ first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
 sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
 note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS, changed="2.5.2")
 requeue_job = Name("_signal_connector._slurm_sigusr_handler_fn(signum)", SIGNATURE, SIGNALS)
+restore_progress = Name("_checkpoint_connector.restore_training_state()", SIGNATURE, SAVING)
 loaded_checkpoint = Name("_checkpoint_connector._loaded_checkpoint", INSTANCE, SAVING, changed="2.5.1, 2.6.0")
 load_callback_states = Name("_checkpoint_connector.restore_callbacks()", SIGNATURE, SAVING)
 loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, SAVING)
@@ -414,12 +415,6 @@ class ProcessLauncherHooks:
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 
 
-def without_optimizers(state: dict[str, Any]) -> dict[str, Any]:
-    """A strategy's state without the optimizers: Lightning's wrappers around them cannot be pickled."""
-    made = {name.attribute for name in (optimizers, wrapped_optimizers)}
-    return {name: [] if name in made else value for name, value in state.items()}
-
-
 class RestoringHooks:
     """What Lightning asks a strategy of this package when it restores a checkpoint."""
 
@@ -436,8 +431,9 @@ class StrategyHooks(RestoringHooks):
     _launcher: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers."""
-        return without_optimizers(vars(self))
+        """Leave out the optimizers: Lightning's wrappers around them cannot be pickled."""
+        made = {name.attribute for name in (optimizers, wrapped_optimizers)}
+        return {name: [] if name in made else value for name, value in vars(self).items()}
 
     def _configure_launcher(self) -> None:
         launcher = self._make_launcher()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.layout import Groups, Layout, Piece, Role, TensorSpec, dtype_from_name
 
-__all__ = ["Block", "PartLayout", "Run", "holders_of", "part_layout"]
+__all__ = ["Block", "HeldRun", "PartLayout", "holders_of", "part_layout"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Run:
+class HeldRun:
     """Scalars that are contiguous in a process's block of a tensor, and in the tensor."""
 
     tensor: int  # its index in the layout
@@ -69,7 +69,7 @@ class PartLayout:
 
     whole: Layout
     blocks: tuple[tuple[int, ...], ...]  # the shape of the process's block of each tensor
-    runs: tuple[Run, ...]  # in the order of the whole layout
+    runs: tuple[HeldRun, ...]  # in the order of the whole layout
 
     @property
     def groups(self) -> tuple[object, ...]:
@@ -140,7 +140,7 @@ def part_layout(layout: Layout, blocks: Mapping[str, Sequence[Block]], rank: int
 
     Buffers belong to process 0. Raises a :class:`ConfigurationError` if the blocks of a tensor are not all of it.
     """
-    runs: list[Run] = []
+    runs: list[HeldRun] = []
     for index, spec in enumerate(layout.tensors):
         held = blocks[spec.name]
         if layout.groups[spec.group].role is not Role.PARAMETER:
@@ -155,5 +155,5 @@ def part_layout(layout: Layout, blocks: Mapping[str, Sequence[Block]], rank: int
         same, block = holders_of(held, rank), held[rank]
         place, n = same.index(rank), block.numel
         first, last = n * place // len(same), n * (place + 1) // len(same)
-        runs += [Run(index, *run) for run in block.runs(spec.shape, first, last)]
+        runs += [HeldRun(index, *run) for run in block.runs(spec.shape, first, last)]
     return PartLayout(layout, tuple(blocks[spec.name][rank].shape for spec in layout.tensors), tuple(runs))

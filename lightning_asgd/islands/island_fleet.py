@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Layout
 from lightning_asgd.loop.elastic_run import ElasticFleet
 from lightning_asgd.loop.fleet import Fleet
@@ -29,12 +30,10 @@ class IslandFleet(ElasticFleet):
     """Calls the first process's membership on all processes together; see :class:`ElasticFleet`.
 
     Attributes:
-        connection: of this process, with the first one's number.
-        process: the first process's name.
+        sender: how this process sends its parts.
     """
 
-    connection: Connection
-    process: str
+    sender: PartSender
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class IslandFleet(ElasticFleet):
     @property
     def rank(self) -> int:
         """The first process's; other processes have none of their own."""
-        return super().rank if self._group.leads else self.connection.worker
+        return super().rank if self._group.leads else self.sender.connection.worker
 
     @property
     def is_chief(self) -> bool:
@@ -88,15 +87,16 @@ class IslandFleet(ElasticFleet):
             super(IslandFleet, self).join()
             return self.entry, self.client.connection.worker, this_process()
 
-        self.entry, worker, self.process = self._share(attach)
+        self.entry, worker, process = self._share(attach)
         if self._group.leads:
-            self.connection = self.client.connection
+            connection = self.client.connection
         else:
             timeouts = self._config.timeouts
             self._job.find_run()
             about = self._job.connect(), self.session, worker, 0
-            self.connection = Connection(*about, timeout_s=timeouts.exchange_s, patience_s=timeouts.collective_s)
+            connection = Connection(*about, timeout_s=timeouts.exchange_s, patience_s=timeouts.collective_s)
             self.collectives.phase = Phase.SYNC
+        self.sender = PartSender(connection, process)
         self.begin_epoch()
 
     def begin_epoch(self) -> None:

@@ -1,7 +1,7 @@
 """What the processes of an island do together: the first one decides and talks to the servers, the others follow.
 
 All processes run the same program on different batches, so they make the same calls in the same order. In a call of
-:meth:`IslandGroup.share` the first process does something and the others learn what came of it. Meanwhile it may give
+:meth:`IslandGroup.share` the first process does something and the others learn the result. Meanwhile it may give
 *orders*, which every process obeys at once, such as to send its part of an update.
 """
 

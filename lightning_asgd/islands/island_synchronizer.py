@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +13,9 @@ from lightning_asgd.islands.blocks import part_layout
 from lightning_asgd.islands.island_exchanger import IslandReplica, IslandShards
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.local_tensors import block_of, local_places, reshard
-from lightning_asgd.islands.part_exchange import Copies, PartExchange
+from lightning_asgd.islands.part_exchange import Copies, PartExchange, PartSender
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
@@ -144,8 +143,7 @@ class IslandSynchronizer(Synchronizer):
 def set_up_island(
     group: IslandGroup,
     module: Module,
-    connection: Connection,
-    process: str,
+    sender: PartSender,
     client: SessionClient | None,
     config: ExchangeConfig,
     training: Training,
@@ -159,10 +157,10 @@ def set_up_island(
     state = named_state(module)
     check_shapes(state)
     trainable, buffers = exchanged_tensors(module, state)
-    algorithm, num_servers = config.algorithm, len(connection.servers)
+    algorithm, num_servers = config.algorithm, len(sender.connection.servers)
     layout = build_layout(trainable.items(), buffers.items(), num_servers)
     if start.layout is not None:
-        layout.check_same(start.layout, f"worker {connection.worker}", "the run")
+        layout.check_same(start.layout, f"worker {sender.connection.worker}", "the run")
     mine = {name: block_of(name, tensor) for name, tensor in (trainable | buffers).items()}
     gathered = group.gather(mine)
     blocks = {name: [each[name] for each in gathered] for name in mine}
@@ -173,7 +171,7 @@ def set_up_island(
         held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)
         replica = replica_for(algorithm, held, places, [None] * num_servers)  # type: ignore[arg-type]
         copies = Copies(group, held, places, blocks)
-        about = group, connection, process, number, held, replica, copies
+        about = group, sender, number, held, replica, copies
         parts.append(PartExchange(*about, lambda: reshard(modules)))
 
     def lead() -> Exchanger | None:
@@ -193,9 +191,3 @@ def set_up_island(
     made: list[Exchanger] = []
     group.share(lead)
     return IslandSynchronizer(group, layout, parts, made[0] if made else None)
-
-
-def constants_of(module: Module, layout: Layout) -> Mapping[str, Tensor]:
-    """The module's tensors that are not exchanged, apart from sharded ones."""
-    known = {spec.name for spec in layout.tensors}
-    return {n: t for n, t in named_state(module).items() if n not in known and not hasattr(t, "placements")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_asgd.protocol import ExchangePart, InitPart, Part
 from lightning_asgd.worker.connection import Connection, done_within
 from lightning_asgd.worker.replica import Place, Replica
 
-__all__ = ["Copies", "PartExchange"]
+__all__ = ["Copies", "PartExchange", "PartSender"]
 
 
 class Copies:
@@ -73,12 +74,19 @@ class Copies:
                 tensor.copy_(flat.view(tensor.shape))
 
 
+@dataclass(frozen=True)
+class PartSender:
+    """How a process of an island sends its parts: with the number and the name of the first process."""
+
+    connection: Connection
+    process: str
+
+
 class PartExchange:
     """A process's part of one fragment.
 
     Args:
-        connection: to the servers; all of the island's processes send with the first one's number and name.
-        process: that name.
+        sender: how this process sends.
         layout: what this process exchanges.
         replica: of these scalars.
         copies: of scalars that other processes exchange, or hold too.
@@ -88,8 +96,7 @@ class PartExchange:
     def __init__(
         self,
         group: IslandGroup,
-        connection: Connection,
-        process: str,
+        sender: PartSender,
         fragment: int,
         layout: PartLayout,
         replica: Replica,
@@ -97,7 +104,7 @@ class PartExchange:
         prepare: Callable[[], None],
     ) -> None:
         self.replica, self.fragment = replica, fragment
-        self._group, self._connection, self._process = group, connection, process
+        self._group, self._connection, self._process = group, sender.connection, sender.process
         self._layout, self._copies, self._prepare = layout, copies, prepare
         self._futures: list[Future[Any]] = []  # of the latest exchange, per server
         for obey in (self.init, self.pack, self.send, self.merge, self.adopt, self.resume, self.forget):

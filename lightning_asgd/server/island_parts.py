@@ -38,15 +38,16 @@ class _Island:
 
     worker: int
     process: str  # its first
+    groups: Groups = ()  # of the shard
     parts: dict[int, Part] = field(default_factory=dict)  # by number
     first: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # their first values
     buffer: tuple[Tensor, ...] = ()  # for updates and answers; none before the first exchange
     message: Exchange | None = None  # that has arrived and is not complete
     arrived: dict[int, ExchangePart] = field(default_factory=dict)  # parts of it, by number
 
-    def prepare(self, groups: Groups) -> None:
+    def prepare(self) -> None:
         """Allocate the buffer. Raises unless the parts are all of the shard, each scalar once."""
-        for index, (_, _, n) in enumerate(groups):
+        for index, (_, _, n) in enumerate(self.groups):
             ranges = sorted(r for part in self.parts.values() for r in part.ranges[index])
             held = sum(last - first for first, last in ranges)
             if held != n or merged(ranges) != ([(0, n)] if n else []):
@@ -54,7 +55,7 @@ class _Island:
                     f"{len(self.parts)} processes of island {self.worker} exchange {held} scalars of group {index}, "
                     f"which has {n}. Expected all of them, each once."
                 )
-        self.buffer = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in groups)
+        self.buffer = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in self.groups)
 
     def join(self, values: Mapping[int, Sequence[Tensor]]) -> None:
         """Write the values of all parts into the buffer."""
@@ -71,7 +72,7 @@ class _Island:
                 for (first, last), piece in zip(ranges, torch.split(value, sizes), strict=True):
                     whole[first:last] = piece
 
-    def add(self, message: Exchange | ExchangePart, groups: Groups) -> CompleteExchange | None:
+    def add(self, message: Exchange | ExchangePart) -> CompleteExchange | None:
         """Take an exchange, or a part of one; returns it once everything has arrived."""
         if isinstance(message, Exchange):
             self.message = message
@@ -88,7 +89,7 @@ class _Island:
         if any(part.exchange != whole.island for part in parts.values()):
             return None  # of an exchange that was given up: the process sends its part of this one later
         if not self.buffer:
-            self.prepare(groups)
+            self.prepare()
         if whole.push:
             self.join({number: part.update or () for number, part in parts.items()})
         return CompleteExchange(whole, list(parts.values()), self.buffer)
@@ -111,18 +112,22 @@ class IslandParts:
         if message.weights is not None:
             island.first[part.number] = message.weights
 
-    def first_weights(self, worker: int, fragment: int, groups: Groups) -> tuple[Tensor, ...]:
+    def enter(self, worker: int, fragment: int, groups: Groups) -> None:
+        """Note what the shard consists of."""
+        island = self._islands.get((worker, fragment))
+        if island is not None:
+            island.groups = groups
+
+    def first_weights(self, worker: int, fragment: int) -> tuple[Tensor, ...]:
         """The shard's first values, which all processes of an island have brought."""
         island = self._find(worker, fragment)
-        island.prepare(groups)
+        island.prepare()
         island.join(island.first)
         island.first.clear()
         weights, island.buffer = island.buffer, ()
         return weights
 
-    def take(
-        self, message: Exchange | ExchangePart, groups: Groups, apply: Callable[[CompleteExchange], Any]
-    ) -> Future[Any]:
+    def take(self, message: Exchange | ExchangePart, apply: Callable[[CompleteExchange], Any]) -> Future[Any]:
         """Take an exchange, or a part of one. The future is of the reply.
 
         ``apply`` is called once everything has arrived: it returns the reply to the exchange, or a future of it.
@@ -130,7 +135,7 @@ class IslandParts:
         island = self._find(message.worker, message.fragment)
         future = self._pending.add(message)
         try:
-            whole = island.add(message, groups)
+            whole = island.add(message)
             if whole is None:
                 return future
             answer = apply(whole)

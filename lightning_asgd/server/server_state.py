@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import ProtocolError
-from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld
+from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld, Status
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -18,6 +18,7 @@ from lightning_asgd.server.shard import Shard
 from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
+from lightning_asgd.server.status_report import view
 
 __all__ = ["ASK_AGAIN", "ServerState"]
 
@@ -188,6 +189,13 @@ class ServerState:
         if new:
             session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic)
         return session.initialise(message)
+
+    def overview(self, now: float) -> Status:
+        """What `lightning-asgd status` shows."""
+        session = self.session
+        if session is None:
+            return Status(self.registry.name)
+        return view(session.members, session.shards.get(0), self.epochs.latest, now)
 
     def recover(self, session: SessionState) -> set[int]:
         """Continue from the newest state that workers report; returns the workers whose reports are stale."""

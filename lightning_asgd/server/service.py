@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, ServerLostError, WorkerAwayError, WorkerLostError
@@ -43,10 +42,10 @@ from lightning_asgd.protocol import (
     Samples,
     ShardState,
     StateReport,
-    Status,
     StatusRequest,
 )
 from lightning_asgd.server.epoch_history import Ranges
+from lightning_asgd.server.island_parts import CompleteExchange
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
 from lightning_asgd.server.server_state import ASK_AGAIN, ServerState
@@ -54,7 +53,6 @@ from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard_copy import complete
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import RecoveryPhase
-from lightning_asgd.server.status_report import view
 
 __all__ = ["Service"]
 
@@ -88,16 +86,16 @@ class Service:
             InitShard: self._initialise,
             InitPart: lambda message: self._current(message.session).islands.open(message),
             Exchange: self._exchange,
-            ExchangePart: self._exchange,
-            LayerGradient: self._average,
+            ExchangePart: self._exchange_in_parts,
+            LayerGradient: lambda message: self._complete(self._member(message).means.add(message), message),
             Contribution: self._contribute,
             OpenEpoch: self._open_epoch,
             LeaseRequest: self._lease,
             Leave: self._leave,
-            DisconnectWatch: self._watch,
+            DisconnectWatch: lambda message: self._current(message.session) and self._pending.add(message),
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
-            StatusRequest: self._status,
+            StatusRequest: lambda _: self.state.overview(self._clock()),
             Samples: lambda message: self._current(message.session).samples,
             ShardState: lambda message: self._current(message.session).shard_state(message),
         }
@@ -230,35 +228,31 @@ class Service:
         self._members_changed(self._current(message.session))
         return shared
 
-    def _exchange(self, message: Exchange | ExchangePart) -> Any:
+    def _exchange(self, message: Exchange, whole: CompleteExchange | None = None) -> Any:
+        if message.island and whole is None:
+            return self._exchange_in_parts(message)
         session = self._heard(message.session, message.worker)
-        if isinstance(message, Exchange) and message.push and not message.island:
+        if message.push:
             session.members.check(message.worker)
-        if self.state.recovery.phase.lost and isinstance(message, Exchange):
+        if whole is None:
             session.have_weights.add(message.worker)
+        if self.state.recovery.phase.lost and whole is None:
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
-        if isinstance(message, Exchange) and not message.island:
-            session.have_weights.add(message.worker)
-            update = session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
-            return self._apply(session, message, update)
-        future = session.islands.take(message, shard.groups, lambda w: self._apply(session, w.message, w.buffer))
-        return future.value() if future.done() else future
-
-    def _apply(self, session: SessionState, message: Exchange, update: tuple[Tensor, ...] | None) -> Any:
-        """Exchange with a shard: the reply, or a future of it."""
-        if message.push and message.island:
-            session.members.check(message.worker)
-        begun = self._clock()
-        due = session.shards[message.fragment].exchange(message, update)
+        begun, lasting = self._clock(), shard.keeps_buffers
+        update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=lasting)
+        due = shard.exchange(message, update)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
         return self._complete(due, message, begun)
 
-    def _average(self, message: LayerGradient) -> Any:
-        return self._complete(self._member(message).means.add(message), message)
+    def _exchange_in_parts(self, message: Exchange | ExchangePart) -> Any:
+        """An island's exchange, or a part of it: it takes place once everything has arrived."""
+        session = self._heard(message.session, message.worker)
+        future = session.islands.take(message, lambda whole: self._exchange(whole.message, whole))
+        return future.value() if future.done() else future
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         session = self._heard(message.session, message.worker)
@@ -281,10 +275,6 @@ class Service:
             self.state.epochs.open(message.opens, message.worker, members, self._clock())
         leases = self.state.epochs.find(message.key, message.worker)
         return self._complete(leases.serve(message, self._clock()), message)
-
-    def _watch(self, message: DisconnectWatch) -> Future[Any]:
-        self._current(message.session)
-        return self._pending.add(message)
 
     def _report_state(self, message: StateReport) -> Any:
         session, recovery = self._current(message.session), self.state.recovery
@@ -324,12 +314,6 @@ class Service:
         session.forget(message.worker)
         self._pending.complete_all(DisconnectWatch, None, [message.worker])
         return True
-
-    def _status(self, message: StatusRequest) -> Status:
-        session = self.session
-        if session is None:
-            return Status(self.state.registry.name)
-        return view(session.members, session.shards.get(0), self.state.epochs.latest, self._clock())
 
     def _current(self, name: str) -> SessionState:
         session = self.session
@@ -435,10 +419,17 @@ class Service:
         for request, reply in due:
             if session is None or (request is not received and request not in self._pending):
                 continue  # it failed when the session ended
-            if isinstance(reply, Reply | LeaseGrant):
-                reply = session.complete(request, reply, self.state.epochs.done)
-            if begun is not None and isinstance(reply, Reply):
-                reply = replace(reply, busy_s=self._clock() - begun)
+            members = session.members
+            if isinstance(reply, Reply):
+                reply = replace(reply, weights=session.buffers.encode(request, reply))
+                if request.fetch:
+                    epoch, done = self.state.epochs.done
+                    reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
+                    reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
+                if begun is not None:
+                    reply = replace(reply, busy_s=self._clock() - begun)
+            elif isinstance(reply, LeaseGrant):
+                reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +16,7 @@ from lightning_asgd.protocol import (
     InitShard,
     Join,
     Joined,
-    LeaseGrant,
     ReplicaState,
-    Reply,
     ShardState,
     WorkerMetrics,
 )
@@ -102,12 +100,12 @@ class SessionState:
                 f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
                 "the same arguments of ASGDStrategy on every worker."
             )
+        weights = message.weights
+        self.islands.enter(message.worker, message.fragment, shard.groups)
         if message.in_parts:
-            message = replace(
-                message, weights=self.islands.first_weights(message.worker, message.fragment, shard.groups)
-            )
-        if message.weights is not None:
-            shard.initialise(message.weights, message.version)
+            weights = self.islands.first_weights(message.worker, message.fragment)
+        if weights is not None:
+            shard.initialise(weights, message.version)
         return self.buffers.open(message)
 
     def shard_state(self, message: ShardState) -> Any:
@@ -129,18 +127,6 @@ class SessionState:
         for shard in self.shards.values():
             due += shard.update_members(self.members.living)
         return due
-
-    def complete(
-        self, request: Any, reply: Reply | LeaseGrant, done: tuple[str, tuple[tuple[int, int], ...]]
-    ) -> Reply | LeaseGrant:
-        """A reply with what it says of the session; ``done`` are an epoch and the units of it that are done."""
-        members = self.members
-        if isinstance(reply, Reply):
-            reply = replace(reply, weights=self.buffers.encode(request, reply))
-            if not request.fetch:
-                return reply
-            reply = replace(reply, epoch=done[0], done=done[1], stopped=self.collectives.stopped)
-        return replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
 
     def replace(self, message: Join, now: float) -> list[Completion]:
         """Have another process replace a worker that has died or is silent."""

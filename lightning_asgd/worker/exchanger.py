@@ -79,9 +79,7 @@ class Channel:
         self._algorithm = config.algorithm
         self._training = training
         self._whole = fragments == 1
-        # No other worker changes the servers' weights: an answer that equals the expected one moves no weight.
-        self._alone = shards.connection.world_size == 1
-        self._elastic = shards.connection.world_size == 0
+        self._alone = shards.connection.world_size == 1  # no other worker has changed the weights fetched last
         self._clock = clock
         self._measure_at = clock() if training.measure else math.inf
         self._pushed_units = training.units.total
@@ -90,12 +88,6 @@ class Channel:
     def answered(self) -> bool:
         """Whether the exchange in flight has been answered."""
         return self.log.in_flight is not None and all(f.done() for f in self.log.in_flight.futures)
-
-    @property
-    def _trains_alone(self) -> bool:
-        """Whether the weights fetched last hold no other worker's pushes; in an elastic run others may come later."""
-        mine = {self.shards.connection.worker}
-        return self._alone or (self._elastic and all(set(pushes) <= mine for pushes in self.log.pushes))
 
     @property
     def unacknowledged(self) -> int:
@@ -166,7 +158,7 @@ class Channel:
         if self.leaving is not None:
             self.replica.await_arrival()  # the device trains meanwhile, so this is not a wait for an exchange
             self.send(self.leaving)
-        log, schedule, pending = self.log, self.schedule, self.log.in_flight
+        log, schedule, pending, connection = self.log, self.schedule, self.log.in_flight, self.shards.connection
         if pending is None:
             return
         waiting_since = self._clock()
@@ -191,14 +183,16 @@ class Channel:
             # Versions advance only with the weights: a push is as stale as the weights it was trained from.
             log.versions = [r.version for r in replies]
             log.pushes = [r.pushes for r in replies]
+            if connection.world_size == 0:  # others may join later
+                self._alone = all(set(pushes) <= {connection.worker} for pushes in log.pushes)
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
             answers = pending.answers or self.shards.answers(replies, self.replica.wire)
             if adopt:
-                self.replica.adopt(answers, park=park, alone=self._trains_alone and park)
+                self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
                 if push and merging_since >= self._measure_at:
                     self._measure(answers)
-                fresh, alone = refused or schedule.since_push == 0, self._trains_alone and not refused
+                fresh, alone = refused or schedule.since_push == 0, self._alone and not refused
                 self.replica.merge(answers, pushed=push, fresh=fresh, alone=alone)
         elif push:
             log.pushed = self.shards.latest

@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.layout import Groups, Role
+from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import (
     Exchange,
     ExchangePart,
@@ -24,7 +25,6 @@ from lightning_asgd.protocol import (
     Part,
     Reply,
 )
-from lightning_asgd.process_name import this_process
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import Verdict
 
