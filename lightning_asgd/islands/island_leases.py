@@ -14,7 +14,7 @@ __all__ = ["IslandLeases", "part_of"]
 
 T = TypeVar("T")
 
-_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share", "own")
+_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share")
 
 
 class IslandLeases:
@@ -115,6 +115,11 @@ class IslandLeases:
     def stop(self, acknowledged: int, *, halt: bool = False) -> None:
         """Train no more of this epoch."""
         self._together(lambda leases: leases.stop(acknowledged, halt=halt))
+
+    @property
+    def own(self) -> list[tuple[int, int]]:
+        """Ranges of the units that the island has trained in this epoch."""
+        return self._together(lambda leases: leases.own)
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units that are done, of all workers."""
