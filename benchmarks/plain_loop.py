@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import throughput
+from network import Network
 from ranks import clean_environment, run_ranks, told_of_errors
 from rich.table import Table
 from throughput import CONSOLE, Patience, Scenario, System
@@ -252,16 +253,18 @@ def count(folder: Path, name: str, address: str, step_s: float) -> None:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[str]:
-    """An elastic run's servers; yields their address."""
-    command = [str(Path(sys.executable).with_name("lightning-asgd")), "serve", "--port=0", "--run-id=counts"]
+def served(run_id: str, on: Network | None = None) -> Iterator[str]:
+    """An elastic run's servers, on this machine or the first one of a network; yields their address."""
+    command = [str(Path(sys.executable).with_name("lightning-asgd")), "serve", "--port=0", f"--run-id={run_id}"]
+    if on is not None:
+        command = [*on.prefix(0), *command, f"--host={on.addresses[0]}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}) as server:
         try:
             assert server.stdout is not None
             yield next(found[1] for line in server.stdout if (found := re.search(r'server="([^"]+)"', line)))
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(15)
+            server.wait(60)
 
 
 def fault() -> bool:
@@ -269,7 +272,7 @@ def fault() -> bool:
     import multiprocessing
 
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, served() as address:
+    with tempfile.TemporaryDirectory() as folder, served("counts") as address:
 
         def noted(name: str) -> dict[str, Any]:
             file = Path(folder, f"{name}.json")

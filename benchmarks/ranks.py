@@ -26,7 +26,7 @@ from network import Network
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["Slowness", "clean_environment", "end_all", "run_ranks", "servers_of", "told_of_errors"]
+__all__ = ["Slowness", "clean_environment", "end_all", "free_port", "run_ranks", "servers_of", "told_of_errors"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers
 
@@ -111,7 +111,7 @@ def run_ranks(
         RuntimeError: a rank failed or is late; the text holds its last output.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     ranks = []
     for rank, job in enumerate(jobs):
         enter: Callable[[], None] = lambda: None  # noqa: E731
@@ -205,7 +205,8 @@ def _collect(ranks: list[tuple[int, Any, Any, Any, IO[bytes]]], deadline: float)
     return answers
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -50,7 +50,7 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
     private_names.accelerator.set_of(strategy, accelerator)
 
 
-class IslandStrategy(Takeable):
+class IslandStrategy(private_names.RestoringHooks, Takeable):
     """One process of an island; see :class:`~lightning_asgd.ASGDStrategy`. Extends Lightning's strategy inside it."""
 
     strategy_name = "asgd"
@@ -107,11 +107,27 @@ class IslandStrategy(Takeable):
         self._undo = put_first(trainer, monitor=self.options.monitor), heed_engine(trainer)
 
     def setup(self, trainer: Any) -> None:
-        """Wrap the module, and take the run's weights and progress."""
+        """Wrap the module, and take the run's weights and progress.
+
+        A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
+        """
         super().setup(trainer)  # type: ignore[misc]
-        if self._membership is None or self._group is None:
+        if self._membership is None:
             return
-        about = trainer, self._membership, self.options.config, self._resume, counter_of(self.options.units)
+        if not self.restore_checkpoint_after_setup:  # type: ignore[attr-defined]
+            self._enter(trainer, self._membership)
+            return
+        restore = private_names.restore_progress(trainer)
+
+        def enter_and_restore() -> None:
+            undo()
+            self._enter(trainer, self._membership)
+            restore()
+
+        undo = private_names.restore_progress.replace(trainer, enter_and_restore)
+
+    def _enter(self, trainer: Any, membership: IslandFleet) -> None:
+        about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
         session = IslandSession(self._group, self.place_in_batch, *about)
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()
@@ -159,6 +175,11 @@ class IslandStrategy(Takeable):
             self.fit_session.end()
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def _restores_optimizers(self) -> bool:
+        """Whether a checkpoint holds optimizer states; the progress that an attaching island receives does not."""
+        return self._membership is None or self._membership.entry is None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this is the island that does; all of its processes together."""

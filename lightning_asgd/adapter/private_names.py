@@ -207,6 +207,7 @@ first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
 sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
 note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS, changed="2.5.2")
 requeue_job = Name("_signal_connector._slurm_sigusr_handler_fn(signum)", SIGNATURE, SIGNALS)
+restore_progress = Name("_checkpoint_connector.restore_training_state()", SIGNATURE, SAVING)
 loaded_checkpoint = Name("_checkpoint_connector._loaded_checkpoint", INSTANCE, SAVING, changed="2.5.1, 2.6.0")
 load_callback_states = Name("_checkpoint_connector.restore_callbacks()", SIGNATURE, SAVING)
 loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, SAVING)
@@ -414,7 +415,17 @@ class ProcessLauncherHooks:
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 
 
-class StrategyHooks:
+class RestoringHooks:
+    """What Lightning asks a strategy of this package when it restores a checkpoint."""
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a checkpoint holds optimizer states that Lightning is to restore."""
+        restores: bool = super().lightning_restore_optimizer  # type: ignore[misc]
+        return restores and bool(self._restores_optimizers)  # type: ignore[attr-defined]
+
+
+class StrategyHooks(RestoringHooks):
     """The names of Lightning's strategy, for this package's own, whose methods are called here."""
 
     _launcher: Any
@@ -428,11 +439,6 @@ class StrategyHooks:
         launcher = self._make_launcher()  # type: ignore[attr-defined]
         if launcher is not None:
             self._launcher = launcher
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether a checkpoint holds optimizer states that Lightning is to restore."""
-        return bool(self._restores_optimizers)  # type: ignore[attr-defined]
 
 
 class UnattachedHooks:

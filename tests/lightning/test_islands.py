@@ -97,8 +97,9 @@ def serve(folder: Path) -> None:
     raise SystemExit(main(["serve", "--port=0", "--run-id=islands", "--num-servers=2"]))
 
 
-def train(folder: Path, name: str, rank: int, port: int, inside: str, address: str, epochs: int, counts: bool) -> None:
+def train(folder: Path, name: str, rank: int, port: int, inside: str, address: str, **about: Any) -> None:
     """One of two processes, as torchrun starts them. Without an address Lightning's own strategy trains alone."""
+    epochs, counts, resumes = about["epochs"], about["counts"], about["resumes"]
     to_file(folder / f"{name}{rank}.log")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -113,7 +114,8 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
     made = trainer(folder, strategy, devices=2, max_epochs=epochs)
     net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
     data, validation = DataLoader(numbered(), batch_size=BATCH), DataLoader(numbered(), batch_size=16)
-    made.fit(net, data, None if counts else validation)
+    made.fit(net, data, None if counts else validation, ckpt_path=str(folder / resumes) if resumes else None)
+    made.save_checkpoint(folder / f"{name}.ckpt")
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in net.named_parameters()}
     state = {name: tensor.detach().clone() for name, tensor in whole.items()}
     metrics = {key: float(value) for key, value in made.callback_metrics.items()}
@@ -128,12 +130,13 @@ class Started:
         self.folder, self.mains, self.served = folder, mains, served
         self.processes: dict[str, list[Any]] = {}
 
-    def start(self, name: str, inside: str, address: str, epochs: int = 2, *, counts: bool = False) -> None:
+    def start(self, name: str, inside: str, address: str, **more: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        about = port, inside, address, epochs, counts
-        self.processes[name] = [self.mains(target=train, args=(self.folder, name, rank, *about)) for rank in (0, 1)]
+        about = {"epochs": 2, "counts": False, "resumes": "", **more}
+        args = [(self.folder, name, rank, port, inside, address) for rank in (0, 1)]
+        self.processes[name] = [self.mains(target=train, args=each, kwargs=about) for each in args]
         for process in self.processes[name]:
             process.start()
 
@@ -182,22 +185,38 @@ def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str
         assert ours["metrics"] == theirs["metrics"]
 
 
-@pytest.mark.timeout(120)  # three starts of an island
-def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_comes_back(run: Any) -> None:
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
+def test_an_island_resumes_from_a_checkpoint_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
-    started.start("a", "DDP", address, EPOCHS, counts=True)
-    started.start("b", "FSDP2", address, EPOCHS, counts=True)
-    mark = started.folder / "b1.mark"
-    wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
-    partner, victim = started.processes["b"]
-    os.kill(victim.pid, signal.SIGKILL)
-    partner.join(30)
-    assert partner.exitcode not in (None, 0)
-    mark.unlink()
-    started.start("b", "FSDP2", address, EPOCHS, counts=True)
+    started.start("before", inside, "")
+    started.results("before")
+    started.start("plain", inside, "", epochs=3, resumes="before.ckpt")
+    started.start("island", inside, address, epochs=3, resumes="before.ckpt")
+    for theirs, ours in zip(started.results("plain"), started.results("island"), strict=True):
+        assert ours["step"] == theirs["step"] == 3 * SAMPLES // BATCH // 2
+        for name, tensor in theirs["state"].items():
+            assert torch.equal(ours["state"][name], tensor)
+
+
+@pytest.mark.timeout(240)
+def test_islands_that_are_sharded_differently_train_together_and_killed_ones_come_back(run: Any) -> None:
+    address, started = run
+    insides = {"a": "DDP", "b": "FSDP2"}
+    for name, inside in insides.items():
+        started.start(name, inside, address, epochs=EPOCHS, counts=True)
+    for killed, epoch in (("b", "1 "), ("a", "4 ")):
+        mark = started.folder / f"{killed}1.mark"
+        wait_until(lambda: mark.exists() and mark.read_text().startswith(epoch), 60, f"epoch {epoch}")  # noqa: B023
+        partner, victim = started.processes[killed]
+        os.kill(victim.pid, signal.SIGKILL)
+        partner.join(30)
+        assert partner.exitcode not in (None, 0)
+        mark.unlink()
+        started.start(killed, insides[killed], address, epochs=EPOCHS, counts=True)
+        wait_until(mark.exists, 60, "training of the island that was started again")
     for each in started.results("a", "b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
-    assert mark.exists()  # it has trained again
 
 
 @pytest.mark.timeout(120)  # half a minute on a machine that does nothing else

@@ -1,0 +1,232 @@
+"""Two islands beside Lightning's DDP: accuracy; and their checkpoints. Parts of :mod:`islands`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from islands_program import Task, loss_of
+from islands_ranks import Place, Shape, run_islands
+from plain_loop import digits, network
+from pytorch_lightning.callbacks import ModelCheckpoint
+from rich.markup import escape
+from rich.table import Table
+from throughput import CONSOLE, trainer_options
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+RUN_S = 300.0
+CONTEXT, SYMBOLS, WIDTH = 48, 96, 48  # of the transformer
+SHAPES = (Shape(1, 4, joined=False), Shape(2, 2, "ddp"), Shape(2, 2, "fsdp2"))
+
+
+# ---------------------------------------------------------------------- accuracy
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained.
+
+    Attributes:
+        measure: of the layers' outputs for the held-out samples and these samples' classes.
+        limit: how much worse than DDP islands may be: of an accuracy that much, of a loss that share.
+    """
+
+    name: str
+    data: Callable[[], tuple[Dataset[Any], Any]]
+    layers: Callable[[], list[nn.Module]]
+    optimizer: Callable[[Any], Any]
+    batch: int  # of a rank
+    epochs: int
+    limit: float
+    rising: bool  # an accuracy, which is better if it is higher; else a loss
+
+
+class Positions(nn.Embedding):
+    """Adds what tells one place from another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.shape[1]]
+
+
+class Causal(nn.TransformerEncoderLayer):
+    """Sees what is before a character, and not what is behind it."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return super().forward(x, src_mask=mask, is_causal=True)
+
+
+@cache
+def text() -> tuple[Dataset[Any], Any]:
+    """Pieces of the standard library's modules in the order of their names; every tenth piece is held out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    source = "".join(p.read_text(errors="ignore") for p in sorted(folder.glob("*.py")))[:400_000]
+    codes = torch.tensor([ord(c) - 31 if 32 <= ord(c) < 126 else 0 for c in source])
+    pieces = codes.unfold(0, CONTEXT + 1, CONTEXT)
+    held_out = torch.arange(len(pieces)) % 10 == 0
+    train, test = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (pieces[~held_out], pieces[held_out]))
+    return train, test
+
+
+def transformer() -> list[nn.Module]:
+    """0.07 million parameters."""
+    block = partial(Causal, WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+    embeddings = [nn.Embedding(SYMBOLS, WIDTH), Positions(CONTEXT, WIDTH)]
+    return [*embeddings, block(), block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS)]
+
+
+PROBLEMS = (
+    Problem("digits", digits, lambda: [*network()], partial(torch.optim.SGD, lr=0.05, momentum=0.9), 32, 20, 0.01, True),
+    Problem("text", text, transformer, partial(torch.optim.AdamW, lr=2e-3), 16, 4, 0.01, False),
+)
+
+
+def train(problem: Problem, seed: int, place: Place) -> dict[str, Any]:
+    """Train, and measure the result."""
+    pl.seed_everything(seed, verbose=False)
+    shape = place.shape
+    module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2")
+    data, held_out = problem.data()
+    options = {**trainer_options(), "max_epochs": problem.epochs, "devices": shape.ranks}
+    options["callbacks"] = [place.together()]
+    pl.Trainer(strategy=place.strategy(), **options).fit(module, DataLoader(data, problem.batch, shuffle=True))
+    whole = nn.ModuleDict({"layers": nn.Sequential(*problem.layers())})
+    whole.load_state_dict(module.whole())
+    layers, (x, y) = whole["layers"].eval(), held_out[:]
+    with torch.no_grad():
+        accuracy = (layers(x).argmax(-1) == y).float().mean()
+        return {"measure": float(accuracy if problem.rising else loss_of(layers, x, y))}
+
+
+def accuracy(seeds: int) -> list[bool]:
+    """Print accuracy and loss; True where islands are as good as DDP, on average."""
+    verdicts = []
+    for problem in PROBLEMS:
+        count = seeds if problem.rising else 1
+        found: dict[Shape, list[float]] = {shape: [] for shape in SHAPES}
+        for seed in range(count):
+            for shape, values in found.items():
+                answers = run_islands(shape, partial(train, problem, seed), RUN_S)
+                assert len({answer["measure"] for answer in answers}) == 1, answers
+                values.append(answers[0]["measure"])
+        measure = "accuracy" if problem.rising else "loss"
+        title = f"{problem.name}, four ranks, {problem.epochs} epochs, {count} seeds: {measure}"
+        table = Table("", "mean", "min - max", "beside DDP", title=title, title_justify="left")
+        base = statistics.mean(found[SHAPES[0]])
+        for shape, values in found.items():
+            mean = statistics.mean(values)
+            worse = base - mean if problem.rising else mean / base - 1
+            verdicts.append(worse <= problem.limit)
+            ratio = f"{-worse:+.4f}" if problem.rising else f"{worse:+.1%}"
+            table.add_row(str(shape), f"{mean:.4f}", f"{min(values):.4f} - {max(values):.4f}", ratio)
+        CONSOLE.print(table)
+    return verdicts
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+class Weights(pl.Callback):
+    """Notes the whole weights when training begins."""
+
+    first: dict[str, Any]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.first = arrays(module.whole())
+
+
+def arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The same for another process: torch would send a reference to this one's memory."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed: bool, place: Place) -> dict[str, Any]:
+    """Train digits with checkpoints, from one if it is given; the first and last weights, and what was trained.
+
+    ``distributed`` says whether every rank writes a file of its own.
+    """
+    pl.seed_everything(1, verbose=False)
+    problem, shape, weights = PROBLEMS[0], place.shape, Weights()
+    module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2" and shape.ranks > 1)
+    saver = ModelCheckpoint(folder, "{epoch}-" + name, save_top_k=-1)
+    options: dict[str, Any] = {**trainer_options(), "enable_checkpointing": True, "callbacks": [weights, saver, place.together()]}
+    if shape.ranks > 1:
+        options["strategy"] = place.strategy(save_distributed_checkpoint=distributed)
+    trainer = pl.Trainer(**{**options, "max_epochs": epochs, "devices": shape.ranks})
+    data = DataLoader(problem.data()[0], problem.batch, shuffle=True)
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    states = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    moved = sum(float(getattr(each, "_local_tensor", each).abs().sum()) for each in states)
+    last = {"first": weights.first, "last": arrays(module.whole()), "file": saver.best_model_path}
+    return {**last, "steps": trainer.global_step, "epoch": trainer.current_epoch, "moved": moved}
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether all weights have the same bits."""
+    return mine.keys() == theirs.keys() and all((value == theirs[name]).all() for name, value in mine.items())
+
+
+def consolidated(file: Path, folder: Path) -> dict[str, Any]:
+    """A checkpoint as one process reads it. Lightning's utility makes one of the files of several ranks."""
+    if file.is_dir():
+        from pytorch_lightning.utilities import consolidate_checkpoint as utility
+
+        command = [sys.executable, "-m", utility.__name__, str(file), "--output_file", str(folder / "whole.ckpt")]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        file = folder / "whole.ckpt"
+    return dict(torch.load(file, weights_only=False))
+
+
+def checkpoint() -> list[bool]:
+    """Write checkpoints and continue from them; True where nothing is lost."""
+    return [saved(distributed=distributed) for distributed in (False, True)]
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder, which forked ranks do not remove when they end."""
+    folder = Path(tempfile.mkdtemp(prefix="asgd-islands-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def saved(*, distributed: bool) -> bool:
+    """One kind of checkpoint, in all the ways to load it."""
+    with scratch() as folder:
+        two, four, alone = Shape(2, 2, "fsdp2"), Shape(1, 4, "fsdp2"), Shape(1, 1, "fsdp2", joined=False)
+        written = run_islands(two, partial(fit, folder, "written", 2, None, distributed), RUN_S)
+        files = [each["file"] for each in written if each["file"]]
+        found = {"the islands' weights are the same": all(same(each["last"], written[0]["last"]) for each in written)}
+        file = Path(files[0])
+        kept = arrays(consolidated(file, folder)["state_dict"])
+        found["one process reads the same weights"] = same(kept, written[0]["last"])
+        ways = [(four, file), (two, file), (alone, folder / "whole.ckpt" if file.is_dir() else file)]
+        for shape, source in ways:
+            try:
+                answers = run_islands(shape, partial(fit, folder, f"from-{shape.ranks}", 3, source, distributed), RUN_S)
+            except RuntimeError as error:
+                found[f"{shape} resumes: {str(error)[-900:]}"] = False
+                continue
+            found[f"{shape} begins with the same weights"] = all(same(each["first"], kept) for each in answers)
+            counts = {(each["epoch"], each["steps"] > written[0]["steps"]) for each in answers}
+            found[f"{shape} trains one more epoch ({counts}, {answers[0]['steps']} steps)"] = counts == {(3, True)}
+    kind = "one file per rank" if distributed else "one file"
+    CONSOLE.print(f"{kind}: {len(set(files))} checkpoint of {written[0]['steps']} steps")
+    for text, good in found.items():
+        CONSOLE.print(f"  {'[green]yes[/]' if good else '[red]NO[/]'}  {escape(text)}")
+    return all(found.values())
