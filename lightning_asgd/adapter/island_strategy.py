@@ -112,23 +112,24 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
         """
         super().setup(trainer)  # type: ignore[misc]
-        if self._membership is None:
+        if self._membership is None or self._group is None:
             return
+        about = trainer, self._group, self._membership
         if not self.restore_checkpoint_after_setup:  # type: ignore[attr-defined]
-            self._enter(trainer, self._membership)
+            self._enter(*about)
             return
         restore = private_names.restore_progress(trainer)
 
         def enter_and_restore() -> None:
             undo()
-            self._enter(trainer, self._membership)
+            self._enter(*about)
             restore()
 
         undo = private_names.restore_progress.replace(trainer, enter_and_restore)
 
-    def _enter(self, trainer: Any, membership: IslandFleet) -> None:
+    def _enter(self, trainer: Any, group: IslandGroup, membership: IslandFleet) -> None:
         about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
-        session = IslandSession(self._group, self.place_in_batch, *about)
+        session = IslandSession(group, self.place_in_batch, *about)
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()
 

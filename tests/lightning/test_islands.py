@@ -222,8 +222,8 @@ def test_islands_that_are_sharded_differently_train_together_and_killed_ones_com
 @pytest.mark.timeout(120)  # half a minute on a machine that does nothing else
 def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> None:
     address, started = run
-    started.start("a", "DDP", address, EPOCHS, counts=True)
-    started.start("b", "DDP", address, EPOCHS, counts=True)
+    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
+    started.start("b", "DDP", address, epochs=EPOCHS, counts=True)
     mark = started.folder / "b0.mark"
     wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
     first = started.processes["b"][0]
@@ -237,7 +237,7 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
 
 def test_an_island_whose_server_is_lost_ends_with_an_error_that_names_it(run: Any) -> None:
     address, started = run
-    started.start("a", "DDP", address, EPOCHS, counts=True)
+    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
     mark = started.folder / "a0.mark"
     wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
     servers_of(started.served.pid)[1].kill()
