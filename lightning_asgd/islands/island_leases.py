@@ -82,10 +82,10 @@ class IslandLeases:
         """Set the number of batches per step."""
         self._together(lambda leases: leases.accumulate(batches))
 
-    def begin_batch(self, before_s: float = 0.0) -> None:
+    def begin_batch(self, begun_s: float = 0.0) -> None:
         """A batch is about to be trained."""
         if self._group.leads:
-            self._leases.begin_batch(before_s)
+            self._leases.begin_batch(begun_s)
 
     def end_batch(self, steps: int) -> bool:
         """Note its end."""
