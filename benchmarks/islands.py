@@ -125,7 +125,9 @@ def main() -> int:
             begun = time.monotonic()
             done = parts[name]()
             good = all(done) if isinstance(done, list) else done
-            CONSOLE.print(f"{'[green]PASS[/]' if good else '[red]FAIL[/]'}  {name} ({time.monotonic() - begun:.0f} s)\n")
+            CONSOLE.print(
+                f"{'[green]PASS[/]' if good else '[red]FAIL[/]'}  {name} ({time.monotonic() - begun:.0f} s)\n"
+            )
             passed &= good
     return 0 if passed else 1
 

@@ -87,7 +87,9 @@ def transformer() -> list[nn.Module]:
 
 
 PROBLEMS = (
-    Problem("digits", digits, lambda: [*network()], partial(torch.optim.SGD, lr=0.05, momentum=0.9), 32, 20, 0.01, True),
+    Problem(
+        "digits", digits, lambda: [*network()], partial(torch.optim.SGD, lr=0.05, momentum=0.9), 32, 20, 0.01, True
+    ),
     Problem("text", text, transformer, partial(torch.optim.AdamW, lr=2e-3), 16, 4, 0.01, False),
 )
 
@@ -160,7 +162,11 @@ def fit(folder: Path, name: str, epochs: int, resumed: Path | None, distributed:
     problem, shape, weights = PROBLEMS[0], place.shape, Weights()
     module = Task(problem.layers(), problem.optimizer, sharded=shape.inside == "fsdp2" and shape.ranks > 1)
     saver = ModelCheckpoint(folder, "{epoch}-" + name, save_top_k=-1)
-    options: dict[str, Any] = {**trainer_options(), "enable_checkpointing": True, "callbacks": [weights, saver, place.together()]}
+    options: dict[str, Any] = {
+        **trainer_options(),
+        "enable_checkpointing": True,
+        "callbacks": [weights, saver, place.together()],
+    }
     if shape.ranks > 1:
         options["strategy"] = place.strategy(save_distributed_checkpoint=distributed)
     trainer = pl.Trainer(**{**options, "max_epochs": epochs, "devices": shape.ranks})

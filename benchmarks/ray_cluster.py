@@ -4,11 +4,11 @@
     python benchmarks/ray_cluster.py faults scale     # some: accuracy, faults, scale, train, tune
 
 accuracy   digits with 2 servers and 4 workers, beside DDP with 4 workers: within 0.02
-faults     the node of two workers is lost, then the node of a server; every sample is trained once per epoch, and the
-           replacements train within 10 s after their imports
+faults     the node of two workers is lost, then that of a server, and a replacement has no room for a minute; every
+           sample is trained once per epoch, and the replacements of workers train within 10 s after their imports
 scale      1 worker, then 4, then 2 in one epoch; every sample is trained once
 train      Ray Train's TorchTrainer with 3 workers, one slower by 0.1 s per step: RayASGDStrategy beside RayDDPStrategy,
-           interleaved; at most a third of the seconds
+           interleaved, in short epochs of 30 steps; at most a third of the seconds
 tune       8 trials of 2 workers, 4 side by side, with ASHA; no process is left
 
 Training a sample adds 1 to that sample's parameter (faults, scale), so the weights say what was lost or trained twice.
@@ -40,6 +40,7 @@ sys.path[:0] = FOLDERS
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 EPOCHS = 15
 SAMPLES, STEP_S = 3000, 0.1
+START_S = 20.0  # within which servers start, of those that a worker waits for no longer
 FAST = "fast"  # a file that is there once all has happened: then steps take no longer than they must
 MEMORY = 80_000_000  # bytes of a node's object store
 REPLACED_S = 10.0
@@ -128,7 +129,7 @@ def count_samples(config: dict[str, Any]) -> None:
     from counts import Counts
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_asgd import ASGDStrategy
+    from lightning_asgd import ASGDStrategy, Timeouts
     from lightning_asgd.algorithms import ASGD
 
     torch.set_num_threads(1)
@@ -147,7 +148,7 @@ def count_samples(config: dict[str, Any]) -> None:
                 torch.save(pl_module.seen.detach(), Path(config["notes"], "seen.pt"))
 
     pl.seed_everything(1)
-    strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"))
+    strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"), timeouts=Timeouts(start_s=START_S))
     made = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -173,14 +174,18 @@ def train_in_step(config: dict[str, Any]) -> None:
     """For Ray Train: digits, with one slow worker."""
     import lightning.pytorch as pl  # which Ray takes where both are installed
     import ray.train
+    import ray.train.collective
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 
     from lightning_asgd.ray import RayASGDStrategy
 
     module, data = _digits(pl)
-    rank = ray.train.get_context().get_world_rank()
+    rank, times = ray.train.get_context().get_world_rank(), {}
 
     class Slow(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            times["trains"] = time.time()
+
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if rank == 2:
                 time.sleep(0.1)
@@ -197,12 +202,13 @@ def train_in_step(config: dict[str, Any]) -> None:
             **quiet(),
         )
     )
+    ray.train.collective.barrier()  # all have imported everything
     begun = time.time()
     made.fit(module, data)
-    seconds = time.time() - begun
+    seconds, start = time.time() - begun, times["trains"] - begun
     accuracy = made.validate(module, _validation(), verbose=False)[0]["val_acc"]
     if rank == 0:  # Ray Train returns only metrics that are reported with a checkpoint
-        Path(config["notes"]).write_text(json.dumps({"seconds": seconds, "accuracy": accuracy}))
+        Path(config["notes"]).write_text(json.dumps({"seconds": seconds, "start": start, "accuracy": accuracy}))
 
 
 def _digits(pl: Any) -> tuple[Any, Any]:
@@ -216,14 +222,14 @@ def _digits(pl: Any) -> tuple[Any, Any]:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            inner = DigitsCNN(lr=0.005)
+            inner = DigitsCNN()
             self.net, self.lr, self.momentum = inner.net, inner.lr, inner.momentum
 
         training_step = DigitsCNN.training_step
         validation_step = DigitsCNN.validation_step
         configure_optimizers = DigitsCNN.configure_optimizers
 
-    return Module(), loaders(4)[0]  # 120 steps of each worker in an epoch
+    return Module(), loaders()[0]  # 30 steps of each worker in an epoch
 
 
 def _validation() -> Any:
@@ -283,7 +289,7 @@ def accuracy_of_ddp() -> None:
 def faults(folder: str) -> None:
     import torch
 
-    nodes = place(4, worker=2, server=2), place(1, server=1), place(2, worker=2)
+    nodes = place(4, worker=2, server=1), place(1, server=1), place(2, worker=2)
     with cluster(*nodes) as (made, found), tempfile.TemporaryDirectory() as notes:
         run = trainer(count_samples, {"epochs": 3, "notes": notes}, 4, 2, folder).start()
         await_workers(notes, 4)
@@ -295,8 +301,10 @@ def faults(folder: str) -> None:
         await_workers(notes, 6)
         report_replacements(notes, lost, "workers")
         made.remove_node(found[1], allow_graceful=False)
-        CONSOLE.print("  the node of a server is lost")
-        time.sleep(15)
+        CONSOLE.print("  the node of a server is lost, and there is no room for another server")
+        time.sleep(3 * START_S)
+        made.add_node(object_store_memory=MEMORY, **place(1, server=1))
+        CONSOLE.print("  now there is")
         Path(notes, FAST).touch()
         run.result(300)
         report_seen(torch.load(Path(notes, "seen.pt")), 3)
@@ -361,7 +369,7 @@ def train(folder: str) -> None:
                 notes = str(Path(folder, f"notes{time.time_ns()}"))
                 made = TorchTrainer(
                     train_in_step,
-                    train_loop_config={"asgd": asgd, "epochs": 3, "notes": notes},
+                    train_loop_config={"asgd": asgd, "epochs": 6, "notes": notes},
                     scaling_config=ScalingConfig(num_workers=3, resources_per_worker={"CPU": 1}),
                     run_config=RunConfig(name=f"train{turn}{asgd}{time.time_ns()}", storage_path=folder),
                     torch_config=ASGDConfig() if asgd else None,
@@ -369,7 +377,8 @@ def train(folder: str) -> None:
                 made.fit()
                 found[asgd].append(last := json.loads(Path(notes).read_text()))
                 name = "RayASGDStrategy" if asgd else "RayDDPStrategy"
-                CONSOLE.print(f"  {name:<16} {last['seconds']:.1f} s, accuracy {last['accuracy']:.3f}")
+                shown = f"{last['seconds']:.1f} s, {last['start']:.1f} of them before training begins"
+                CONSOLE.print(f"  {name:<16} {shown}; accuracy {last['accuracy']:.3f}")
     finally:
         ray.shutdown()
         for left in Path(tempfile.gettempdir()).glob("lightning_checkpoints-job_id=*"):  # of RayTrainReportCallback
@@ -429,6 +438,7 @@ def main() -> int:
     if unknown := sorted(set(args.trials) - set(TRIALS)):
         parser.error(f"unknown: {', '.join(unknown)}. Expected {', '.join(TRIALS)}")
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray Train fetches reports; else 2 s
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, str(ROOT)])  # of the cluster's processes
     with tempfile.TemporaryDirectory() as folder:
         for name in args.trials or TRIALS:

@@ -78,7 +78,9 @@ TOOLS = {
 # 280 of the core are workers that engines start: their place and device, signals. 130 of the tools are health checks.
 # 1,720 of the core are plain loops: AsyncSGD, its passes, progress and signals, what Trainers share with it; Fabric.
 # 1,810 of the core are islands: who exchanges what, the first process and those that follow it, parts on the servers.
-LINES = {"core": 29_355, "engines": 1_060, "tools": 8_256}
+# 20 of the core are steps that are measured from the fetched batch on, and runs whose host gives up lost servers.
+# 37 of the engines are what a run says of lost servers and a lost board, and the end of workers with exit hooks.
+LINES = {"core": 29_420, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -78,6 +80,7 @@ class FitSession(Participation):
         *,
         split: bool,
     ) -> None:
+        self._fetched = math.inf
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
@@ -156,8 +159,13 @@ class FitSession(Participation):
             self._period = restarted_nsync(self._config, self._trainer, self._run.rank_and_size[1])
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
+    def note_fetched(self) -> None:
+        """A batch has been fetched, and no other callback has been called for it."""
+        self._fetched = time.perf_counter()
+
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
+        callbacks_s = max(0.0, time.perf_counter() - self._fetched)
         self._membership.check_session()
         if self._run is not None:
             self._run.attachment.update()
@@ -170,6 +178,7 @@ class FitSession(Participation):
             self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
+        self._leases.begin_batch(callbacks_s)
         self.data.before_batch(batch)
         if self._units.name:
             self._units.begin(batch)

@@ -13,6 +13,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Tree, tree_of
+from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.island_session import IslandSession
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.trainer_shell import TrainerShell
@@ -22,6 +23,7 @@ from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.worker.connection import GRACE_S
 from lightning_asgd.worker.synchronizer import run
 
 __all__ = ["IslandStrategy", "become_island"]
@@ -97,12 +99,12 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         self.board = MetricsBoard()
         if private_names.called_method(trainer) != tree.TrainerFn.FITTING:
             return
-        self._group = IslandGroup()
+        self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
         shell = TrainerShell(trainer, mine.root_device)
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about)
         self._membership.join()
-        self._undo = (put_first(trainer, monitor=self.options.monitor),)
+        self._undo = put_first(trainer, monitor=self.options.monitor), heed_engine(trainer)
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module, and take the run's weights and progress.
@@ -110,23 +112,24 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
         """
         super().setup(trainer)  # type: ignore[misc]
-        if self._membership is None:
+        if self._membership is None or self._group is None:
             return
+        about = trainer, self._group, self._membership
         if not self.restore_checkpoint_after_setup:  # type: ignore[attr-defined]
-            self._enter(trainer, self._membership)
+            self._enter(*about)
             return
         restore = private_names.restore_progress(trainer)
 
         def enter_and_restore() -> None:
             undo()
-            self._enter(trainer, self._membership)
+            self._enter(*about)
             restore()
 
         undo = private_names.restore_progress.replace(trainer, enter_and_restore)
 
-    def _enter(self, trainer: Any, membership: IslandFleet) -> None:
+    def _enter(self, trainer: Any, group: IslandGroup, membership: IslandFleet) -> None:
         about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
-        session = IslandSession(self._group, self.place_in_batch, *about)
+        session = IslandSession(group, self.place_in_batch, *about)
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()
 

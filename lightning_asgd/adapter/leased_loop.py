@@ -197,7 +197,6 @@ class LeasedLoop:
         trainer, leases = self.trainer, self.leases
         self._idle = self._interval_done = self._epoch_done = self._stopped = self._ended = self._begins = False
         self._trained, self._counted = None, 0
-        leases.begin_batch()
         private_names.keep_fetching(trainer)
         self._end_step()
         validates_after.set(trainer, NEVER)

@@ -1,8 +1,6 @@
 """The private and undocumented names of Lightning that this package uses, each with its purpose.
 
-No other file contains such a name. :mod:`lightning_asgd.adapter.name_check` looks for all of them before a fit begins,
-so that a release of Lightning that lacks one does not cause an ``AttributeError`` in the middle of a fit.
-
+No other file contains such a name. :mod:`lightning_asgd.adapter.name_check` looks for all of them before a fit begins.
 Other files use a :class:`Name` through the variable that holds it: ``batch_in_epoch(trainer)`` reads an attribute of a
 part of the Trainer. The classes at the end have the methods that Lightning calls, and call methods of this package.
 """
@@ -278,10 +276,7 @@ def program_seed() -> int:
 
 
 def keep_loading(trainer: Any) -> None:
-    """Have a loader with worker processes ask its sampler again, after the sampler had no batch to give.
-
-    By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.
-    """
+    """Have a loader with worker processes ask its sampler again: by itself it asks only when a batch arrives."""
     (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
         load_next(iterator)
@@ -421,8 +416,7 @@ class RestoringHooks:
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Whether a checkpoint holds optimizer states that Lightning is to restore."""
-        restores: bool = super().lightning_restore_optimizer  # type: ignore[misc]
-        return restores and bool(self._restores_optimizers)  # type: ignore[attr-defined]
+        return bool(super().lightning_restore_optimizer and self._restores_optimizers)  # type: ignore[misc, attr-defined]
 
 
 class StrategyHooks(RestoringHooks):

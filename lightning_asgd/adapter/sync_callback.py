@@ -26,6 +26,10 @@ class SyncPoints(Extension):  # type: ignore[misc]
         """Lease them again if they were reloaded."""
         trainer.strategy.fit_session.share_data()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Measure a step with what other callbacks do before it."""
+        trainer.strategy.fit_session.note_fetched()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Find out whether this was the last batch before a sync point."""
         trainer.strategy.fit_session.after_batch()

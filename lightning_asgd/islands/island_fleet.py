@@ -119,9 +119,9 @@ class IslandFleet(ElasticFleet):
             super().fail(error)
 
     def check_session(self) -> None:
-        """Raise on the first process if the session was ended; the others learn it at the next exchange."""
-        if self._group.leads:
-            super().check_session()
+        """Raise if the session was ended. The other processes learn it in their next call."""
+        if self._heartbeat is not None and self._heartbeat.error is not None:  # on the first one only
+            self._share(super().check_session)
 
     # ------------------------------------------------------------------ a fit
 

@@ -7,6 +7,7 @@ All processes run the same program on different batches, so they make the same c
 
 from __future__ import annotations
 
+import datetime
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,11 +37,15 @@ class _Outcome:
 
 
 class IslandGroup:
-    """The processes of one island. Made by all of them together, once torch's default process group exists."""
+    """The processes of one island. Made by all of them together, once torch's default process group exists.
 
-    def __init__(self) -> None:
+    The others may wait for the first one for ``patience_s`` seconds, which may itself wait for other workers.
+    """
+
+    def __init__(self, patience_s: float = 1800.0) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo")
+        self._patience = datetime.timedelta(seconds=patience_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=self._patience)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._orders: dict[str, Callable[..., None]] = {}
         self._later: list[_Order] = []  # that the others obey in the next call of `share`
@@ -109,7 +114,7 @@ class IslandGroup:
         if ranks == tuple(range(self.size)):
             return self._group
         if ranks not in self._subgroups:
-            self._subgroups[ranks] = dist.new_group(list(ranks), backend="gloo")
+            self._subgroups[ranks] = dist.new_group(list(ranks), self._patience, backend="gloo")
         return self._subgroups[ranks]
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ __all__ = ["IslandLeases", "part_of"]
 
 T = TypeVar("T")
 
-_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share", "own")
+_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share")
 
 
 class IslandLeases:
@@ -82,10 +82,10 @@ class IslandLeases:
         """Set the number of batches per step."""
         self._together(lambda leases: leases.accumulate(batches))
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, begun_s: float = 0.0) -> None:
         """A batch is about to be trained."""
         if self._group.leads:
-            self._leases.begin_batch()
+            self._leases.begin_batch(begun_s)
 
     def end_batch(self, steps: int) -> bool:
         """Note its end."""
@@ -115,6 +115,11 @@ class IslandLeases:
     def stop(self, acknowledged: int, *, halt: bool = False) -> None:
         """Train no more of this epoch."""
         self._together(lambda leases: leases.stop(acknowledged, halt=halt))
+
+    @property
+    def own(self) -> list[tuple[int, int]]:
+        """Ranges of the units that the island has trained in this epoch."""
+        return self._together(lambda leases: leases.own)
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units that are done, of all workers."""

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FINISHED, STOPPED = "finished", "stopped"
 _START_S = 120.0
+_EXIT_S = 5  # for a worker's exit hooks
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class ServerActor:
 
     def __init__(self, index: int, run: RunAddress) -> None:
         run.enter()
-        rendezvous = Rendezvous.connect(run.host, run.port, _START_S, transport=run.transport)
+        hint = "this node reaches the program's machine"
+        rendezvous = Rendezvous.connect(run.host, run.port, _START_S, hint, transport=run.transport)
         settings = ServerSettings(interface_of(ray.util.get_node_ip_address()), run.transport, run=run.run_id)
         self._supervisor = Supervisor(rendezvous, settings, first=index)
         self._supervisor.start()
@@ -105,6 +107,12 @@ class WorkerActor:
             reports.leave()
             signal.signal(signal.SIGTERM, before)
         return STOPPED if ray.get(board.is_stopping.remote(self._number)) else FINISHED
+
+    def end(self) -> None:
+        """End this process: its exit hooks run, and are cut off if they take long."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_EXIT_S)
+        ray.actor.exit_actor()
 
 
 @dataclass

@@ -24,7 +24,6 @@ from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
 from lightning_asgd.ray.actors import (
     FINISHED,
-    Board,
     RunAddress,
     ServerActor,
     WorkerActor,
@@ -32,7 +31,7 @@ from lightning_asgd.ray.actors import (
     first_key,
 )
 from lightning_asgd.ray.reports import Storage
-from lightning_asgd.ray.run_members import RunServer, RunWorker
+from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
 from lightning_asgd.transports import job_secret, registry
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -43,8 +42,8 @@ __all__ = ["ASGDRun", "ASGDTrainer"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait
-_START_S = 120.0  # for actors to start once they have their place
+_PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait; for processes to begin to end
+_START_S = 120.0  # at least, for servers to start once they have their place
 _STOP_S = 30.0  # for a worker to leave the run in good order
 _END_S = 600.0  # for the other workers to end after the first one has finished the run
 _SHORT_S, _SHORT_LIVES = 60.0, 5  # a worker whose processes die so soon, so often in a row, is given up
@@ -71,7 +70,8 @@ class ASGDTrainer:
         max_restarts: how often Ray starts each worker and each server again; -1 for as often as needed.
         transport: as for :class:`~lightning_asgd.ASGDStrategy`. ``"auto"`` is ``"zmq"`` where pyzmq is installed, with
             a secret that the run makes and passes on through Ray, unless ``LIGHTNING_ASGD_SECRET`` is set.
-        place_s: seconds to wait until the cluster has room for the servers and the first workers.
+        place_s: seconds to wait until the cluster has room for the servers and the first workers; as long again, but at
+            least 120 s, until the servers serve. For a replacement the run waits as long as Ray tries to start it.
 
     Raises:
         ConfigurationError: an argument is of the wrong type or out of range.
@@ -134,6 +134,7 @@ class ASGDRun:
         _check_driver()
         self._plan, self._lock = plan, threading.Lock()
         self._workers: dict[int, RunWorker] = {}
+        self._endings: list[Any] = []  # of the processes of workers that have ended training
         self._target, self._number = plan.most, 0
         self._failures: dict[int, BaseException] = {}
         self._finished = self._stopped = self._over = False
@@ -144,18 +145,7 @@ class ASGDRun:
         self._servers: list[RunServer] = []
         self._rendezvous: Rendezvous | None = None
         self._storage = Storage.of(str(plan.run.storage_path), plan.run.name, plan.run.storage_filesystem)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        keeps = plan.run.checkpoint_config
-        self._board = (
-            ray.remote(Board)
-            .options(num_cpus=0, scheduling_strategy=here)
-            .remote(
-                keeps.num_to_keep,
-                keeps.checkpoint_score_attribute,
-                keeps.checkpoint_score_order,
-                self._storage.create(),
-            )
-        )
+        self._board = RunBoard(plan, self._storage)
         self._thread = threading.Thread(target=self._watch, name="lightning_asgd.ray", daemon=True)
         try:
             self._address, self._rendezvous = self._host()
@@ -270,19 +260,19 @@ class ASGDRun:
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
             options = actor_options(plan.resources_per_server, plan.max_restarts, at)
             actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
-            self._servers.append(RunServer(actor))
-        keys = []
+            self._servers.append(RunServer(index, actor))
+        keys, rendezvous.longer, wait_s = [], "raise place_s of ASGDTrainer", max(_START_S, plan.place_s)
         for index, server in enumerate(self._servers):
-            keys.append(rendezvous.get(first_key(index), f"Server {index}", _START_S, server.check, kind=str))
-            rendezvous.server(index, keys[-1], _START_S, check=server.check)
-        rendezvous.announce_run(self._address.run_id, self._address.transport, keys)
+            keys.append(rendezvous.get(first_key(index), f"Server {index}", wait_s, server.check, kind=str))
+            rendezvous.server(index, keys[-1], wait_s, check=server.check)
+        rendezvous.announce_run(self._address.run_id, self._address.transport, keys, tended=True)
 
     def _add_worker(self, at: Any) -> None:
         plan, number = self._plan, self._number
         self._number += 1
         options = actor_options(plan.resources_per_worker, plan.max_restarts, at)
         actor = ray.remote(WorkerActor).options(**options, **self._environment).remote(number, self._address)
-        ended = actor.train.remote(plan.function, plan.arguments, self._storage, self._board)
+        ended = actor.train.remote(plan.function, plan.arguments, self._storage, self._board.actor)
         self._workers[number] = RunWorker(number, actor, ended)
 
     # ------------------------------------------------------------------ watching
@@ -301,8 +291,8 @@ class ASGDRun:
         if worker.stop_at is not None:
             return
         worker.stop_at = time.monotonic() + _STOP_S
-        ray.get(self._board.stop.remote(worker.number))
-        place = ray.get(self._board.places.remote()).get(worker.number)
+        self._board.ask("stop", worker.number)
+        place = self._board.ask("places").get(worker.number)
         if place is None:  # it has not begun
             worker.stop_at = time.monotonic()
             return
@@ -350,7 +340,7 @@ class ASGDRun:
 
     def _note_starts(self) -> None:
         """Report processes that Ray has started again. A worker that always dies soon is given up."""
-        for number, times in ray.get(self._board.begun.remote()).items():
+        for number, times in self._board.ask("begun").items():
             if len(times) > self._starts.get(number, 1):
                 log.warning("Worker %d has died, and was started again.", number)
             self._starts[number] = len(times)
@@ -373,12 +363,13 @@ class ASGDRun:
         else:
             if how == FINISHED and not self._finished:
                 self._finished = True
-                ray.get(self._board.end.remote())
+                self._board.ask("end")
                 now = time.monotonic()
                 for other in self._workers.values():
                     until = now + _END_S if other.number in self._starts else now
                     other.stop_at = until if other.stop_at is None else min(until, other.stop_at)
-        self._remove(worker)
+        del self._workers[worker.number]
+        self._endings.append(worker.actor.end.options(max_task_retries=0).remote())
 
     def _remove(self, worker: RunWorker) -> None:
         ray.kill(worker.actor, no_restart=True)
@@ -394,7 +385,7 @@ class ASGDRun:
                 f"No worker of the run {self._plan.run.name!r} has finished: {len(self._failures)} have failed. The "
                 f"first failure: {first}"
             ) from first
-        reports = ray.get(self._board.reports.remote())
+        reports = self._board.ask("reports")
         kept = [(self._storage.checkpoint(name), metrics) for metrics, name in reports if name is not None]
         return Result(
             metrics=reports[-1][0] if reports else None,
@@ -412,10 +403,13 @@ class ASGDRun:
             self._over = True
             actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
             self._workers.clear()
+        for ending in self._endings:
+            with contextlib.suppress(Exception):  # an actor that has ended gives no answer
+                ray.get(ending, timeout=_PATIENCE_S)
         if self._rendezvous is not None:
             self._rendezvous.close()
         with contextlib.suppress(Exception):  # the program may have left the cluster
-            for actor in [*actors, self._board]:
+            for actor in [*actors, self._board.actor]:
                 ray.kill(actor, no_restart=True)
             for group in self._groups:
                 remove_placement_group(group)

@@ -35,6 +35,7 @@ _GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store 
 _EXPECTED_GREETING_S = 1.0  # where ZeroMQ is expected: a busy machine may be slow to greet
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
 _FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
+_TENDED = "tended"  # whether the host does not close while a server may be replaced
 _MOST_SUCCESSORS = 1000  # replacements of one server
 _SAME_SECRET = (
     f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
@@ -48,6 +49,8 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def __init__(self, store: EntryStore) -> None:
         self._store = store
         self.address = store.address
+        self.longer = "raise timeouts.start_s"
+        """What gives processes more time to start, for an error."""
 
     @classmethod
     def host(
@@ -118,9 +121,13 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """Drop the connection. The process that hosts the store stops serving it."""
         self._store.close()
 
-    def announce_run(self, run_id: str, transport: str, keys: list[str]) -> None:
-        """Let workers find a run with :meth:`find_run`."""
+    def announce_run(self, run_id: str, transport: str, keys: list[str], *, tended: bool = False) -> None:
+        """Let workers find a run with :meth:`find_run`.
+
+        ``tended``: the host ends the run if a lost server cannot be replaced, so workers wait for it without end.
+        """
         self.announce_session(run_id, transport, keys)
+        self.put(_TENDED, tended)
         self.put("run", run_id)
 
     def announce_session(self, session: str, transport: str, keys: list[str]) -> None:
@@ -215,7 +222,8 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
                 return None
             return found
 
-        return self._wait(look, f"Server {index}", key, timeout_s)
+        wait_s = math.inf if other_than and self.peek(_TENDED, bool) else timeout_s
+        return self._wait(look, f"Server {index}", key, wait_s)
 
     def _way_to(self, entry: dict[str, Any]) -> str:
         """How this process reaches a server that has published an entry. Raises a ``ValueError`` if none has."""
@@ -257,7 +265,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
                 if waited_s > timeout_s:
                     raise LaunchError(
                         f"{what} did not start within {timeout_s:g} s. Expected it to publish {key!r} at "
-                        f"{there}. Look at its output, or raise timeouts.start_s."
+                        f"{there}. Look at its output, or {self.longer}."
                     )
                 time.sleep(pause_s)
                 pause_s = min(1.2 * pause_s, _POLL_MOST_S)

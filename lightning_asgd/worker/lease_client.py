@@ -188,10 +188,10 @@ class DataLeases(WorkFeed):
         units = self.plan.epoch.ends[self.segment] - self.progress
         return units * self.share * self.unit_s - self._flush
 
-    def begin_batch(self) -> None:
-        """A batch is about to be trained."""
+    def begin_batch(self, begun_s: float = 0.0) -> None:
+        """A batch is about to be trained, on which some seconds have been spent already."""
         if self._begun is None:
-            self._begun = self._clock()
+            self._begun = self._clock() - begun_s
 
     def end_batch(self, steps: int) -> bool:
         """Note the end of a batch. Returns whether its update counts; if not, it must not reach the servers.

@@ -114,6 +114,24 @@ def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Pa
         assert sum(BATCH * seen.by_rank[rank]["validated"][place][1] for rank in (0, 1)) == end
 
 
+class SlowBefore(Callback):
+    """Takes its time before a batch, and notes how long the coordinator is told that the first step takes."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        time.sleep(0.1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            step_s = BATCH * trainer.strategy.fit_session.data.leases.unit_s
+            (pl_module.folder / f"step{trainer.global_rank}").write_text(str(step_s))
+
+
+def test_the_first_step_is_measured_with_what_callbacks_do_before_it(tmp_path: Path) -> None:
+    run = trainer(tmp_path, strategy(), callbacks=[SlowBefore()], max_epochs=1)
+    run.fit(Watching(tmp_path, slow_s=0.0), numbered())
+    assert [float((tmp_path / f"step{rank}").read_text()) >= 0.1 for rank in (0, 1)] == [True, True]
+
+
 class Looking(Callback):
     """Looks at the training data where no worker trains."""
 

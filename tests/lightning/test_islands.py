@@ -20,6 +20,7 @@ from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
 from tests.lightning.test_runs import address_of_run, to_file
@@ -125,8 +126,8 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
 class Started:
     """Islands that a test has started."""
 
-    def __init__(self, folder: Path, mains: Any) -> None:
-        self.folder, self.mains = folder, mains
+    def __init__(self, folder: Path, mains: Any, served: Any) -> None:
+        self.folder, self.mains, self.served = folder, mains, served
         self.processes: dict[str, list[Any]] = {}
 
     def start(self, name: str, inside: str, address: str, **more: Any) -> None:
@@ -157,8 +158,9 @@ class Started:
 @pytest.fixture
 def run(tmp_path: Path, mains: Any) -> Any:
     """A run's address, and what was started for it."""
-    served, started = mains(target=serve, args=(tmp_path,)), Started(tmp_path, mains)
+    served = mains(target=serve, args=(tmp_path,))
     served.start()
+    started = Started(tmp_path, mains, served)
     try:
         yield address_of_run(tmp_path), started
     finally:
@@ -169,6 +171,7 @@ def run(tmp_path: Path, mains: Any) -> Any:
         served.join()
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
 def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -182,6 +185,7 @@ def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str
         assert ours["metrics"] == theirs["metrics"]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
 def test_an_island_resumes_from_a_checkpoint_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -213,6 +217,34 @@ def test_islands_that_are_sharded_differently_train_together_and_killed_ones_com
         wait_until(mark.exists, 60, "training of the island that was started again")
     for each in started.results("a", "b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+
+
+@pytest.mark.timeout(120)  # half a minute on a machine that does nothing else
+def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> None:
+    address, started = run
+    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
+    started.start("b", "DDP", address, epochs=EPOCHS, counts=True)
+    mark = started.folder / "b0.mark"
+    wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
+    first = started.processes["b"][0]
+    os.kill(first.pid, signal.SIGSTOP)
+    time.sleep(5)  # longer than silence_s
+    os.kill(first.pid, signal.SIGCONT)
+    for each in started.results("a", "b"):
+        assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+    assert "rejoins with the servers' weights" in (started.folder / "b0.log").read_text()
+
+
+def test_an_island_whose_server_is_lost_ends_with_an_error_that_names_it(run: Any) -> None:
+    address, started = run
+    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
+    mark = started.folder / "a0.mark"
+    wait_until(lambda: mark.exists() and mark.read_text().startswith("1 "), 40, "the second epoch")
+    servers_of(started.served.pid)[1].kill()
+    for rank, process in enumerate(started.processes["a"]):
+        process.join(30)
+        assert process.exitcode not in (None, 0)
+        assert "Server 1 is gone" in (started.folder / f"a{rank}.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Prints a JSON object of what was seen.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -35,6 +36,7 @@ QUIET = {
 
 def count_samples(config: dict[str, Any]) -> None:
     """Add 1 to a sample's weight whenever it is trained."""
+    atexit.register(Path(config["folder"], f"exits-{os.getpid()}").touch)
     import pytorch_lightning as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -72,7 +74,12 @@ def count_samples(config: dict[str, Any]) -> None:
     trainer.fit(Counts(), DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True))
 
 
+def wait() -> None:
+    time.sleep(600)
+
+
 def fail() -> None:
+    atexit.register(time.sleep, 600)
     assert get_checkpoint() is None
     raise KeyError("no such column")
 
@@ -111,8 +118,12 @@ def train_in_a_task(folder: str) -> dict[str, Any]:
 def main(folder: str) -> dict[str, Any]:
     ray.init(num_cpus=4, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
     task = train_in_a_task.remote(folder)
-    seen: dict[str, Any] = {"task": ray.get(task)}
-    seen |= {"no_room": refused(fail, folder, {"CPU": MUCH}), "raises": refused(fail, folder, {"CPU": 1})}
+    seen: dict[str, Any] = {
+        "no_room": refused(fail, folder, {"CPU": MUCH}),
+        "raises": refused(fail, folder, {"CPU": 1}),
+    }
+    seen["no_board"] = refused(wait, folder, {"CPU": 1}, lambda run: ray.kill(run._board.actor))
+    seen["task"] = ray.get(task)
     run = trainer(count_samples, folder, {"CPU": 1}).start()
     deadline = time.monotonic() + 200
     while len(found := sorted(Path(folder).glob("trains-*"))) < 2 and time.monotonic() < deadline:
@@ -121,11 +132,14 @@ def main(folder: str) -> dict[str, Any]:
     result = run.result(240)
     while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline + 60:  # Ray frees them afterwards
         time.sleep(0.1)
+    while len(exits := [*Path(folder).glob("exits-*")]) < 2 and time.monotonic() < deadline + 60:
+        time.sleep(0.1)
     seen["run"] = {
         "exactly": result.metrics["exactly"],
         "epochs": [int(m["epoch"]) for m in result.metrics_dataframe.to_dict("records") if m["epoch"] == m["epoch"]],
         "checkpoints": len(result.best_checkpoints),
         "processes": len([*Path(folder).glob("trains-*")]),
+        "exits": len(exits),
         "free": ray.available_resources().get("CPU"),
     }
     with result.checkpoint.as_directory() as checkpoint:
@@ -144,10 +158,12 @@ def trainer(function: Any, folder: str, resources: dict[str, float]) -> ASGDTrai
     )
 
 
-def refused(function: Any, folder: str, resources: dict[str, float]) -> str:
+def refused(function: Any, folder: str, resources: dict[str, float], disturb: Any = lambda run: None) -> str:
     with contextlib.suppress(TimeoutError):
         try:
-            trainer(function, folder, resources).fit()
+            run = trainer(function, folder, resources).start()
+            disturb(run)
+            run.result(60)
         except (ASGDError, LaunchError) as error:
             return f"{type(error).__name__}: {error}; {error.__cause__!r}"
     return "nothing was raised"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report_metrics
+from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report_metrics, run_members
 from lightning_asgd.ray.actors import Board
 from lightning_asgd.ray.reports import Storage
 
@@ -136,3 +137,16 @@ def test_a_score_that_is_no_number_is_the_worst() -> None:
 def test_what_would_be_ignored_is_refused(scaling: dict[str, Any], run: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"{name}\) was given.*Expected none"):
         ASGDTrainer(lambda: None, scaling_config=ScalingConfig(**scaling), run_config=RunConfig(**run))
+
+
+def test_a_server_that_does_not_answer_for_long_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, answers = iter([0.0, 10.0, 31.0, 60.0, 600.0]), iter([["ref"], [], [], [], []])
+    found = {"wait": lambda refs, timeout: (next(answers), []), "get": lambda ref: None}
+    monkeypatch.setattr(run_members, "ray", SimpleNamespace(**found))
+    monkeypatch.setattr(run_members, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    server = run_members.RunServer(3, SimpleNamespace(check=SimpleNamespace(remote=lambda: "ref")))
+    for _ in range(5):
+        server.check()
+    assert [each.message[:40] for each in caplog.records] == ["Server 3 has not answered for 30 s. Ray "]

@@ -38,6 +38,16 @@ def test_a_killed_worker_is_replaced_and_every_sample_is_trained_once(seen: dict
     assert (run["checkpoints"], run["file"]) == (1, ["checkpoint.ckpt"])
 
 
+def test_exit_hooks_of_workers_run_unless_they_are_killed(seen: dict[str, Any]) -> None:
+    assert seen["run"]["exits"] == 2
+
+
+def test_a_run_ends_if_what_keeps_its_reports_dies(seen: dict[str, Any]) -> None:
+    assert re.match(
+        r"ASGDError: The process that keeps what the workers of the run 'run' report has died", seen["no_board"]
+    )
+
+
 def test_its_places_are_free_afterwards(seen: dict[str, Any]) -> None:
     assert seen["run"]["free"] == 4
 

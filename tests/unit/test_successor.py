@@ -9,8 +9,10 @@ import types
 import pytest
 
 from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.errors import LaunchError
 from lightning_asgd.loop import training_job
 from lightning_asgd.transports import registry
+from lightning_asgd.transports.rendezvous import successor_of
 
 
 def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,27 @@ def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(monkey
             again.put("server/b", {"address": "tcp://127.0.0.1:2"})
             again.announce_run("run", "zmq", ["server/b"])
             assert found.result(20) == "tcp://127.0.0.1:2"
+
+
+@pytest.mark.parametrize("tended", [True, False])
+def test_a_worker_waits_for_a_replacement_as_long_as_the_host_of_a_tended_run_does(
+    monkeypatch: pytest.MonkeyPatch, tended: bool
+) -> None:
+    monkeypatch.setenv(SECRET_ENV, "known to this test alone")
+    lost, looks = "tcp://127.0.0.1:1", 0
+    with registry.kind_of("zmq").host_rendezvous() as hosted:
+        hosted.announce_run("run", "zmq", ["server/a"], tended=tended)
+        hosted.put("server/a", {"address": lost})
+
+        def check() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                hosted.put("server/b", {"address": "tcp://127.0.0.1:2"})
+                hosted.put(successor_of("server/a"), "server/b")
+
+        if tended:
+            assert hosted.server(0, "server/a", 0.0, lost, check) == "tcp://127.0.0.1:2"
+        else:
+            with pytest.raises(LaunchError, match=r"Server 0 did not start within 0 s.*raise timeouts\.start_s"):
+                hosted.server(0, "server/a", 0.0, lost, check)
