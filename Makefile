@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -144,6 +144,9 @@ strangers: $(VENV)/.installed-examples ## processes, connections and messages th
 
 ports: $(VENV)/.installed-examples ## a job through one port: firewall, NAT, a tunnel that is restarted, IPv6 (as root, with iptables)
 	@$(RUN) benchmarks/one_port.py
+
+islands: $(VENV)/.installed-dev ## islands of ranks: killed ones, accuracy, checkpoints, speed, bytes, memory (as root); ONLY=
+	@$(RUN) benchmarks/islands.py $(if $(ONLY),--only $(ONLY))
 
 soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behind
 	@$(RUN) benchmarks/soak.py

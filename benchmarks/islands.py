@@ -3,18 +3,18 @@
     python benchmarks/islands.py                             # as root under Linux: about twenty minutes
     python benchmarks/islands.py --only kills --inside fsdp2
 
-An island is a group of ranks that train in lock-step inside, with Lightning's DDP or FSDP2, and that train together with
-other groups as one worker.
+An island is a group of ranks that train in lock-step inside, with Lightning's DDP or FSDP2, and that train together
+with other groups as one worker.
 
-kills       two islands of two ranks on machines of their own (network namespaces). A rank of one is killed ten times, and
-            torchrun restarts that island. The weights count how often each sample was trained.
-accuracy    two islands of two ranks, with DDP and with FSDP2 inside, beside Lightning's DDP over all four ranks with the
-            same hyper-parameters: images of digits, and a small transformer on the source of Python's standard library.
-checkpoint  two islands of two ranks with FSDP2 inside write a checkpoint at each epoch's end, as one file and as one per
-            rank. One process, an island of four ranks and two islands in another run load it and continue.
-speed       four ranks as one island, two islands and four workers, beside DDP over all of them, interleaved: equal ranks,
-            100 Mbit/s between the two halves (network namespaces), and one slow rank. Then one island of two ranks beside
-            DDP over two.
+kills       two islands of two ranks on machines of their own (network namespaces). A rank of one is killed ten times,
+            and torchrun restarts that island. The weights count how often each sample was trained.
+accuracy    two islands of two ranks, with DDP and with FSDP2 inside, beside Lightning's DDP over all four ranks with
+            the same hyper-parameters: images of digits, and a small transformer on the standard library's source.
+checkpoint  two islands of two ranks with FSDP2 inside write a checkpoint at each epoch's end, as one file and as one
+            per rank. One process, an island of four ranks and two islands in another run load it and continue.
+speed       four ranks as one island, two islands and four workers, beside DDP over all of them, interleaved: equal
+            ranks, 100 Mbit/s between the two halves (network namespaces), and one slow rank. Then one island of two
+            ranks beside DDP over two.
 bytes       bytes per step on the cable of an island with FSDP2 inside.
 memory      peak memory of a rank with FSDP2 inside, beside FSDP2 alone, with 60 M parameters.
 """
@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from engines import FIRST, SECOND, Stage, stage, unless, verdict
+from engines_program import SILENCE_S
 from islands_parts import accuracy, checkpoint
 from islands_speed import memory, speed, traffic
-from engines_program import SILENCE_S
 from network import available
 from ranks import clean_environment, told_of_errors
 from rich.markup import escape
@@ -43,7 +43,7 @@ from throughput import CONSOLE
 PROGRAM = str(Path(__file__).with_name("islands_program.py"))
 KILLS, BACK_S = 10, 10.0
 WAITS_S = SILENCE_S / 2  # for an island that waits for another one, less than the shortest such wait
-# Else the ranks that torchrun restarts find the addresses of those before them, with gloo: in one store for all attempts.
+# Else torchrun keeps one store for all attempts, where restarted ranks find the addresses of those before them.
 STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 AGENT = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=20", "--monitor-interval=0.1"]
 
@@ -74,11 +74,12 @@ def kills(inside: str, number: int) -> bool:
         unless(longest < WAITS_S, f"the other island did nothing for {longest:.2f} s within an epoch"),
         unless(max(backs) <= BACK_S, f"the killed island needed {max(backs):.1f} s from its imports to its first step"),
     ]
+    within, between = rounded(other["within_s"]), rounded(other["between_s"])
     text = (
         f"{number} kills. The other island: {other['steps']} steps of usually {1000 * other['usual_s']:.0f} ms; the "
-        f"longest within an epoch {rounded(other['within_s'])} s, from an epoch to the next {rounded(other['between_s'])} "
-        f"s. The killed one trained {min(backs):.1f} - {max(backs):.1f} s after its imports, {min(totals):.1f} - "
-        f"{max(totals):.1f} s after the kill; {end}"
+        f"longest within an epoch {within} s, from an epoch to the next {between} s. The killed one trained "
+        f"{min(backs):.1f} - {max(backs):.1f} s after its imports, {min(totals):.1f} - {max(totals):.1f} s after the "
+        f"kill; {end}"
     )
     return verdict(f"kills, {inside} inside", problems, text)
 

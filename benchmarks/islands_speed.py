@@ -28,7 +28,7 @@ APART, LIKE_DDP = 0.9, 0.97  # of islands that never talk; of DDP in one island
 NSYNC = 10
 DDP, UNJOINED = Shape(1, 4, joined=False), Shape(2, 2, joined=False)
 ISLANDS = (Shape(1, 4), Shape(2, 2), Shape(4, 1))
-BATCH, STEPS = 8, 61  # of bytes and memory
+BATCH = 8  # of bytes and memory
 OVERHEAD = 1.1  # headers and acknowledgements on the cable
 VECTORS = 3.0
 
@@ -118,7 +118,8 @@ def speed(repeats: int, seconds: float, names: list[str] | None) -> list[bool]:
 class Watch(pl.Callback):
     """Reads figures of this process after steps, as many steps apart as there are between exchanges."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.cable: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -126,7 +127,7 @@ class Watch(pl.Callback):
             self.cable.append(on_cable())
         if batch_idx == 2:  # optimizer states and buffers are there
             Path("/proc/self/clear_refs").write_text("5")  # the peak is taken from now on
-        trainer.should_stop |= batch_idx == STEPS
+        trainer.should_stop |= batch_idx == self.steps
         self.peak = 1024 * kilobytes(Path("/proc/self/status"))["VmHWM"]
 
 
@@ -144,10 +145,10 @@ def wide(layers: int, width: int) -> list[nn.Module]:
     return [layer for _ in range(layers) for layer in (nn.Linear(width, width, bias=False), nn.ReLU())]
 
 
-def take_steps(layers: int, width: int, step_s: float, place: Place) -> dict[str, Any]:
+def take_steps(layers: int, width: int, steps: int, step_s: float, place: Place) -> dict[str, Any]:
     """Take steps on random samples, and report the figures."""
     pl.seed_everything(1, verbose=False)
-    watch, slowness = Watch(), Slowness(seconds=step_s)
+    watch, slowness = Watch(steps), Slowness(seconds=step_s)
 
     class Slow(Task):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -157,7 +158,7 @@ def take_steps(layers: int, width: int, step_s: float, place: Place) -> dict[str
     optimizer = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
     module = Slow(wide(layers, width), optimizer, sharded=True)
     options = {**trainer_options(), "devices": place.shape.ranks, "callbacks": [watch, place.together()]}
-    loader = build_loader(100 * BATCH * STEPS, BATCH, BATCH)  # more than are taken
+    loader = build_loader(100 * BATCH * steps, BATCH, BATCH)  # more than are taken
     pl.Trainer(strategy=place.strategy(NSYNC), **options).fit(module, loader)
     return {"cable": watch.cable, "peak": watch.peak, "parameters": layers * width * width}
 
@@ -166,7 +167,7 @@ def traffic() -> bool:
     """Print what crosses the cable; True if it is what the parameters need."""
     with two_machines(mbit=MBIT) as network:
         shape = Shape(2, 2, "fsdp2")
-        answers = run_islands(shape, partial(take_steps, 4, 512, 0.05), RUN_S, network)
+        answers = run_islands(shape, partial(take_steps, 4, 512, 61, 0.05), RUN_S, network)
     away = answers[-1]  # of the island without the servers
     needed = 4 * away["parameters"] / NSYNC
     first, last = away["cable"][0], away["cable"][-1]
@@ -183,7 +184,7 @@ def traffic() -> bool:
 def memory() -> bool:
     """Print the peaks; True if a rank needs no more than its vectors beyond FSDP2 alone."""
     plain, joined = (Shape(1, 2, "fsdp2", joined=joined) for joined in (False, True))
-    job = partial(take_steps, 15, 2000, 0.0)
+    job = partial(take_steps, 15, 2000, 13, 0.0)
     peaks: dict[Shape, int] = {}
     for shape in (plain, joined):
         answers = run_islands(shape, job, RUN_S)
@@ -192,7 +193,7 @@ def memory() -> bool:
     beyond = (peaks[joined] - peaks[plain]) / shard
     found = ", ".join(f"{shape}: {peak / 1e6:.0f} MB" for shape, peak in peaks.items())
     CONSOLE.print(
-        f"{answers[0]['parameters'] / 1e6:.0f} M parameters, peak RSS of a rank: {found}. That is {beyond:.2f} vectors of "
-        f"the {shard / 1e6:.0f} MB that it holds (limit {VECTORS:g})"
+        f"{answers[0]['parameters'] / 1e6:.0f} M parameters, peak RSS of a rank: {found}. That is {beyond:.2f} vectors "
+        f"of the {shard / 1e6:.0f} MB that it holds (limit {VECTORS:g})"
     )
     return beyond <= VECTORS
