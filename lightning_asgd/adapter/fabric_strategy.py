@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember, check_options
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import TERMINATED, Interruptions
+from lightning_asgd.loop.signals import Interruptions, raised_by
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
@@ -231,7 +230,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         error: BaseException | None = getattr(sys, "last_value", None)
         raised = None if self._interruptions is None else self._interruptions.raised
         if raised is not None:
-            error = KeyboardInterrupt() if raised == signal.SIGINT else SystemExit(TERMINATED)
+            error = raised_by(raised)
         if error is not None:
             self._leave(error)
         else:

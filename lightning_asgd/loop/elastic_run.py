@@ -66,6 +66,15 @@ class ElasticFleet(Fleet):
         self._connect(0, 0, self._policy)
         self.attachment = Attachment(self.client, self._change_chief)
 
+    def _check_loop(self) -> None:
+        """Raise if the run's workers count epochs in another way."""
+        theirs, mine = self.attachment.loop, self._shell.loop
+        if theirs not in (None, mine):
+            raise ConfigurationError(
+                f"Run {self.session!r} was begun with {theirs}, and this worker trains with {mine}. Expected the same "
+                f"kind of loop on all workers of a run. Train with {theirs} here too, or join another run."
+            )
+
     def _note_entry(self) -> None:
         """Note where the run was when this worker joined, unless it brings the first weights."""
         attached = self.attachment
@@ -75,6 +84,7 @@ class ElasticFleet(Fleet):
     def join(self) -> None:
         """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
+        self._check_loop()
         self._note_entry()
         self._shell.speak_as(self.rank)
         worker = self.client.connection.worker
@@ -127,7 +137,7 @@ class ElasticFleet(Fleet):
         """The bootstrap worker publishes its values; the others adopt them."""
         self._begun = True
         if self.attachment.bootstraps:
-            self.attachment.publish(layout.describe(), constants, progress())
+            self.attachment.publish(layout.describe(), constants, progress(), self._shell.loop)
         else:
             self.attachment.adopt(constants)
 

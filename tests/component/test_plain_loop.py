@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from lightning_asgd import AsyncSGD
 from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.protocol import Exchange
 from tests.helpers.cluster import run_workers
 from tests.helpers.plain import Counts, Run, numbered
 
@@ -38,6 +43,12 @@ def step(model: Counts, optimizer: torch.optim.Optimizer, numbers: torch.Tensor)
     optimizer.zero_grad()
     model(numbers).backward()
     optimizer.step()
+
+
+def train_a_pass(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer) -> None:
+    with asgd:
+        for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+            step(model, optimizer, numbers)
 
 
 def test_workers_with_batches_of_different_sizes_train_every_sample_once_per_epoch(elastic: Run) -> None:
@@ -91,6 +102,66 @@ def test_what_a_worker_has_not_trained_others_train_however_it_leaves(elastic: R
     assert run_workers(2, work)[0] == [float(EPOCHS)] * SAMPLES
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_an_interrupted_exchange_has_lost_is_trained_again(
+    elastic: Run, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    call, exchanges = elastic.transport.call, itertools.count()
+
+    def interrupted(server: int, message: Any, timeout_s: float) -> Any:
+        if isinstance(message, Exchange) and message.push and next(exchanges) == 2:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return call(server, message, timeout_s)
+
+    monkeypatch.setattr(elastic.transport, "call", interrupted)
+    model, optimizer, asgd = counting(elastic)
+    with pytest.raises(SystemExit):
+        train_a_pass(asgd, model, optimizer)
+    assert 0 < model.seen.sum() < SAMPLES
+    model, optimizer, asgd = counting(elastic)
+    train_a_pass(asgd, model, optimizer)
+    assert model.seen.tolist() == [1.0] * SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["run", "job"])
+def test_slurms_signal_ends_a_worker_between_two_batches_and_only_a_run_is_requeued(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol, requests = tmp_path / "scontrol", tmp_path / "requests"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {requests}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "80")
+    servers = Run(elastic=kind == "run")
+    model = Counts(SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asgd = (servers.worker if kind == "run" else servers.alone)(model, optimizer)
+    saved: dict[str, Any] = {}
+
+    def train() -> None:
+        with asgd:
+            try:
+                for batch, (numbers,) in enumerate(asgd.batches(numbered(SAMPLES), batch_size=5)):
+                    if batch == 3:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                        os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does once the job is requeued
+                    step(model, optimizer, numbers)
+            except SystemExit:
+                saved.update(asgd.state_dict())
+                raise
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert saved["model"]["seen"].sum() == 4 * 5
+    assert sum(last - first for first, last in saved["data"]["done"]) == 4 * 5
+    asked = requests.read_text() if requests.exists() else ""
+    assert asked == ("requeue 80\n" if kind == "run" else "")
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    servers.close()
+
+
 def test_a_batch_that_was_left_before_its_step_is_trained_again(elastic: Run) -> None:
     model, optimizer, asgd = counting(elastic)
     with asgd:
@@ -128,15 +199,19 @@ def test_a_worker_that_joins_later_continues_where_the_others_are(elastic: Run) 
             assert list(second.epochs(2)) == []
 
 
-def test_a_plain_loop_cannot_join_what_a_trainer_has_started(elastic: Run) -> None:
+def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None:
     _, _, first = counting(elastic)
     _, _, second = counting(elastic)
     with first:
         assert first._member is not None
         assert first._member.membership is not None
-        first._member.membership.client.note("progress", {"global_step": 3})
-        with pytest.raises(ConfigurationError, match=r"a run that a Trainer has started\. Expected the same"), second:
+        first._member.membership.client.note("loop", "a Trainer")
+        with (
+            pytest.raises(ConfigurationError, match=r"^Run 's' was begun with a Trainer, and .* Expected"),
+            second,
+        ):
             pass
+        assert elastic.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
 
 
 def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic: Run) -> None:

@@ -46,7 +46,7 @@ class Run:
         """What a worker knows of it."""
         job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None)
         job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
-        job.excuse, job.successor = lambda rank: None, lambda server: "none"
+        job.excuse, job.successor, job.store = lambda rank: None, lambda server: "none", lambda: None
         return job
 
     def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,14 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import pytorch_lightning as pl
 import torch
 
-from lightning_asgd import AsyncSGD, Timeouts
+from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
-from tests.helpers.plain import Counts, numbered
+from lightning_asgd.errors import ConfigurationError
+from tests.helpers.plain import Counts, Run, numbered
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
+from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import ROOT, wait_until
 from tests.lightning.test_runs import address_of_run, serve, to_file
 
@@ -104,6 +110,73 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     assert (a["chief"], b["chief"], c["chief"]) == (True, True, False)
     assert "ended" not in c
     assert (b["epoch"], b["seen"], b["ended"]) == (EPOCHS, [float(EPOCHS)] * SAMPLES, True)
+
+
+def agent(folder: Path, address: str) -> None:
+    """As torchrun's: it starts a worker, and waits for it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+
+    def work() -> None:
+        try:
+            attach(folder, "a", address, "rpc", 0.05)
+        except SystemExit as left:
+            note(folder / "left", code=left.code)
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    note(folder / "worker", pid=worker.pid)
+    worker.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_leaves_the_run_when_its_agent_is_killed(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    started, pid = mains(target=agent, args=(tmp_path, address_of_run(tmp_path))), 0
+    started.start()
+    try:
+        wait_until(lambda: int(noted(tmp_path / "a").get("epoch", 0)) >= 1, 30, "training")
+        pid = noted(tmp_path / "worker")["pid"]
+        started.kill()
+        wait_until(lambda: not psutil.pid_exists(pid), 10, "the worker's end")
+        assert noted(tmp_path / "left") == {"code": 128 + signal.SIGTERM}
+    finally:
+        for each in (started, served):
+            each.kill()
+            each.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Joins(pl.Callback):
+    """Has a plain loop join the Trainer's run."""
+
+    def __init__(self, asgd: AsyncSGD) -> None:
+        self.asgd, self.refused = asgd, ""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        with pytest.raises(ConfigurationError) as refused, self.asgd:
+            pass
+        self.refused = str(refused.value)
+
+
+@pytest.mark.parametrize("first", ["trainer", "plain loop"])
+def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: str) -> None:
+    run, layer = Run(), torch.nn.Linear(4, 1)
+    asgd = run.worker(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    joins = Joins(asgd)
+    strategy: Any = ASGDStrategy(server="127.0.0.1:1", run_id="s")
+    strategy._job = run.job
+    fit = trainer(tmp_path, strategy, devices=1, max_epochs=1, callbacks=[joins])
+    if first == "trainer":
+        fit.fit(Regression(), loader())
+        assert joins.refused.startswith("Run 's' was begun with a Trainer, and this worker trains with a plain loop or")
+    else:
+        with asgd:
+            with pytest.raises(ConfigurationError, match=r"was begun with a plain loop or Fabric, and this"):
+                fit.fit(Regression(), loader())
+            assert run.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
+    run.close()
 
 
 def member(folder: Path, rank: int, port: int) -> None:
