@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import DataLoader
 
 from lightning_asgd.algorithms.base import Run
 from lightning_asgd.config import ExchangeConfig
@@ -21,8 +20,6 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import digest
 from lightning_asgd.worker.synchronizer import Waits, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import make_identical, named_state
@@ -145,7 +142,7 @@ class LoopSession(Participation, Trainee):
 
     # ------------------------------------------------------------------ passes over leased data
 
-    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any] | None:
+    def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
         if self._config.algorithm.waits:
             raise ConfigurationError(
@@ -157,18 +154,16 @@ class LoopSession(Participation, Trainee):
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
             self._run.begin_epoch()
-        state, items = self.state, data.items(self.state.seed, self.state.passes)
-        if data.drops_last:
-            items = items[: len(items) // reference * reference]
-        if not items:
+        state = self.state
+        order, units, shards = data.begin(state.passes, reference)
+        if not units:
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
-        order, units, step = digest(items), len(items), reference * accumulate
         done, self._present = state.done_of(order, units), (order, units)
-        epoch = Epoch(f"{self._membership.session}/{state.passes}", units, (units,), order, done, step)
+        key, step = f"{self._membership.session}/{state.passes}", reference * accumulate
         self._in_pass = True
         if done == ((0, units),):
             return None
-        return data.open(self._leases, Plan(epoch, items, data.batch or None, accumulate))
+        return data.open(self._leases, Epoch(key, units, (units,), order, done, step, shards), accumulate)
 
     def before_batch(self) -> None:
         """Exchange, if that is due."""
@@ -322,6 +317,7 @@ class LoopSession(Participation, Trainee):
     def close(self) -> None:
         """Remove the hooks and free the buffers."""
         self._in_pass = False
+        self._leases.reset()
         for undo in self._undo:
             undo()
         self.synchronizer.close()

@@ -20,10 +20,11 @@ from lightning_asgd import AsyncSGD
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.protocol import Exchange
 from tests.helpers.cluster import run_workers
-from tests.helpers.plain import Counts, Run, numbered
+from tests.helpers.plain import Counts, Run, Shards, numbered
 
 SAMPLES = 60
 EPOCHS = 3
+LENGTHS = (20, 1, 13, 0, 26)  # of shards
 
 
 @pytest.fixture
@@ -372,6 +373,13 @@ def test_stop_ends_training_with_the_epoch(elastic: Run) -> None:
         assert asgd.epoch == 2
 
 
+class Unlike(Shards):
+    """Samples that cannot be pickled."""
+
+    def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
+        return iter([lambda: 0])
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -382,8 +390,12 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
     with pytest.raises(ASGDError, match=r"^This AsyncSGD is not in use\. Expected "):
         asgd.sync()
     with asgd:
-        with pytest.raises(ConfigurationError, match=r"^batches\(\) was given a Endless, .* Expected a data set"):
+        with pytest.raises(ConfigurationError, match=r"given a Endless, .* has no open_shard\(.*Expected"):
             asgd.batches(Endless())
+        with pytest.raises(ConfigurationError, match=r"given a int, which has no samples by number"):
+            asgd.batches(3)
+        with pytest.raises(ConfigurationError, match=r"given a Unlike whose samples cannot be pickled"):
+            asgd.batches(Unlike(LENGTHS, known=True))
         with pytest.raises(ConfigurationError, match=r"Expected a data set with arguments of DataLoader, or"):
             asgd.batches(DataLoader(numbered(3)), batch_size=2)
         with pytest.raises(ConfigurationError, match=r"batch_size=None\. Expected a torch DataLoader"):
@@ -408,3 +420,94 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         elastic.worker(model, 3)
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
         elastic.worker(3, optimizer)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- data with shards
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_workers_share_the_shards_of_a_stream(elastic: Run, known: bool, processes: int) -> None:
+    both, most = threading.Barrier(2), threading.Event()
+    data = Shards(LENGTHS, known=known)
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        with asgd:
+            both.wait(20.0)
+            for epoch in asgd.epochs(EPOCHS):
+                trained = 0
+                for (numbers,) in asgd.batches(data, batch_size=(3, 4)[rank], num_workers=processes):
+                    if rank == 1 and epoch == 0:
+                        most.wait(20.0)  # slower than the other worker
+                    step(model, optimizer, numbers)
+                    trained += len(numbers)
+                    if rank == 0 and trained > SAMPLES / 2:
+                        most.set()
+            assert asgd.epoch == EPOCHS
+        return model.seen.tolist()
+
+    assert run_workers(2, work) == [[float(EPOCHS)] * SAMPLES] * 2
+    assert most.is_set()
+
+
+@pytest.mark.parametrize("leaves", ["break", "raise", "interrupt"])
+def test_the_samples_of_a_worker_that_leaves_a_stream_are_trained_by_others(elastic: Run, leaves: str) -> None:
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        try:
+            with asgd:
+                for _ in asgd.epochs(EPOCHS if rank == 0 else 1):
+                    for batch, (numbers,) in enumerate(asgd.batches(Shards(LENGTHS, known=False), batch_size=3)):
+                        step(model, optimizer, numbers)
+                        if rank == 0 and batch == 3:
+                            gone.wait(10.0)
+                        if rank == 1 and batch == 0:
+                            if leaves != "break":
+                                raise {"raise": KeyError("no such sample"), "interrupt": KeyboardInterrupt()}[leaves]
+                            break
+        except (KeyError, KeyboardInterrupt):
+            assert leaves != "break"
+        if rank == 1:
+            gone.set()
+        return model.seen.tolist()
+
+    gone = threading.Event()
+    assert run_workers(2, work)[0] == [float(EPOCHS)] * SAMPLES
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_training_continues_within_a_stream(elastic: Run, known: bool) -> None:
+    model, optimizer, asgd = counting(elastic)
+    state: dict[str, Any] = {}
+    with asgd:
+        for _ in asgd.epochs(2):
+            for batch, (numbers,) in enumerate(asgd.batches(Shards(LENGTHS, known=known), batch_size=4)):
+                step(model, optimizer, numbers)
+                if asgd.epoch == 1 and batch == 6:
+                    kept = asgd.state_dict()
+                    state = {**kept, "model": {name: each.clone() for name, each in kept["model"].items()}}
+    assert state["model"]["seen"].sum() == SAMPLES + 7 * 4
+    other = Run()
+    model, optimizer, asgd = counting(other)
+    asgd.load_state_dict(state)
+    with asgd:
+        for _ in asgd.epochs(EPOCHS):
+            for (numbers,) in asgd.batches(Shards(LENGTHS, known=known), batch_size=4):
+                step(model, optimizer, numbers)
+    assert model.seen.tolist() == [float(EPOCHS)] * SAMPLES
+    other.close()
+
+
+def test_the_length_and_the_rest_of_a_stream(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        assert len(asgd.batches(Shards(LENGTHS, known=True), batch_size=7)) == 9  # type: ignore[arg-type]
+        batches = asgd.batches(DataLoader(Shards(LENGTHS, known=True), batch_size=7, drop_last=True))
+        assert len(batches) == 8  # type: ignore[arg-type]
+        for (numbers,) in batches:
+            assert len(numbers) == 7
+            step(model, optimizer, numbers)
+        with pytest.raises(TypeError, match="unknown lengths have no len"):
+            len(asgd.batches(Shards(LENGTHS, known=False), batch_size=7))  # type: ignore[arg-type]
+    assert model.seen.sum() == 8 * 7

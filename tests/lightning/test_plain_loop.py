@@ -22,7 +22,7 @@ import torch
 from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
-from tests.helpers.plain import Counts, Run, numbered
+from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Regression, loader, trainer
@@ -43,27 +43,34 @@ def noted(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def train(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float) -> None:
+def train(
+    asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float, *, shards: bool = False
+) -> None:
     """Train, and note in a file what others want to know."""
+    data: Any = Shards((50, 0, 70, 80), known=False) if shards else numbered(SAMPLES)
+    loaded = {"num_workers": 2, "multiprocessing_context": "fork"}  # whose processes end with this one
+    how: dict[str, Any] = loaded if shards else {"shuffle": True}
+    epochs = 4 if shards else EPOCHS
     with asgd:
-        for _ in asgd.epochs(EPOCHS):
-            for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=2, shuffle=True):
+        for _ in asgd.epochs(epochs):
+            for (numbers,) in asgd.batches(data, batch_size=2, **how):
                 time.sleep(step_s)
                 optimizer.zero_grad()
                 model(numbers).backward()
                 optimizer.step()
             note(file, epoch=asgd.epoch + 1, chief=asgd.is_chief, seen=model.seen.tolist())
-    note(file, epoch=EPOCHS, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
+    note(file, epoch=epochs, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float, *, shards: bool = False) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     model = Counts(SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     silent = Timeouts(silence_s=1.0)
     run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
-    train(AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run), model, optimizer, folder / name, step_s)
+    asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run)
+    train(asgd, model, optimizer, folder / name, step_s, shards=shards)
 
 
 @pytest.mark.timeout(120)
@@ -110,6 +117,33 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     assert (a["chief"], b["chief"], c["chief"]) == (True, True, False)
     assert "ended" not in c
     assert (b["epoch"], b["seen"], b["ended"]) == (EPOCHS, [float(EPOCHS)] * SAMPLES, True)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.timeout(90)
+def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    about = tmp_path, address_of_run(tmp_path), "rpc", 0.01
+    workers = {n: mains(target=attach, args=(about[0], n, *about[1:]), kwargs={"shards": True}) for n in "ab"}
+    try:
+        for worker in workers.values():
+            worker.start()
+        wait_until(lambda: min(noted(tmp_path / name).get("epoch", 0) for name in "ab") >= 1, 40, "training of both")
+        children = psutil.Process(workers["a"].pid).children(recursive=True)
+        workers["a"].kill()
+        workers["b"].join(40)
+        assert workers["b"].exitcode == 0, (tmp_path / "b.log").read_text()
+        assert len(children) >= 2
+        wait_until(lambda: not any(is_alive(child) for child in children), 10, "the end of its loader processes")
+    finally:
+        for process in (*workers.values(), served):
+            process.kill()
+            process.join()
+    assert noted(tmp_path / "b")["seen"] == [4.0] * SAMPLES
 
 
 def agent(folder: Path, address: str) -> None:
