@@ -77,9 +77,9 @@ TOOLS = {
 # 125 of the core are pickled copies of a Trainer for workers inside Ray. The engines are the runner and Ray Train.
 # 280 of the core are workers that engines start: their place and device, signals. 130 of the tools are health checks.
 # 1,720 of the core are plain loops: AsyncSGD, its passes, progress and signals, what Trainers share with it; Fabric.
-# 45 of the core are what plain loops do with engines, an exchange that a signal ends, and who may join which run.
+# 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
-LINES = {"core": 27_726, "engines": 1_060, "tools": 8_256}
+LINES = {"core": 27_744, "engines": 1_060, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

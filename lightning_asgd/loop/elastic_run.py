@@ -20,6 +20,7 @@ from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.process_name import gone_among, pid_of, this_process
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.late_entry import EntryPoint
@@ -28,6 +29,8 @@ from lightning_asgd.worker.session_client import HeartbeatThread
 __all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
+
+_PROCESSES = "processes"  # the living workers' names of processes, by number
 
 
 class ElasticFleet(Fleet):
@@ -90,8 +93,23 @@ class ElasticFleet(Fleet):
         worker = self.client.connection.worker
         self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._shell.device))}
         self.begin_epoch()
+        self._report_dead()
         about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
+
+    def _report_dead(self) -> None:
+        """Report workers of this machine whose processes have ended: an engine may have started this one instead.
+
+        A server on another machine would miss their heartbeats only later.
+        """
+        noted: dict[int, str] = self.client.note(_PROCESSES) or {}
+        living = {worker: process for worker, process in noted.items() if worker in self.board.living}
+        gone = gone_among(living.values())
+        for worker, process in living.items():
+            if process in gone:
+                self.client.leave("its process has ended", worker=worker, pid=pid_of(process))
+        living = {worker: process for worker, process in living.items() if process not in gone}
+        self.client.note(_PROCESSES, {**living, self.client.connection.worker: this_process()})
 
     def begin_epoch(self) -> None:
         """Ask which workers take part: this worker's next heartbeat would report them too late."""

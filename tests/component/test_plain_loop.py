@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from lightning_asgd import AsyncSGD
+from lightning_asgd import AsyncSGD, process_name
 from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
 from tests.helpers.cluster import run_workers
 from tests.helpers.plain import Counts, Run, Shards, numbered
@@ -198,6 +200,26 @@ def test_a_worker_that_joins_later_continues_where_the_others_are(elastic: Run) 
             assert late.seen.tolist() == model.seen.tolist() == [1.5] * SAMPLES
             assert theirs.get_last_lr() == schedule.get_last_lr() == [0.25]
             assert list(second.epochs(2)) == []
+
+
+def test_a_worker_that_is_started_again_reports_that_its_predecessor_is_dead(elastic: Run) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (_, _, lost), (_, _, again), (_, _, third) = (counting(elastic) for _ in range(3))
+    members = lambda: elastic.services[0].state.session.members  # type: ignore[union-attr]  # noqa: E731
+    mine = this_process()
+    process_name._names[0] = machine_and_pid(dead.pid) + mine.split("/")[-1]
+    try:
+        lost.__enter__()
+        lost._member.membership._stop()  # type: ignore[union-attr]
+    finally:
+        process_name._names[0] = mine
+    assert members().living == {1}
+    with again:
+        assert members().living == {2}
+        assert members().left[1].startswith("its process has ended")
+        with third:
+            assert members().living == {2, 3}
 
 
 def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None:

@@ -213,7 +213,7 @@ def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: st
     run.close()
 
 
-def member(folder: Path, rank: int, port: int) -> None:
+def member(folder: Path, rank: int, port: int, shards: bool) -> None:
     """A worker of a job, as torchrun or a user starts it."""
     to_file(folder / f"{rank}.log")
     torch.set_num_threads(1)
@@ -223,13 +223,14 @@ def member(folder: Path, rank: int, port: int) -> None:
     torch.nn.init.zeros_(model.seen) if rank == 0 else torch.nn.init.ones_(model.seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"))
-    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank])
+    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank], shards=shards)
 
 
-def test_two_processes_are_a_job(tmp_path: Path, mains: Any) -> None:
+@pytest.mark.parametrize("shards", [False, True])
+def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    workers = [mains(target=member, args=(tmp_path, rank, port)) for rank in (0, 1)]
+    workers = [mains(target=member, args=(tmp_path, rank, port, shards)) for rank in (0, 1)]
     try:
         for worker in workers:
             worker.start()
@@ -241,7 +242,7 @@ def test_two_processes_are_a_job(tmp_path: Path, mains: Any) -> None:
             worker.kill()
             worker.join()
     for rank in (0, 1):
-        assert noted(tmp_path / str(rank))["seen"] == [float(EPOCHS)] * SAMPLES
+        assert noted(tmp_path / str(rank))["seen"] == [4.0 if shards else float(EPOCHS)] * SAMPLES
 
 
 ALONE = """
