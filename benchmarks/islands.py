@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from engines import FIRST, SECOND, Stage, stage, unless, verdict
+from engines_program import SILENCE_S
 from islands_parts import accuracy, checkpoint
 from islands_speed import memory, speed, traffic
-from engines_program import SILENCE_S
 from network import available
 from ranks import clean_environment, told_of_errors
 from rich.markup import escape
