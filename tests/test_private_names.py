@@ -48,7 +48,7 @@ TORCH: dict[str, set[str]] = {
     "_num_workers": {"adapter.private_names"},
     "_parameters": {"worker.replica"},
     "_prefetch_factor": {"adapter.private_names"},
-    "_try_put_index": {"adapter.private_names"},
+    "_try_put_index": {"streams.loader_processes"},
     "owner._buffers": {"worker.replica"},
     # data sets with shards
     "_ex_iterable": {"streams.hugging_face"},

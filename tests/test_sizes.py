@@ -80,7 +80,9 @@ TOOLS = {
 # 1,810 of the core are islands: who exchanges what, the first process and those that follow it, parts on the servers.
 # 20 of the core are steps that are measured from the fetched batch on, and runs whose host gives up lost servers.
 # 37 of the engines are what a run says of lost servers and a lost board, and the end of workers with exit hooks.
-LINES = {"core": 29_420, "engines": 1_097, "tools": 8_256}
+# 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
+# 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
+LINES = {"core": 29_625, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

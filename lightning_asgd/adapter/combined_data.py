@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import apply_to_collection
-from lightning_asgd.adapter.loader_processes import InitCalls, same
 from lightning_asgd.adapter.private_names import (
     combination,
     combined_loader,
@@ -20,6 +19,7 @@ from lightning_asgd.adapter.private_names import (
     opened_loaders,
 )
 from lightning_asgd.protocol import Epoch
+from lightning_asgd.streams.loader_processes import InitCalls, same
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.leased_sampler import LeasedSteps, Replacement, digest, in_common_order, undivided

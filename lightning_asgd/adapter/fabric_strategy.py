@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import FABRICS, Extension, become_global_zero
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.unattached import StrategyExtension
-from lightning_asgd.adapter.worker_place import check_is_one_worker
+from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
@@ -29,7 +28,7 @@ from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember, check_options
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import TERMINATED, Interruptions
+from lightning_asgd.loop.signals import Interruptions, raised_by
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
@@ -231,7 +230,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         error: BaseException | None = getattr(sys, "last_value", None)
         raised = None if self._interruptions is None else self._interruptions.raised
         if raised is not None:
-            error = KeyboardInterrupt() if raised == signal.SIGINT else SystemExit(TERMINATED)
+            error = raised_by(raised)
         if error is not None:
             self._leave(error)
         else:
@@ -257,17 +256,8 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         membership = None if self._member is None else self._member.membership
         return bool(super().is_global_zero) if membership is None else membership.is_chief
 
-    @property
-    def root_device(self) -> torch.device:
-        """The worker's device: the only visible one, or the one of its local rank."""
-        devices: list[torch.device] = self.parallel_devices or []
-        return devices[self.local_rank if len(devices) > 1 else 0]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Fabric's samplers split the samples. For a worker of an elastic run: not at all."""
-        alone = self._job.attaches
-        return {"num_replicas": 1 if alone else self.world_size, "rank": 0 if alone else self.global_rank}
+    root_device = WorkerPlace.root_device
+    distributed_sampler_kwargs = WorkerPlace.distributed_sampler_kwargs
 
     # ------------------------------------------------------------------ data
 
@@ -278,9 +268,9 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     def batches(self, data: Any, *, accumulate: int = 1, **options: Any) -> Iterable[Any]:
         """See :meth:`AsyncSGD.batches`. The batches are on the worker's device; ``data`` may be Fabric's loader."""
-        sampler = getattr(data, "batch_sampler", None)
+        samplers = getattr(data, "batch_sampler", None), getattr(data, "sampler", None)  # a stream has the second only
         for loader in self._loaders:
-            if sampler is not None and loader.batch_sampler is sampler:
+            if samplers != (None, None) and samplers == (loader.batch_sampler, loader.sampler):
                 data = loader
         return _OnDevice(self._pass_over(data, accumulate, options), self)
 

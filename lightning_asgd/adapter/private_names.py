@@ -276,15 +276,15 @@ def program_seed() -> int:
 
 
 def keep_loading(trainer: Any) -> None:
-    """Have a loader with worker processes ask its sampler again: by itself it asks only when a batch arrives."""
+    """Have a loader with worker processes ask its sampler again, after the sampler had no batch to give.
+
+    By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.
+    """
+    from lightning_asgd.streams.loader_processes import load_next  # it loads torch, which the command line does without
+
     (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):
         load_next(iterator)
-
-
-def load_next(iterator: Any) -> None:
-    """Have a loader with worker processes ask its sampler, though no batch has arrived."""
-    iterator._try_put_index()
 
 
 # ---------------------------------------------------------------------- the epoch loop: batches and steps

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.loader_processes import LoaderProcesses, same
 from lightning_asgd.adapter.loop_counters import NEVER
 from lightning_asgd.adapter.private_names import combined_loader, loaders, training_loaders
 from lightning_asgd.protocol import UNKNOWN, Epoch
-from lightning_asgd.streams.find import batch_of, collate_of, drops_last, loader_of
+from lightning_asgd.streams.leased_stream import LeasedStream
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import ParallelPlan, Plan, StreamPlan
-from lightning_asgd.worker.leased_sampler import LeasedSteps, digest
-from lightning_asgd.worker.parallel_reader import ParallelReader
-from lightning_asgd.worker.stream_reader import StreamReader
+from lightning_asgd.worker.lease_plan import Plan
 
 __all__ = ["StreamedData"]
 
@@ -31,7 +25,6 @@ class StreamedData:
         self._data, self._name = data, name
         self._loader: StreamedLoader | None = None
         self._batch = 1
-        self._order: list[int] = []  # of the shards in the present epoch
 
     @property
     def installed(self) -> bool:
@@ -43,7 +36,8 @@ class StreamedData:
         (loader,) = training_loaders(self._trainer)
         self._batch = batch
         inner = loader.inner if isinstance(loader, StreamedLoader) else loader  # of a fit that failed
-        self._loader = StreamedLoader(inner, self._data, self._leases, opened)
+        stream = LeasedStream(inner, self._data, self._name, private_names.program_seed())
+        self._loader = StreamedLoader(inner, stream, self._leases, opened)
         loaders.set_of(combined_loader(self._trainer), [self._loader])
 
     def start(self) -> None:
@@ -56,8 +50,8 @@ class StreamedData:
         """Restore the training dataloader."""
         if self._loader is not None and self.installed:
             loaders.set_of(combined_loader(self._trainer), [self._loader.inner])
-        if self._loader is not None and self._loader.processes is not None:
-            self._loader.processes.stop()
+        if self._loader is not None:
+            self._loader.stream.close()
         self._loader = None
 
     def count(self, expected: float) -> int:
@@ -66,22 +60,18 @@ class StreamedData:
 
     def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
         """Units of an epoch with at most ``batches``, a digest of their order, and where their shards end."""
-        self._order = self._data.order(number, private_names.program_seed())
-        ends = self._data.ends(self._order)
-        return min(ends[-1] if ends else 0, batches * self._batch), digest([self._name, *self._order]), ends
+        order, ends = self._stream.begin(number)
+        return min(ends[-1] if ends else 0, batches * self._batch), order, ends
 
     def plan(self, epoch: Epoch, accumulate: int) -> Plan:
         """The epoch as this worker trains it."""
-        order, number, loader = self._order, epoch.number, self._loader
-        if loader is None:
+        return self._stream.plan(epoch, accumulate)
+
+    @property
+    def _stream(self) -> LeasedStream:
+        if self._loader is None:
             raise RuntimeError("no dataloader was replaced")
-        batch = batch_of(loader.inner, self._data) or None
-        if loader.processes is not None:
-            ahead = loader.processes.begin(number)
-            parallel = ParallelReader(loader.processes, epoch.shards, ahead)
-            return ParallelPlan(epoch, (), batch, accumulate, reader=parallel, ahead=ahead, drop_last=loader.drop_last)
-        reader = StreamReader(lambda shard, start: self._data.read(number, order[shard], start), epoch.shards)
-        return StreamPlan(epoch, (), batch, accumulate, reader=reader, drop_last=loader.drop_last)
+        return self._loader.stream
 
 
 class StreamedLoader:
@@ -91,14 +81,10 @@ class StreamedLoader:
     the loader itself yields.
     """
 
-    def __init__(self, inner: Any, data: ShardedData, leases: DataLeases, plan: Callable[[], Plan | None]) -> None:
-        self.inner = inner
-        self._data = data
+    def __init__(self, inner: Any, stream: LeasedStream, leases: DataLeases, plan: Callable[[], Plan | None]) -> None:
+        self.inner, self.stream = inner, stream
         self._leases = leases
         self._new_plan = plan
-        torchs: Any = loader_of(inner)
-        seed = private_names.program_seed()
-        self.processes = LoaderProcesses(torchs, data, seed) if torchs.num_workers else None
         self.begins = False  # whether Lightning begins to iterate: without a length it would fetch a batch in advance
 
     def __getattr__(self, name: str) -> Any:
@@ -109,27 +95,13 @@ class StreamedLoader:
     def __len__(self) -> int:
         return NEVER if self.begins else len(self.inner)
 
-    @property
-    def drop_last(self) -> bool:
-        """Whether a batch that is not full is left out."""
-        return drops_last(self.inner, self._data)
-
     def __iter__(self) -> Iterator[Any]:
         plan = self._new_plan()
         if plan is None:
             return iter(self.inner)
-        self._leases.open(plan)
-        inner: Any = loader_of(self.inner)
-        # A loader of torch's collates and pins as the program's own would.
-        steps: Any = LeasedSteps(self._leases)
-        if self.processes is not None or plan.batch is None:  # whole batches
-            how = {"batch_size": None, "sampler": steps}
-        else:
-            how = {"batch_sampler": steps}
-        convert = same if self.processes is not None else collate_of(inner.collate_fn, self._data)
-        made: Any = DataLoader(_Samples(), collate_fn=convert, pin_memory=inner.pin_memory, **how)  # type: ignore[arg-type]
+        batches = self.stream.granted(self._leases, plan)
         self.begins = True
-        return _Batches(self, iter(made))
+        return _Batches(self, batches)
 
 
 class _Batches(Iterator[Any]):
@@ -139,10 +111,3 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         self._loader.begins = False
         return next(self._batches)
-
-
-class _Samples:
-    """A data set whose samples are their own numbers."""
-
-    def __getitem__(self, sample: Any) -> Any:
-        return sample

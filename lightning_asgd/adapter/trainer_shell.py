@@ -18,6 +18,8 @@ __all__ = ["TrainerShell"]
 class TrainerShell(Shell):
     """A Trainer, whose strategy trains on ``device``."""
 
+    loop = "a Trainer"
+
     def __init__(self, trainer: Any, device: Any) -> None:
         self._trainer = trainer
         self.device = device
@@ -27,9 +29,9 @@ class TrainerShell(Shell):
         """See :class:`Shell`, here and below."""
         return self._trainer.strategy.fit_session is not None
 
-    def was_ended(self, error: BaseException) -> bool:
-        """Whether it is what Lightning raises after SIGTERM."""
-        return private_names.is_a(error, private_names.sigterm)
+    def ended_by(self, error: BaseException) -> str:
+        """SIGTERM, if it is what Lightning raises then."""
+        return "SIGTERM" if private_names.is_a(error, private_names.sigterm) else ""
 
     def speak_as(self, rank: int) -> None:
         """Let Lightning log and warn in this process if ``rank`` is 0."""

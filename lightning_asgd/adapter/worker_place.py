@@ -58,7 +58,7 @@ class WorkerPlace:
             return own_device(devices[0], local_rank, self.accelerator.auto_device_count())
         if len(devices) > 1 and local_rank >= len(devices):
             raise ConfigurationError(
-                f"This worker's local rank is {local_rank}, and its Trainer has {len(devices)} devices. Expected "
+                f"This worker's local rank is {local_rank}, and it was given {len(devices)} devices. Expected "
                 "one device for every worker on the machine, or a single device that only this worker can see."
             )
         return devices[local_rank if len(devices) > 1 else 0]

@@ -20,6 +20,7 @@ from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.process_name import gone_among, pid_of, this_process
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.late_entry import EntryPoint
@@ -28,6 +29,8 @@ from lightning_asgd.worker.session_client import HeartbeatThread
 __all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
+
+_PROCESSES = "processes"  # the living workers' names of processes, by number
 
 
 class ElasticFleet(Fleet):
@@ -66,6 +69,15 @@ class ElasticFleet(Fleet):
         self._connect(0, 0, self._policy)
         self.attachment = Attachment(self.client, self._change_chief)
 
+    def _check_loop(self) -> None:
+        """Raise if the run's workers count epochs in another way."""
+        theirs, mine = self.attachment.loop, self._shell.loop
+        if theirs not in (None, mine):
+            raise ConfigurationError(
+                f"Run {self.session!r} was begun with {theirs}, and this worker trains with {mine}. Expected the same "
+                f"kind of loop on all workers of a run. Train with {theirs} here too, or join another run."
+            )
+
     def _note_entry(self) -> None:
         """Note where the run was when this worker joined, unless it brings the first weights."""
         attached = self.attachment
@@ -75,13 +87,29 @@ class ElasticFleet(Fleet):
     def join(self) -> None:
         """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
+        self._check_loop()
         self._note_entry()
         self._shell.speak_as(self.rank)
         worker = self.client.connection.worker
         self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._shell.device))}
         self.begin_epoch()
+        self._report_dead()
         about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
+
+    def _report_dead(self) -> None:
+        """Report workers of this machine whose processes have ended: an engine may have started this one instead.
+
+        A server on another machine would miss their heartbeats only later.
+        """
+        noted: dict[int, str] = self.client.note(_PROCESSES) or {}
+        living = {worker: process for worker, process in noted.items() if worker in self.board.living}
+        gone = gone_among(living.values())
+        for worker, process in living.items():
+            if process in gone:
+                self.client.leave("its process has ended", worker=worker, pid=pid_of(process))
+        living = {worker: process for worker, process in living.items() if process not in gone}
+        self.client.note(_PROCESSES, {**living, self.client.connection.worker: this_process()})
 
     def begin_epoch(self) -> None:
         """Ask which workers take part: this worker's next heartbeat would report them too late."""
@@ -131,7 +159,7 @@ class ElasticFleet(Fleet):
         """The bootstrap worker publishes its values; the others adopt them."""
         self._begun = True
         if self.attachment.bootstraps:
-            self.attachment.publish(layout.describe(), constants, progress())
+            self.attachment.publish(layout.describe(), constants, progress(), self._shell.loop)
         else:
             self.attachment.adopt(constants)
 

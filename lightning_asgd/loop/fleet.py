@@ -191,8 +191,8 @@ class Fleet:
         self._stop()
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
         lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-        if self._shell.was_ended(error):
-            what, lines = "it was ended by SIGTERM", []
+        if ended_by := self._shell.ended_by(error):
+            what, lines = f"it was ended by {ended_by}", []
         self.client.leave(f"{what.strip()} ({here(os.getpid())})", details="\n".join(lines))
         if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
             self._job.excuse(self.rank)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.protocol import Epoch
+from lightning_asgd.streams.find import drops_last, is_streamed, loader_of, shards_of
+from lightning_asgd.streams.leased_stream import LeasedStream
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import LeasedBatches, in_common_order, undivided
+from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order, undivided
 
-__all__ = ["LeasedPass", "SharedData", "Trainee"]
+__all__ = ["LeasedPass", "SharedData", "Trainee", "share"]
+
+_EXPECTED = (
+    "Expected a data set with __getitem__ and __len__, whose samples workers lease by their numbers, or one with "
+    "num_shards and open_shard(epoch, shard, start), whose shards they lease."
+)
 
 _LOADER_SETTINGS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -21,63 +32,99 @@ _LOADER_SETTINGS = (
 )
 
 
-class SharedData:
-    """A map-style data set, or a dataloader of one, whose batches all workers share.
+class SharedData(ABC):
+    """Data whose batches all workers share, pass after pass.
 
-    Args:
-        data: the data set, or a dataloader.
+    Attributes:
+        data: what the program gave: a data set, or a dataloader.
         options: arguments of ``DataLoader`` for a data set.
     """
 
     def __init__(self, data: Any, options: dict[str, Any]) -> None:
         self.data, self.options = data, options
-        given = isinstance(data, DataLoader)
-        if given and options:
-            raise ConfigurationError(
-                f"batches({type(data).__name__}, {', '.join(options)}) was called. Expected a data set with arguments "
-                "of DataLoader, or a dataloader alone."
-            )
-        dataset = data.dataset if given else data
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise ConfigurationError(
-                f"batches() was given a {type(dataset).__name__}, which has no samples by number. Expected a data set "
-                "with __getitem__ and __len__: workers lease its samples by their numbers."
-            )
-        loader: DataLoader[Any] = data if given else DataLoader(data, **options)
-        self._own = loader
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Samples of this worker's batches; 0 where the program makes them, and batches are leased."""
+
+    @abstractmethod
+    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+        """A pass begins: a digest of its units in their order, their number, and where their shards end, if any do.
+
+        ``reference``: samples of a batch in which all workers count.
+        """
+
+    @abstractmethod
+    def open(self, leases: DataLeases, epoch: Epoch, accumulate: int) -> Iterable[Any]:
+        """What is granted of that pass to this worker. It may be iterated over again when it has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loader's processes."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of a pass, if this worker trains alone."""
+
+
+def share(data: Any, options: dict[str, Any], seed: int) -> SharedData:
+    """The data that a program gave, with arguments of ``DataLoader`` for a data set. Orders begin at the seed."""
+    given = isinstance(data, DataLoader) or loader_of(data) is not None
+    if given and options:
+        raise ConfigurationError(
+            f"batches({type(data).__name__}, {', '.join(options)}) was called. Expected a data set with arguments "
+            "of DataLoader, or a dataloader alone."
+        )
+    dataset = getattr(data, "dataset", None) if given else data
+    loader = data if given else DataLoader(data, **options)
+    if is_streamed(loader):
+        return _Stream(data, options, loader, seed)
+    if not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"batches() was given a {type(dataset).__name__}, which has no samples by number. {_EXPECTED}"
+        )
+    return _Samples(data, options, loader, seed)
+
+
+class _Samples(SharedData):
+    """A map-style data set, or a dataloader of one."""
+
+    def __init__(self, data: Any, options: dict[str, Any], loader: DataLoader[Any], seed: int) -> None:
+        super().__init__(data, options)
         if type(loader).__iter__ is not DataLoader.__iter__ or loader.batch_sampler is None:
             raise ConfigurationError(
                 f"batches() was given a {type(loader).__name__} that iterates in its own way, or has batch_size=None. "
                 "Expected a torch DataLoader that makes batches, or its data set."
             )
+        self._own, self._seed = loader, seed
         self._loader: DataLoader[Any] | None = None  # yields what is granted
+        self._items: list[Any] = []  # of the present pass
         self._plan: Plan
 
     @property
     def batch(self) -> int:
-        """Samples of this worker's batches; 0 where a sampler of the user's own makes them, and batches are leased."""
+        """See :class:`SharedData`, here and below."""
         sampler: Any = self._own.batch_sampler
         return int(sampler.batch_size) if type(sampler) is BatchSampler else 0
 
-    def items(self, seed: int, number: int) -> list[Any]:
-        """The samples of a pass in the order that all workers share; or its batches."""
+    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+        """The units are samples, or the batches of a sampler of the user's own; without those that fill no batch."""
         sampler: Any = self._own.batch_sampler
         each = sampler.sampler if self.batch else sampler
         if hasattr(each, "set_epoch"):
             each.set_epoch(number)
-        if not hasattr(each, "num_replicas"):  # else it would yield this worker's part only
-            return in_common_order(each, seed + number)
-        with undivided(each):
-            return in_common_order(each, seed + number)
+        whole = undivided(each) if hasattr(each, "num_replicas") else nullcontext()  # else it would yield a part only
+        with whole:
+            items = in_common_order(each, self._seed + number)
+        if self.batch and self._own.drop_last:
+            items = items[: len(items) // reference * reference]
+        self._items = items
+        return digest(items), len(items), ()
 
-    @property
-    def drops_last(self) -> bool:
-        """Whether samples at the end that fill no batch are left out."""
-        return bool(self.batch and self._own.drop_last)
-
-    def open(self, leases: DataLeases, plan: Plan) -> DataLoader[Any]:
-        """The dataloader, made once, of what is granted to this worker, which opens the pass when it is iterated."""
-        self._plan = plan
+    def open(self, leases: DataLeases, epoch: Epoch, accumulate: int) -> Iterable[Any]:
+        """A dataloader, made once, which opens the pass when it is iterated."""
+        self._plan = Plan(epoch, self._items, self.batch or None, accumulate)
         if self._loader is None:
             own = self._own
             settings = {name: getattr(own, name) for name in _LOADER_SETTINGS if getattr(own, name, None)}
@@ -86,19 +133,70 @@ class SharedData:
         return self._loader
 
     def close(self) -> None:
-        """End the loader's processes."""
+        """Drop the loader."""
         self._loader = None
 
     def __len__(self) -> int:
-        """Batches of a pass, if this worker trains alone."""
         return len(self._own)
+
+
+class _Stream(SharedData):
+    """Data that are read shard by shard."""
+
+    def __init__(self, data: Any, options: dict[str, Any], loader: Any, seed: int) -> None:
+        super().__init__(data, options)
+        found, kind = shards_of(loader), type(getattr(loader, "dataset", loader)).__name__
+        if isinstance(found, str):
+            raise ConfigurationError(f"batches() was given a {kind}, which workers cannot share: {found}. {_EXPECTED}")
+        found, name = found.examined(seed)
+        if not name:
+            raise ConfigurationError(
+                f"batches() was given a {kind} whose samples cannot be pickled. Expected samples that can: workers "
+                "compare the first ones."
+            )
+        self._stream = LeasedStream(loader, found, name, seed)
+        self._samples, self._drops_last = found.samples, drops_last(loader, found)
+
+    @property
+    def batch(self) -> int:
+        """See :class:`SharedData`, here and below."""
+        return self._stream.batch
+
+    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+        """The units are samples, or batches that the data set makes. Shards of unknown length have more numbers."""
+        order, ends = self._stream.begin(number)
+        return order, ends[-1], ends
+
+    def open(self, leases: DataLeases, epoch: Epoch, accumulate: int) -> Iterable[Any]:
+        """What the data set's shards hold."""
+        plan = self._stream.plan(epoch, accumulate)
+        return _Again(lambda: self._stream.granted(leases, plan))
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._stream.close()
+
+    def __len__(self) -> int:
+        if self._samples is None:
+            raise TypeError("batches() of data whose shards have unknown lengths have no len().")
+        return (math.floor if self._drops_last else math.ceil)(self._samples / (self.batch or 1))
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Yields what a function does, as often as it is iterated over."""
+
+    batches: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
 
 
 class Trainee:
     """What a pass calls between batches; see :class:`~lightning_asgd.loop.loop_session.LoopSession`."""
 
-    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any] | None:
-        """The dataloader of a pass over the data, with ``accumulate`` batches per optimizer step.
+    def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
+        """What is granted of a pass over the data, with ``accumulate`` batches per optimizer step.
 
         None if all of it was trained before the checkpoint from which training continues.
         """

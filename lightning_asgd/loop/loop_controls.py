@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.loop.leased_pass import LeasedPass, SharedData
+from lightning_asgd.loop.leased_pass import LeasedPass, SharedData, share
 from lightning_asgd.loop.loop_session import LoopSession
 
 __all__ = ["LoopControls"]
@@ -40,12 +40,17 @@ class LoopControls:
         batches. At the end all workers have trained, and hold the servers' weights.
 
         Args:
-            data: a map-style data set, or a ``DataLoader`` of one. All workers have the same; batch sizes may differ.
+            data: a map-style data set, or one with shards, or a ``DataLoader``. All workers have the same; batch sizes
+                may differ.
             accumulate: batches per optimizer step.
             options: arguments of ``DataLoader`` for a data set: ``batch_size``, ``shuffle``, ``num_workers``, ...
 
         Returns:
-            The batches. Their ``len()`` is the number of this worker's batches if all are equally fast.
+            The batches. Their ``len()`` is the number of this worker's batches if all are equally fast; shards of
+            unknown length have none.
+
+        Raises:
+            ConfigurationError: workers cannot share the data.
         """
         return self._pass_over(data, accumulate, options)
 
@@ -55,7 +60,7 @@ class LoopControls:
             raise ConfigurationError(f"accumulate={accumulate!r}. Expected a whole number of at least 1.")
         if self._data is None or self._data.data is not data or self._data.options != options:
             self._close_data()
-            self._data = SharedData(data, options)
+            self._data = share(data, options, session.state.seed)
         return LeasedPass(session, self._data, accumulate)
 
     def _close_data(self) -> None:

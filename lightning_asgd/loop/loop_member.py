@@ -17,10 +17,11 @@ from lightning_asgd.loop.job_options import JobOptions
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.signals import TIME_IS_UP, Interruptions
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.fit_summary import count
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.processes.engine import end_with_agent, requeue_job
 
 __all__ = ["LoopMember", "check_options"]
 
@@ -50,6 +51,7 @@ class LoopMember:
         end_idle_membership()
         about = self._job, self._options.config, self._options.policy, MetricsBoard(), self._shell
         if self._job.attaches:
+            end_with_agent()
             self.membership = ElasticFleet(*about)
         else:
             self.membership = FixedFleet(*about, (rank, world_size), fits=True)
@@ -95,6 +97,8 @@ class LoopMember:
                 membership.end_membership()
             if session is not None:
                 session.close()
+            if self._job.attaches and isinstance(error, SystemExit) and error.code == TIME_IS_UP:
+                requeue_job()
 
     def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
         """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""

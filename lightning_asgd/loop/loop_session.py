@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import DataLoader
 
 from lightning_asgd.algorithms.base import Run
 from lightning_asgd.config import ExchangeConfig
@@ -21,9 +20,7 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import digest
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.worker.synchronizer import Waits, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
@@ -56,6 +53,7 @@ class LoopSession(Participation, Trainee):
         self.stops = False  # whether this worker is to train no more
         self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
         self._abandoned = False  # whether the program has left the loop of the present pass
+        self._exchanges = False  # whether an exchange has begun, and a signal may have ended it half done
         self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
         self._steps = 0  # when the present batch began
         if membership.entry is not None:
@@ -125,7 +123,7 @@ class LoopSession(Participation, Trainee):
     def _enter_interval(self) -> None:
         """Leave a sync point, if this worker is at one."""
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
-            run(self.synchronizer.begin())
+            self._whole(self.synchronizer.begin())
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
 
@@ -134,12 +132,17 @@ class LoopSession(Participation, Trainee):
         self._membership.check_session()
         if self._run is not None:
             self._run.attachment.update()
-        for _ in self.synchronizer.advance():
-            pass  # what it yields it waits for itself
+        self._whole(self.synchronizer.advance())
+
+    def _whole(self, exchange: Waits) -> None:
+        """Exchange. What a second signal leaves half done may lack steps: see :meth:`give_back`."""
+        self._exchanges = True
+        run(exchange)
+        self._exchanges = False
 
     # ------------------------------------------------------------------ passes over leased data
 
-    def begin_pass(self, data: SharedData, accumulate: int) -> DataLoader[Any] | None:
+    def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
         if self._config.algorithm.waits:
             raise ConfigurationError(
@@ -151,26 +154,24 @@ class LoopSession(Participation, Trainee):
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
             self._run.begin_epoch()
-        state, items = self.state, data.items(self.state.seed, self.state.passes)
-        if data.drops_last:
-            items = items[: len(items) // reference * reference]
-        if not items:
+        state = self.state
+        order, units, shards = data.begin(state.passes, reference)
+        if not units:
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
-        order, units, step = digest(items), len(items), reference * accumulate
         done, self._present = state.done_of(order, units), (order, units)
-        epoch = Epoch(f"{self._membership.session}/{state.passes}", units, (units,), order, done, step)
+        key, step = f"{self._membership.session}/{state.passes}", reference * accumulate
         self._in_pass = True
         if done == ((0, units),):
             return None
-        return data.open(self._leases, Plan(epoch, items, data.batch or None, accumulate))
+        return data.open(self._leases, Epoch(key, units, (units,), order, done, step, shards), accumulate)
 
     def before_batch(self) -> None:
         """Exchange, if that is due."""
         self._interruptions.raise_now()
+        self._interruptions.defers = True
         self._enter_interval()
         self._advance()
         self._leases.begin_batch()
-        self._interruptions.defers = True
         self._in_batch, self._noted, self._steps = True, False, self.synchronizer.stats.steps
 
     def after_batch(self) -> bool:
@@ -195,11 +196,11 @@ class LoopSession(Participation, Trainee):
         if leases.more(self._acknowledged):
             return True
         with leases.flushing():
-            run(synchronizer.flush())
+            self._whole(synchronizer.flush())
         self._interruptions.raise_now()  # others may train for long
         more = leases.wait(self._acknowledged)
         if more and self._collectives.phase is Phase.ASYNC:
-            run(synchronizer.begin())
+            self._whole(synchronizer.begin())
         return more
 
     @property
@@ -218,7 +219,7 @@ class LoopSession(Participation, Trainee):
         self._abandoned = False
         if not trained:
             self._note_step()
-            run(self.synchronizer.flush())
+            self._whole(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
         self._in_pass = self._in_batch = False
         self._sync("end of a pass", all_have_pushed=trained)
@@ -243,9 +244,8 @@ class LoopSession(Participation, Trainee):
         if not self._in_pass:
             self._sync("sync", all_have_pushed=False)
         elif self._run is not None:
-            run(self.synchronizer.flush())
-            run(self.synchronizer.fetch())
-            run(self.synchronizer.begin())
+            for procedure in (self.synchronizer.flush, self.synchronizer.fetch, self.synchronizer.begin):
+                self._whole(procedure())
         else:
             raise ConfigurationError(
                 "sync() was called within a pass over batches(). Expected it between two passes: within one, workers "
@@ -306,17 +306,18 @@ class LoopSession(Participation, Trainee):
     def give_back(self) -> None:
         """Push what was trained, and release what was not: this worker leaves before the end.
 
-        Within a step nothing is pushed: then others train this worker's batches since its last push.
+        Within a step or an exchange nothing is pushed: then others train this worker's batches since its last push.
         """
         if self._in_pass:
             self._note_step()
-        if self._in_pass and (self._noted or not self._in_batch):
+        if self._in_pass and not self._exchanges and (self._noted or not self._in_batch):
             run(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
 
     def close(self) -> None:
         """Remove the hooks and free the buffers."""
         self._in_pass = False
+        self._leases.reset()
         for undo in self._undo:
             undo()
         self.synchronizer.close()

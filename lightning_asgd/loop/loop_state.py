@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.errors import ConfigurationError
-
 __all__ = ["LoopState"]
 
 log = logging.getLogger(__name__)
@@ -63,11 +61,6 @@ class LoopState:
         self.epoch = self.passes = 0
         if progress is None:
             return
-        if "passes" not in progress:
-            raise ConfigurationError(
-                "This worker's loop joined a run that a Trainer has started. Expected the same kind of loop on all "
-                "workers: train with a Trainer, or use another run_id."
-            )
         self.epoch, self.passes, self.data = progress["epoch"], progress["passes"], progress["data"]
         for scheduler, theirs in zip(schedulers, progress["schedulers"], strict=True):
             scheduler.load_state_dict(theirs)

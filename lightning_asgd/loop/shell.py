@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_asgd.loop.signals import TERMINATED
+from lightning_asgd.loop.signals import TERMINATED, TIME_IS_UP
 
 __all__ = ["Shell"]
 
 log = logging.getLogger(__name__)
+
+_SIGNALS: dict[object, str] = {TERMINATED: "SIGTERM", TIME_IS_UP: "SIGUSR1"}
 
 
 class Shell:
@@ -18,18 +20,20 @@ class Shell:
 
     Attributes:
         device: where the worker trains.
+        loop: in which kind of loop; a run's workers have the same.
     """
 
     device: Any = "cpu"
+    loop = "a plain loop or Fabric"
 
     @property
     def trains(self) -> bool:
         """Whether there is something to write a last checkpoint of."""
         return False
 
-    def was_ended(self, error: BaseException) -> bool:
-        """Whether this is no failure: the worker's engine ends it, by SIGTERM."""
-        return isinstance(error, SystemExit) and error.code == TERMINATED
+    def ended_by(self, error: BaseException) -> str:
+        """The signal by which the worker's engine ends it; empty if the error is a failure."""
+        return _SIGNALS.get(error.code, "") if isinstance(error, SystemExit) else ""
 
     def speak_as(self, rank: int) -> None:
         """Log and warn in this process if ``rank`` is 0, else not."""

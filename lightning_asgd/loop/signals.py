@@ -1,23 +1,30 @@
-"""Ctrl-C and SIGTERM in a plain loop: a worker leaves between two batches, so that nothing is half done."""
+"""Ctrl-C, SIGTERM, SLURM's SIGUSR1 in a plain loop: a worker leaves between two batches, and nothing is half done."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["TERMINATED", "Interruptions"]
+__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "raised_by"]
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
+TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
+
+
+def raised_by(number: int) -> BaseException:
+    """What a signal raises: :class:`KeyboardInterrupt` for Ctrl-C, else :class:`SystemExit`."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 class Interruptions:
-    """Handles the first Ctrl-C and SIGTERM of this process, if it runs in the main thread.
+    """Handles the first Ctrl-C and SIGTERM of this process, and SIGUSR1 under SLURM, if it runs in the main thread.
 
-    While :attr:`defers` is set a signal is kept until :meth:`raise_now`; else it is raised at once, as is a second one:
-    Ctrl-C as :class:`KeyboardInterrupt`, SIGTERM as :class:`SystemExit`, so that a program's ``finally`` blocks run. A
-    program's own handlers are left alone.
+    While :attr:`defers` is set a signal is kept until :meth:`raise_now`; else it is raised at once, as is a second one,
+    as an exception, so that a program's ``finally`` blocks run; see :func:`raised_by`. A program's own handlers are
+    left alone.
     """
 
     def __init__(self) -> None:
@@ -28,12 +35,17 @@ class Interruptions:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        if "SLURM_JOB_ID" in os.environ:
+            defaults[signal.SIGUSR1] = signal.SIG_DFL
+        for number, default in defaults.items():
             if signal.getsignal(number) is default:
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        again, self._came = self._came is not None, number
+        again = self._came not in (None, signal.SIGUSR1)  # SLURM also sends SIGTERM to a job that is requeued
+        if again or self._came is None:
+            self._came = number
         if again or not self.defers:
             self.raise_now()
 
@@ -41,10 +53,8 @@ class Interruptions:
         """Raise the exception of a signal that has come; defer none until :attr:`defers` is set again."""
         came, self._came, self.defers = self._came, None, False
         self.raised = came or self.raised
-        if came == signal.SIGINT:
-            raise KeyboardInterrupt
         if came is not None:
-            raise SystemExit(TERMINATED)
+            raise raised_by(came)
 
     def close(self) -> None:
         """Restore the handlers."""

@@ -19,6 +19,7 @@ from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Attachment"]
 
+_LOOP = "loop"  # what kind of loop began the run
 _LAYOUT = "layout"  # what is exchanged
 _CONSTANTS = "constants"  # the module's other tensors
 _PROGRESS = "progress"  # the chief's progress at the end of its latest epoch
@@ -63,6 +64,11 @@ class Attachment:
             self._on_chief(mine)
 
     @property
+    def loop(self) -> str | None:
+        """What kind of loop began the run; None for the bootstrap worker."""
+        return self._notes.get(_LOOP)
+
+    @property
     def layout(self) -> Any:
         """Description of the run's layout; None for the bootstrap worker."""
         return self._notes.get(_LAYOUT)
@@ -77,8 +83,11 @@ class Attachment:
         """Whether that was the end of an epoch."""
         return bool((self.progress or {}).get("between_epochs"))
 
-    def publish(self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None) -> None:
+    def publish(
+        self, layout: Any, constants: Mapping[str, Tensor], progress: dict[str, Any] | None, loop: str = ""
+    ) -> None:
         """Publish the layout and what is not exchanged, once the servers have weights: others may join."""
+        self.client.note(_LOOP, loop)
         if progress is not None:
             self.client.note(_PROGRESS, progress)
         self.client.note(_LAYOUT, layout)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +17,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from lightning_asgd import AsyncSGD
+from lightning_asgd import AsyncSGD, process_name
 from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.process_name import machine_and_pid, this_process
+from lightning_asgd.protocol import Exchange
 from tests.helpers.cluster import run_workers
-from tests.helpers.plain import Counts, Run, numbered
+from tests.helpers.plain import Counts, Run, Shards, numbered
 
 SAMPLES = 60
 EPOCHS = 3
+LENGTHS = (20, 1, 13, 0, 26)  # of shards
 
 
 @pytest.fixture
@@ -38,6 +46,12 @@ def step(model: Counts, optimizer: torch.optim.Optimizer, numbers: torch.Tensor)
     optimizer.zero_grad()
     model(numbers).backward()
     optimizer.step()
+
+
+def train_a_pass(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer) -> None:
+    with asgd:
+        for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+            step(model, optimizer, numbers)
 
 
 def test_workers_with_batches_of_different_sizes_train_every_sample_once_per_epoch(elastic: Run) -> None:
@@ -91,6 +105,66 @@ def test_what_a_worker_has_not_trained_others_train_however_it_leaves(elastic: R
     assert run_workers(2, work)[0] == [float(EPOCHS)] * SAMPLES
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_an_interrupted_exchange_has_lost_is_trained_again(
+    elastic: Run, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    call, exchanges = elastic.transport.call, itertools.count()
+
+    def interrupted(server: int, message: Any, timeout_s: float) -> Any:
+        if isinstance(message, Exchange) and message.push and next(exchanges) == 2:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return call(server, message, timeout_s)
+
+    monkeypatch.setattr(elastic.transport, "call", interrupted)
+    model, optimizer, asgd = counting(elastic)
+    with pytest.raises(SystemExit):
+        train_a_pass(asgd, model, optimizer)
+    assert 0 < model.seen.sum() < SAMPLES
+    model, optimizer, asgd = counting(elastic)
+    train_a_pass(asgd, model, optimizer)
+    assert model.seen.tolist() == [1.0] * SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["run", "job"])
+def test_slurms_signal_ends_a_worker_between_two_batches_and_only_a_run_is_requeued(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol, requests = tmp_path / "scontrol", tmp_path / "requests"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {requests}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "80")
+    servers = Run(elastic=kind == "run")
+    model = Counts(SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asgd = (servers.worker if kind == "run" else servers.alone)(model, optimizer)
+    saved: dict[str, Any] = {}
+
+    def train() -> None:
+        with asgd:
+            try:
+                for batch, (numbers,) in enumerate(asgd.batches(numbered(SAMPLES), batch_size=5)):
+                    if batch == 3:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                        os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does once the job is requeued
+                    step(model, optimizer, numbers)
+            except SystemExit:
+                saved.update(asgd.state_dict())
+                raise
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert saved["model"]["seen"].sum() == 4 * 5
+    assert sum(last - first for first, last in saved["data"]["done"]) == 4 * 5
+    asked = requests.read_text() if requests.exists() else ""
+    assert asked == ("requeue 80\n" if kind == "run" else "")
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    servers.close()
+
+
 def test_a_batch_that_was_left_before_its_step_is_trained_again(elastic: Run) -> None:
     model, optimizer, asgd = counting(elastic)
     with asgd:
@@ -128,15 +202,39 @@ def test_a_worker_that_joins_later_continues_where_the_others_are(elastic: Run) 
             assert list(second.epochs(2)) == []
 
 
-def test_a_plain_loop_cannot_join_what_a_trainer_has_started(elastic: Run) -> None:
+def test_a_worker_that_is_started_again_reports_that_its_predecessor_is_dead(elastic: Run) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (_, _, lost), (_, _, again), (_, _, third) = (counting(elastic) for _ in range(3))
+    members = lambda: elastic.services[0].state.session.members  # type: ignore[union-attr]  # noqa: E731
+    mine = this_process()
+    process_name._names[0] = machine_and_pid(dead.pid) + mine.split("/")[-1]
+    try:
+        lost.__enter__()
+        lost._member.membership._stop()  # type: ignore[union-attr]
+    finally:
+        process_name._names[0] = mine
+    assert members().living == {1}
+    with again:
+        assert members().living == {2}
+        assert members().left[1].startswith("its process has ended")
+        with third:
+            assert members().living == {2, 3}
+
+
+def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None:
     _, _, first = counting(elastic)
     _, _, second = counting(elastic)
     with first:
         assert first._member is not None
         assert first._member.membership is not None
-        first._member.membership.client.note("progress", {"global_step": 3})
-        with pytest.raises(ConfigurationError, match=r"a run that a Trainer has started\. Expected the same"), second:
+        first._member.membership.client.note("loop", "a Trainer")
+        with (
+            pytest.raises(ConfigurationError, match=r"^Run 's' was begun with a Trainer, and .* Expected"),
+            second,
+        ):
             pass
+        assert elastic.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
 
 
 def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic: Run) -> None:
@@ -297,6 +395,13 @@ def test_stop_ends_training_with_the_epoch(elastic: Run) -> None:
         assert asgd.epoch == 2
 
 
+class Unlike(Shards):
+    """Samples that cannot be pickled."""
+
+    def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
+        return iter([lambda: 0])
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -307,8 +412,12 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
     with pytest.raises(ASGDError, match=r"^This AsyncSGD is not in use\. Expected "):
         asgd.sync()
     with asgd:
-        with pytest.raises(ConfigurationError, match=r"^batches\(\) was given a Endless, .* Expected a data set"):
+        with pytest.raises(ConfigurationError, match=r"given a Endless, .* has no open_shard\(.*Expected"):
             asgd.batches(Endless())
+        with pytest.raises(ConfigurationError, match=r"given a int, which has no samples by number"):
+            asgd.batches(3)
+        with pytest.raises(ConfigurationError, match=r"given a Unlike whose samples cannot be pickled"):
+            asgd.batches(Unlike(LENGTHS, known=True))
         with pytest.raises(ConfigurationError, match=r"Expected a data set with arguments of DataLoader, or"):
             asgd.batches(DataLoader(numbered(3)), batch_size=2)
         with pytest.raises(ConfigurationError, match=r"batch_size=None\. Expected a torch DataLoader"):
@@ -333,3 +442,94 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         elastic.worker(model, 3)
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
         elastic.worker(3, optimizer)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- data with shards
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_workers_share_the_shards_of_a_stream(elastic: Run, known: bool, processes: int) -> None:
+    both, most = threading.Barrier(2), threading.Event()
+    data = Shards(LENGTHS, known=known)
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        with asgd:
+            both.wait(20.0)
+            for epoch in asgd.epochs(EPOCHS):
+                trained = 0
+                for (numbers,) in asgd.batches(data, batch_size=(3, 4)[rank], num_workers=processes):
+                    if rank == 1 and epoch == 0:
+                        most.wait(20.0)  # slower than the other worker
+                    step(model, optimizer, numbers)
+                    trained += len(numbers)
+                    if rank == 0 and trained > SAMPLES / 2:
+                        most.set()
+            assert asgd.epoch == EPOCHS
+        return model.seen.tolist()
+
+    assert run_workers(2, work) == [[float(EPOCHS)] * SAMPLES] * 2
+    assert most.is_set()
+
+
+@pytest.mark.parametrize("leaves", ["break", "raise", "interrupt"])
+def test_the_samples_of_a_worker_that_leaves_a_stream_are_trained_by_others(elastic: Run, leaves: str) -> None:
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        try:
+            with asgd:
+                for _ in asgd.epochs(EPOCHS if rank == 0 else 1):
+                    for batch, (numbers,) in enumerate(asgd.batches(Shards(LENGTHS, known=False), batch_size=3)):
+                        step(model, optimizer, numbers)
+                        if rank == 0 and batch == 3:
+                            gone.wait(10.0)
+                        if rank == 1 and batch == 0:
+                            if leaves != "break":
+                                raise {"raise": KeyError("no such sample"), "interrupt": KeyboardInterrupt()}[leaves]
+                            break
+        except (KeyError, KeyboardInterrupt):
+            assert leaves != "break"
+        if rank == 1:
+            gone.set()
+        return model.seen.tolist()
+
+    gone = threading.Event()
+    assert run_workers(2, work)[0] == [float(EPOCHS)] * SAMPLES
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_training_continues_within_a_stream(elastic: Run, known: bool) -> None:
+    model, optimizer, asgd = counting(elastic)
+    state: dict[str, Any] = {}
+    with asgd:
+        for _ in asgd.epochs(2):
+            for batch, (numbers,) in enumerate(asgd.batches(Shards(LENGTHS, known=known), batch_size=4)):
+                step(model, optimizer, numbers)
+                if asgd.epoch == 1 and batch == 6:
+                    kept = asgd.state_dict()
+                    state = {**kept, "model": {name: each.clone() for name, each in kept["model"].items()}}
+    assert state["model"]["seen"].sum() == SAMPLES + 7 * 4
+    other = Run()
+    model, optimizer, asgd = counting(other)
+    asgd.load_state_dict(state)
+    with asgd:
+        for _ in asgd.epochs(EPOCHS):
+            for (numbers,) in asgd.batches(Shards(LENGTHS, known=known), batch_size=4):
+                step(model, optimizer, numbers)
+    assert model.seen.tolist() == [float(EPOCHS)] * SAMPLES
+    other.close()
+
+
+def test_the_length_and_the_rest_of_a_stream(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        assert len(asgd.batches(Shards(LENGTHS, known=True), batch_size=7)) == 9  # type: ignore[arg-type]
+        batches = asgd.batches(DataLoader(Shards(LENGTHS, known=True), batch_size=7, drop_last=True))
+        assert len(batches) == 8  # type: ignore[arg-type]
+        for (numbers,) in batches:
+            assert len(numbers) == 7
+            step(model, optimizer, numbers)
+        with pytest.raises(TypeError, match="unknown lengths have no len"):
+            len(asgd.batches(Shards(LENGTHS, known=False), batch_size=7))  # type: ignore[arg-type]
+    assert model.seen.sum() == 8 * 7

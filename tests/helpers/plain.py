@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports.inprocess import InProcessTransport
 
-__all__ = ["Counts", "Run", "numbered"]
+__all__ = ["Counts", "Run", "Shards", "numbered"]
 
 
 class Counts(nn.Module):
@@ -34,6 +35,19 @@ def numbered(samples: int) -> TensorDataset:
     return TensorDataset(torch.arange(samples))
 
 
+class Shards:
+    """The same in shards of these lengths, which are ``known`` or not."""
+
+    def __init__(self, lengths: Sequence[int], *, known: bool) -> None:
+        self.lengths, self.num_shards = lengths, len(lengths)
+        if known:
+            self.shard_lengths = lengths
+
+    def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
+        before = sum(self.lengths[:shard])
+        return ((number,) for number in range(before + start, before + self.lengths[shard]))
+
+
 class Run:
     """An elastic run, or a job, whose servers are in this process."""
 
@@ -46,7 +60,7 @@ class Run:
         """What a worker knows of it."""
         job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None)
         job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
-        job.excuse, job.successor = lambda rank: None, lambda server: "none"
+        job.excuse, job.successor, job.store = lambda rank: None, lambda server: "none", lambda: None
         return job
 
     def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:

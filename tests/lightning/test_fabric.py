@@ -8,18 +8,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asgd import FabricASGDStrategy
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from tests.helpers.plain import Counts, Run, numbered
+from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.programs import environment
 
 SAMPLES = 60
@@ -128,6 +129,31 @@ def test_a_worker_of_an_elastic_run(fabrics: Callable[..., Any]) -> None:
     assert model.seen.tolist() == [2.0] * SAMPLES
     strategy.teardown()
     run.close()
+
+
+class Stream(Shards, IterableDataset[Any]):
+    """Shards that Fabric takes for a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+def test_a_loader_of_data_with_shards(fabrics: Callable[..., Any]) -> None:
+    fabric = fabrics("asgd", devices=1)
+    fabric.launch()
+    model, optimizer = counting(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(Stream((20, 15, 25), known=False), batch_size=6, num_workers=2))
+    for _ in fabric.strategy.epochs(2):
+        train(fabric, model, optimizer, fabric.strategy.batches(loader))
+    assert model.seen.tolist() == [2.0] * SAMPLES
+
+
+@pytest.mark.parametrize("given", [torch.device("cuda", 0), torch.device("cuda", 1)])
+def test_a_worker_that_torchrun_started_has_the_device_of_its_local_rank(given: torch.device) -> None:
+    job, accelerator = SimpleNamespace(attaches=True), SimpleNamespace(auto_device_count=lambda: 4)
+    strategy: Any = SimpleNamespace(_job=job, accelerator=accelerator, parallel_devices=[given], local_rank=2)
+    getter: Any = FabricASGDStrategy.root_device
+    assert getter.fget(strategy).index == (2 if given.index == 0 else 1)
 
 
 def test_its_name_is_enough(fabrics: Callable[..., Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,14 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import pytorch_lightning as pl
 import torch
 
-from lightning_asgd import AsyncSGD, Timeouts
+from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
-from tests.helpers.plain import Counts, numbered
+from lightning_asgd.errors import ConfigurationError
+from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
+from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import ROOT, wait_until
 from tests.lightning.test_runs import address_of_run, serve, to_file
 
@@ -37,27 +43,34 @@ def noted(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def train(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float) -> None:
+def train(
+    asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float, *, shards: bool = False
+) -> None:
     """Train, and note in a file what others want to know."""
+    data: Any = Shards((50, 0, 70, 80), known=False) if shards else numbered(SAMPLES)
+    loaded = {"num_workers": 2, "multiprocessing_context": "fork"}  # whose processes end with this one
+    how: dict[str, Any] = loaded if shards else {"shuffle": True}
+    epochs = 4 if shards else EPOCHS
     with asgd:
-        for _ in asgd.epochs(EPOCHS):
-            for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=2, shuffle=True):
+        for _ in asgd.epochs(epochs):
+            for (numbers,) in asgd.batches(data, batch_size=2, **how):
                 time.sleep(step_s)
                 optimizer.zero_grad()
                 model(numbers).backward()
                 optimizer.step()
             note(file, epoch=asgd.epoch + 1, chief=asgd.is_chief, seen=model.seen.tolist())
-    note(file, epoch=EPOCHS, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
+    note(file, epoch=epochs, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float) -> None:
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float, *, shards: bool = False) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     model = Counts(SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     silent = Timeouts(silence_s=1.0)
     run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
-    train(AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run), model, optimizer, folder / name, step_s)
+    asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run)
+    train(asgd, model, optimizer, folder / name, step_s, shards=shards)
 
 
 @pytest.mark.timeout(120)
@@ -106,7 +119,101 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     assert (b["epoch"], b["seen"], b["ended"]) == (EPOCHS, [float(EPOCHS)] * SAMPLES, True)
 
 
-def member(folder: Path, rank: int, port: int) -> None:
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.timeout(90)
+def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    about = tmp_path, address_of_run(tmp_path), "rpc", 0.01
+    workers = {n: mains(target=attach, args=(about[0], n, *about[1:]), kwargs={"shards": True}) for n in "ab"}
+    try:
+        for worker in workers.values():
+            worker.start()
+        wait_until(lambda: min(noted(tmp_path / name).get("epoch", 0) for name in "ab") >= 1, 40, "training of both")
+        children = psutil.Process(workers["a"].pid).children(recursive=True)
+        workers["a"].kill()
+        workers["b"].join(40)
+        assert workers["b"].exitcode == 0, (tmp_path / "b.log").read_text()
+        assert len(children) >= 2
+        wait_until(lambda: not any(is_alive(child) for child in children), 10, "the end of its loader processes")
+    finally:
+        for process in (*workers.values(), served):
+            process.kill()
+            process.join()
+    assert noted(tmp_path / "b")["seen"] == [4.0] * SAMPLES
+
+
+def agent(folder: Path, address: str) -> None:
+    """As torchrun's: it starts a worker, and waits for it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+
+    def work() -> None:
+        try:
+            attach(folder, "a", address, "rpc", 0.05)
+        except SystemExit as left:
+            note(folder / "left", code=left.code)
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    note(folder / "worker", pid=worker.pid)
+    worker.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_leaves_the_run_when_its_agent_is_killed(tmp_path: Path, mains: Any) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    started, pid = mains(target=agent, args=(tmp_path, address_of_run(tmp_path))), 0
+    started.start()
+    try:
+        wait_until(lambda: int(noted(tmp_path / "a").get("epoch", 0)) >= 1, 30, "training")
+        pid = noted(tmp_path / "worker")["pid"]
+        started.kill()
+        wait_until(lambda: not psutil.pid_exists(pid), 10, "the worker's end")
+        assert noted(tmp_path / "left") == {"code": 128 + signal.SIGTERM}
+    finally:
+        for each in (started, served):
+            each.kill()
+            each.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Joins(pl.Callback):
+    """Has a plain loop join the Trainer's run."""
+
+    def __init__(self, asgd: AsyncSGD) -> None:
+        self.asgd, self.refused = asgd, ""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        with pytest.raises(ConfigurationError) as refused, self.asgd:
+            pass
+        self.refused = str(refused.value)
+
+
+@pytest.mark.parametrize("first", ["trainer", "plain loop"])
+def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: str) -> None:
+    run, layer = Run(), torch.nn.Linear(4, 1)
+    asgd = run.worker(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    joins = Joins(asgd)
+    strategy: Any = ASGDStrategy(server="127.0.0.1:1", run_id="s")
+    strategy._job = run.job
+    fit = trainer(tmp_path, strategy, devices=1, max_epochs=1, callbacks=[joins])
+    if first == "trainer":
+        fit.fit(Regression(), loader())
+        assert joins.refused.startswith("Run 's' was begun with a Trainer, and this worker trains with a plain loop or")
+    else:
+        with asgd:
+            with pytest.raises(ConfigurationError, match=r"was begun with a plain loop or Fabric, and this"):
+                fit.fit(Regression(), loader())
+            assert run.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
+    run.close()
+
+
+def member(folder: Path, rank: int, port: int, shards: bool) -> None:
     """A worker of a job, as torchrun or a user starts it."""
     to_file(folder / f"{rank}.log")
     torch.set_num_threads(1)
@@ -116,13 +223,14 @@ def member(folder: Path, rank: int, port: int) -> None:
     torch.nn.init.zeros_(model.seen) if rank == 0 else torch.nn.init.ones_(model.seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"))
-    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank])
+    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank], shards=shards)
 
 
-def test_two_processes_are_a_job(tmp_path: Path, mains: Any) -> None:
+@pytest.mark.parametrize("shards", [False, True])
+def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    workers = [mains(target=member, args=(tmp_path, rank, port)) for rank in (0, 1)]
+    workers = [mains(target=member, args=(tmp_path, rank, port, shards)) for rank in (0, 1)]
     try:
         for worker in workers:
             worker.start()
@@ -134,7 +242,7 @@ def test_two_processes_are_a_job(tmp_path: Path, mains: Any) -> None:
             worker.kill()
             worker.join()
     for rank in (0, 1):
-        assert noted(tmp_path / str(rank))["seen"] == [float(EPOCHS)] * SAMPLES
+        assert noted(tmp_path / str(rank))["seen"] == [4.0 if shards else float(EPOCHS)] * SAMPLES
 
 
 ALONE = """

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_asgd.adapter.private_names import load_next
 from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.worker.step_maker import MadeStep, StepMaker, StepOrder
 
-__all__ = ["InitCalls", "LoaderProcesses", "same"]
+__all__ = ["InitCalls", "LoaderProcesses", "load_next", "same"]
 
 
 class LoaderProcesses:
@@ -144,6 +143,11 @@ class InitCalls:
         """Call them."""
         for call in self._calls:
             call(worker if self._number is None else self._number)
+
+
+def load_next(iterator: Any) -> None:
+    """Have a loader with worker processes ask its sampler, though no batch has arrived."""
+    iterator._try_put_index()
 
 
 def same(batch: Any) -> Any:
