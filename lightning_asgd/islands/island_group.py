@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ class _Order:
 class _Outcome:
     value: Any = None
     error: BaseException | None = None
+    known: dict[str, Any] = field(default_factory=dict)
 
 
 class IslandGroup:
@@ -48,6 +49,9 @@ class IslandGroup:
         self._group: Any = dist.new_group(backend="gloo", timeout=self._patience)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._orders: dict[str, Callable[..., None]] = {}
+        self._facts: dict[str, Callable[[], Any]] = {}
+        self.known: dict[str, Any] = {}
+        """What the first process has reported at the end of the latest call of :meth:`share`, by name."""
         self._later: list[_Order] = []  # that the others obey in the next call of `share`
         self._shares = False  # whether the first process is within `share`
 
@@ -59,6 +63,10 @@ class IslandGroup:
     def on(self, name: str, obey: Callable[..., None]) -> None:
         """Have this process do something when it is ordered to."""
         self._orders[name] = obey
+
+    def report(self, name: str, fact: Callable[[], Any]) -> None:
+        """Have the first process report something with every call of :meth:`share`: see :attr:`known`."""
+        self._facts[name] = fact
 
     def share(self, call: Callable[[], T]) -> T:
         """What ``call`` returns or raises on the first process. The others do not call it."""
@@ -77,7 +85,8 @@ class IslandGroup:
             raise
         finally:
             self._shares = False
-        self._send(_Outcome(value))
+        self.known = {name: fact() for name, fact in self._facts.items()}
+        self._send(_Outcome(value, known=self.known))
         return value
 
     def order(self, name: str, *arguments: Any) -> None:
@@ -121,10 +130,6 @@ class IslandGroup:
         """Give a tensor's values on one of some processes to the others, in place. It is on the CPU."""
         dist.broadcast(tensor, source, group=self.subgroup(ranks))
 
-    def close(self) -> None:
-        """Forget the orders."""
-        self._orders.clear()
-
     def _follow(self) -> Any:
         while True:
             got = self._receive()
@@ -133,6 +138,7 @@ class IslandGroup:
             elif got.error is not None:
                 raise got.error
             else:
+                self.known = got.known
                 return got.value
 
     def _send(self, message: Any) -> None:

@@ -14,7 +14,8 @@ __all__ = ["IslandLeases", "part_of"]
 
 T = TypeVar("T")
 
-_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share")
+_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share", "counts")
+_NONE = {"opened": ""}  # of them, before an epoch
 
 
 class IslandLeases:
@@ -27,24 +28,15 @@ class IslandLeases:
 
     def __init__(self, group: IslandGroup, leases: DataLeases, place: tuple[int, int]) -> None:
         self._group, self._leases, self._place = group, leases, place
-        self._facts: dict[str, Any] = {"opened": ""}
         self._plan: Plan | None = None
+        group.report("leases", lambda: {name: getattr(leases, name) for name in _FACTS} if leases.opened else _NONE)
 
     def _together(self, call: Callable[[DataLeases], T]) -> T:
-        """Call the first process's, and note on all where it stands then."""
-
-        def lead() -> tuple[T, dict[str, Any]]:
-            value = call(self._leases)
-            return value, {name: getattr(self._leases, name) for name in _FACTS} if self._leases.opened else {
-                "opened": ""
-            }
-
-        value, self._facts = self._group.share(lead)
-        return value
+        return self._group.share(lambda: call(self._leases))
 
     def __getattr__(self, name: str) -> Any:
         if name in _FACTS:
-            return self._facts[name]
+            return self._group.known.get("leases", _NONE)[name]
         return getattr(self._leases, name)  # seconds waited: this process's own
 
     @property
@@ -65,7 +57,7 @@ class IslandLeases:
 
     def reset(self) -> None:
         """Forget the present epoch."""
-        self._plan, self._facts = None, {"opened": ""}
+        self._plan, self._group.known["leases"] = None, _NONE
         self._leases.reset()
 
     def open(self, plan: Plan) -> None:
@@ -88,8 +80,11 @@ class IslandLeases:
             self._leases.begin_batch(begun_s)
 
     def end_batch(self, steps: int) -> bool:
-        """Note its end."""
-        return self._together(lambda leases: leases.end_batch(steps))
+        """Note its end. It is known already whether it counts."""
+        counts: bool = self.counts
+        if self._group.leads:
+            self._leases.end_batch(steps)
+        return counts
 
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch."""

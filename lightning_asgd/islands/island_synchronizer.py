@@ -33,28 +33,24 @@ class IslandSynchronizer(Synchronizer):
     ) -> None:
         self.layout, self._group, self._parts, self._exchanger = layout, group, parts, exchanger
         self._stats = ExchangeStats() if exchanger is None else exchanger.stats
-        self._versions: Sequence[int] = ()
-        self._unacknowledged = 0
-        self._moved = False
-        self._note(group.share(lambda: self._state))
+        group.report("exchanges", self._report)
+        group.share(lambda: None)
 
-    @property
-    def _state(self) -> tuple[list[int], bool, int]:
+    def _report(self) -> list[Any]:
+        """Versions, whether steps were taken since the last fetch, those not acknowledged, whether anything is due."""
         exchanger = self._exchanger
-        return ([], False, 0) if exchanger is None else (exchanger.versions, exchanger.moved, exchanger.unacknowledged)
-
-    def _note(self, state: tuple[list[int], bool, int]) -> None:
-        self._versions, self._moved, self._unacknowledged = state
+        if exchanger is None:
+            return []
+        steps, channels = exchanger.stats.steps, exchanger.channels
+        due = any(each.leaving is not None or each.answered or any(each.schedule.due(steps)) for each in channels)
+        return [exchanger.versions, exchanger.moved, exchanger.unacknowledged, due]
 
     def _together(self, call: Callable[[Exchanger], Waits]) -> Waits:
-        exchanger = self._exchanger
+        def lead() -> None:
+            if self._exchanger is not None:
+                run(call(self._exchanger))
 
-        def lead() -> tuple[list[int], bool, int]:
-            if exchanger is not None:
-                run(call(exchanger))
-            return self._state
-
-        self._note(self._group.share(lead))
+        self._group.share(lead)
         return ()
 
     @property
@@ -71,17 +67,18 @@ class IslandSynchronizer(Synchronizer):
     @property
     def versions(self) -> Sequence[int]:
         """See :class:`Synchronizer`, here and below."""
-        return self._versions
+        versions: Sequence[int] = self._group.known["exchanges"][0]
+        return versions
 
     @property
     def moved(self) -> bool:
         """Whether steps were taken since the last fetch."""
-        return self._moved
+        return bool(self._group.known["exchanges"][1])
 
     @property
     def unacknowledged(self) -> int:
         """Steps that servers have not acknowledged, as known last."""
-        return self._unacknowledged
+        return int(self._group.known["exchanges"][2])
 
     @property
     def constants(self) -> bytes:
@@ -94,8 +91,8 @@ class IslandSynchronizer(Synchronizer):
 
     def count_step(self) -> None:
         """Note a step, on every process."""
-        self._moved = True
-        self._unacknowledged += 1
+        known = self._group.known["exchanges"]
+        known[1], known[2] = True, known[2] + 1
         if self._exchanger is not None:
             self._exchanger.count_step()
             return
@@ -104,8 +101,8 @@ class IslandSynchronizer(Synchronizer):
             part.replica.accrue()
 
     def advance(self) -> Waits:
-        """Do what is due between two batches."""
-        return self._together(lambda exchanger: exchanger.advance())
+        """Do what is due between two batches, as it was when the first process reported last."""
+        return () if not self._group.known["exchanges"][3] else self._together(lambda exchanger: exchanger.advance())
 
     def flush(self) -> Waits:
         """Complete the exchange in flight and push the rest."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.protocol import Epoch, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.ranges import without
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
 from lightning_asgd.worker.lease_plan import LeasedBatch, Plan, ReadingPlan
@@ -162,6 +162,11 @@ class DataLeases(WorkFeed):
     def closes(self) -> bool:
         """Whether the batch that is trained now is the last one of its optimizer step."""
         return bool(self._loading) and not self._loading[0].left
+
+    @property
+    def counts(self) -> bool:
+        """Whether the update of the batch that is trained now counts."""
+        return not (self._loading and self._loading[0].void)
 
     def accumulate(self, batches: int) -> None:
         """Set the number of batches per optimizer step for future grants."""
@@ -410,7 +415,7 @@ class DataLeases(WorkFeed):
         """Take a grant. Returns whether it holds any units."""
         client, grant, waiting_since = asked.client, None, self._clock()
         try:
-            grant = self._grant(asked)
+            grant = asked.grant()
         except WorkerAwayError:
             self._rejoin()
         except ServerLostError as error:
@@ -437,14 +442,3 @@ class DataLeases(WorkFeed):
             if not grant.void:
                 self._granted.append((first, last))
         return bool(grant.ranges)
-
-    def _grant(self, asked: Asked) -> LeaseGrant:
-        """Wait for a lease request's answer; after a time-out nothing is granted, and the segment counts as over."""
-        connection = asked.client.connection
-        if asked.timeout_s is not None and not connection.wait(asked.future, asked.timeout_s):
-            return LeaseGrant(over=True)
-        grant: LeaseGrant = connection.result(COORDINATOR, asked.future)
-        members = asked.client.members[COORDINATOR]
-        members.incarnations |= grant.incarnations
-        members.left = dict(grant.left)
-        return grant

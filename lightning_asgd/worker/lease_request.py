@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.futures import Future
 
+from lightning_asgd.protocol import LeaseGrant
+from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Asked"]
@@ -26,3 +28,14 @@ class Asked:
     restored: int  # how often the coordinator had been restored
     ended: tuple[int, ...]  # the ends of shards that it reported
     answered: list[float] = field(default_factory=list)
+
+    def grant(self) -> LeaseGrant:
+        """Wait for the answer; after a time-out nothing is granted, and the segment counts as over."""
+        connection = self.client.connection
+        if self.timeout_s is not None and not connection.wait(self.future, self.timeout_s):
+            return LeaseGrant(over=True)
+        grant: LeaseGrant = connection.result(COORDINATOR, self.future)
+        members = self.client.members[COORDINATOR]
+        members.incarnations |= grant.incarnations
+        members.left = dict(grant.left)
+        return grant
