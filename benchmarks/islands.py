@@ -34,7 +34,7 @@ from typing import Any
 from engines import FIRST, SECOND, Stage, stage, unless, verdict
 from engines_program import SILENCE_S
 from islands_parts import accuracy, checkpoint
-from islands_speed import memory, speed, traffic
+from islands_speed import SCENARIOS, memory, speed, traffic
 from network import available
 from ranks import clean_environment, told_of_errors
 from rich.markup import escape
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--inside", choices=("ddp", "fsdp2"), action="append", help="of the islands that are killed")
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--scenario", action="append", help="of the speed: 'one island', 'slow cable', ...")
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of the speed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0)
     args = parser.parse_args()

@@ -29,7 +29,7 @@ NSYNC = 10
 DDP, UNJOINED = Shape(1, 4, joined=False), Shape(2, 2, joined=False)
 ISLANDS = (Shape(1, 4), Shape(2, 2), Shape(4, 1))
 BATCH = 8  # of bytes and memory
-OVERHEAD = 1.1  # headers and acknowledgements on the cable
+LIMIT = 1.0  # of the parameters' bytes; the cable carries headers, acknowledgements and leases too
 VECTORS = 3.0
 
 
@@ -90,6 +90,9 @@ def ratios(mine: list[float], theirs: list[float]) -> list[float]:
 def described(values: list[float], digits: int) -> str:
     """A median, and how far the values are apart."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+SCENARIOS = ("one island", "equal ranks", "slow cable", "slow rank")
 
 
 def speed(repeats: int, seconds: float, names: list[str] | None) -> list[bool]:
@@ -176,9 +179,9 @@ def traffic() -> bool:
     CONSOLE.print(
         f"{shape}, {away['parameters'] / 1e6:.2f} M parameters, nsync {NSYNC}, {steps} steps: {received:,.0f} bytes "
         f"received and {sent:,.0f} sent per step, {received / needed:.3f} and {sent / needed:.3f} of 4 bytes times "
-        f"parameters / nsync (limit {OVERHEAD}, for headers)"
+        f"parameters / nsync (limit {LIMIT:g})"
     )
-    return max(received, sent) <= OVERHEAD * needed
+    return max(received, sent) <= LIMIT * needed
 
 
 def memory() -> bool:
