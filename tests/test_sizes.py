@@ -77,12 +77,12 @@ TOOLS = {
 # 125 of the core are pickled copies of a Trainer for workers inside Ray. The engines are the runner and Ray Train.
 # 280 of the core are workers that engines start: their place and device, signals. 130 of the tools are health checks.
 # 1,720 of the core are plain loops: AsyncSGD, its passes, progress and signals, what Trainers share with it; Fabric.
-# 1,810 of the core are islands: who exchanges what, the first process and those that follow it, parts on the servers.
+# 1,890 of the core are islands: who exchanges what, the first process and those that follow it, parts on the servers.
 # 20 of the core are steps that are measured from the fetched batch on, and runs whose host gives up lost servers.
 # 37 of the engines are what a run says of lost servers and a lost board, and the end of workers with exit hooks.
 # 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
-LINES = {"core": 29_625, "engines": 1_097, "tools": 8_256}
+LINES = {"core": 29_710, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

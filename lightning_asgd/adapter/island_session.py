@@ -12,6 +12,7 @@ from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.island_leases import IslandLeases
 from lightning_asgd.islands.island_synchronizer import set_up_island
 from lightning_asgd.protocol import SyncReport
+from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.trained_units import TrainedUnits
@@ -36,6 +37,7 @@ class IslandSession(FitSession):
         units: TrainedUnits,
     ) -> None:
         self._group, self._place = group, place
+        group.on("reset non-finite state", super()._reset_nonfinite_state)
         super().__init__(trainer, membership, config, resume, units, split=False)
 
     def _leases_of_loop(self, leases: DataLeases) -> IslandLeases:
@@ -54,12 +56,22 @@ class IslandSession(FitSession):
     def _writes_files(self) -> bool:
         return self._membership.writes()
 
+    def _reset_nonfinite_state(self) -> None:
+        self._group.order("reset non-finite state")  # every process has a part of the optimizers' state, or a copy
+
     def _note_losses(self) -> None:
         if self._group.leads:
             super()._note_losses()
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a fit needs to resume. All processes of the island call it together."""
+        """Add what a fit needs to resume. All processes of the island call it together.
+
+        Between two sync points the weights hold what the island fetched last, and its own steps.
+        """
+        held = None
+        if self._collectives.phase is Phase.ASYNC:
+            epoch, done = self.synchronizer.caught_up
+            held = self._leases.opened, done if epoch == self._leases.opened else ()
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, self.synchronizer.state(), {})
-        self.data.save(entry, checkpoint["loops"]["fit_loop"], None)
+        self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
         checkpoint[KEY] = entry

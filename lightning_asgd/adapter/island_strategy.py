@@ -24,7 +24,6 @@ from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.worker.connection import GRACE_S
-from lightning_asgd.worker.synchronizer import run
 
 __all__ = ["IslandStrategy", "become_island"]
 
@@ -47,6 +46,7 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
         )
     strategy.__class__ = tree.derive(IslandStrategy, base)
     vars(strategy).update(vars(inside))
+    strategy._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
     private_names.accelerator.set_of(strategy, accelerator)
 
 
@@ -61,6 +61,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
     fit_session: IslandSession | None = None
     """What the island does while it fits; None else."""
     samples: list[dict[str, Any]]
+    _failed = False
     _undo: tuple[Callable[[], None], ...] = ()
 
     def _become(self, tree: Tree, accelerator: Any) -> None:
@@ -99,6 +100,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         self.board = MetricsBoard()
         if private_names.called_method(trainer) != tree.TrainerFn.FITTING:
             return
+        self._failed = False
         self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
         shell = TrainerShell(trainer, mine.root_device)
         about = self._job, self.options.config, self.options.policy, self.board, shell
@@ -135,7 +137,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def teardown(self) -> None:
         """Leave the run."""
-        membership, session, undo = self._membership, self.fit_session, self._undo
+        membership, session, undo, group = self._membership, self.fit_session, self._undo, self._group
         self._membership, self.fit_session, self._group, self._undo = None, None, None, ()
         try:
             if membership is not None:
@@ -145,6 +147,8 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
                 each()
             if session is not None:
                 session.close()
+            if group is not None and not self._failed:
+                group.close()
         super().teardown()  # type: ignore[misc]
 
     def go_offline(self) -> None:
@@ -152,6 +156,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the failure at once, so that no worker waits for this island."""
+        self._failed = True
         if self._membership is not None:
             self._membership.fail(exception)
         super().on_exception(exception)  # type: ignore[misc]
@@ -187,11 +192,12 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         if self._membership is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
+        if not self._membership.writes():
+            return
         if self.fit_session is not None and "optimizer_states" in checkpoint:
             self.fit_session.complete(checkpoint)
-        if self._membership.writes():
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
-            self._membership.publish_chief_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+        self._membership.publish_chief_state()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and note what the run resumes from if it has no weights yet."""
@@ -200,7 +206,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         return checkpoint
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load weights; if that happens during fit, into the servers too."""
+        """Load weights before a fit. During one the servers' weights would differ: an elastic run refuses that."""
+        if self.fit_session is not None and self._membership is not None:
+            self._membership.refuse_another_layout()
         super().load_model_state_dict(*args, **kwargs)  # type: ignore[misc]
-        if self.fit_session is not None:
-            run(self.fit_session.synchronizer.fetch())

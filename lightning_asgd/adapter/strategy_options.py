@@ -72,6 +72,11 @@ class StrategyOptions(JobOptions):
                 f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "
                 "of an island send their parts uncompressed."
             )
+        if self.units is not None:
+            raise ConfigurationError(
+                f"units={name_of_units(self.units)!r} was given with island={self.island!r}. Expected none: each "
+                "process of an island counts its own part of a batch."
+            )
         if algorithm.keep_at_most:
             raise ConfigurationError(
                 f"{type(algorithm).__name__} was given with island={self.island!r}. Expected an algorithm that keeps "

@@ -47,6 +47,10 @@ class IslandShards(ShardClient):
         self.latest = [replace(message, base_version=version) for version in base_versions]
         return [self.connection.post(s, each) for s, each in enumerate(self.latest)]
 
+    def _repeat(self, server: int) -> Future[Any]:
+        self._part.order("resend", server)
+        return super()._repeat(server)
+
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """None: every process receives its part of them."""
         return []

@@ -44,17 +44,15 @@ class IslandFleet(ElasticFleet):
         board: MetricsBoard,
         shell: Shell,
     ) -> None:
-        self._group = group
-        about = job, config, policy, board, shell
-        if group.leads:
-            super().__init__(*about)
-        else:
-            Fleet.__init__(self, *about, alone=False)
-            self.collectives = Collectives()
-            self.attachment = _NoAttachment()  # type: ignore[assignment]
-            self.client = None  # type: ignore[assignment]
-        self._place = (0, 1)
+        Fleet.__init__(self, job, config, policy, board, shell, alone=False)
+        self._group, self._place = group, (0, 1)
+        self._begun, self._living, self._heard = False, (), 0
         group.on("files", self._shell.adopt_checkpoint_states)
+        group.report("error", lambda: None if self._heartbeat is None else self._heartbeat.error)
+        if not group.leads:
+            self.collectives, self.attachment = Collectives(), _NoAttachment()  # type: ignore[assignment]
+            self.client = None  # type: ignore[assignment]
+        group.share(self._find)
 
     def _share(self, call: Callable[[], T]) -> T:
         return self._group.share(call)
@@ -114,14 +112,17 @@ class IslandFleet(ElasticFleet):
             super().leave()
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure of the first process; the engine ends the others, or they lose the connection to it."""
+        """Report a failure of any process: the island ends with it."""
         if self._group.leads:
             super().fail(error)
+        elif hasattr(self, "sender"):
+            what, lines = self._failure(error)
+            self.sender.leave(what, lines)
 
     def check_session(self) -> None:
-        """Raise if the session was ended. The other processes learn it in their next call."""
-        if self._heartbeat is not None and self._heartbeat.error is not None:  # on the first one only
-            self._share(super().check_session)
+        """Raise if the session was ended, as the first process reported last."""
+        if (error := self._group.known.get("error")) is not None:
+            raise error
 
     # ------------------------------------------------------------------ a fit
 

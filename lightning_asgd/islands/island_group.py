@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -80,12 +81,12 @@ class IslandGroup:
                 self._send(order)
             self._later = []
             value = call()
+            self.known = {name: fact() for name, fact in self._facts.items()}
         except BaseException as error:
             self._send(_Outcome(error=_picklable(error)))
             raise
         finally:
             self._shares = False
-        self.known = {name: fact() for name, fact in self._facts.items()}
         self._send(_Outcome(value, known=self.known))
         return value
 
@@ -119,12 +120,18 @@ class IslandGroup:
         dist.barrier(group=self._group)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """Some of the processes. All processes make the same ones in the same order."""
-        if ranks == tuple(range(self.size)):
-            return self._group
+        """Some of the processes, or all, for tensors. All processes make the same ones in the same order."""
         if ranks not in self._subgroups:
             self._subgroups[ranks] = dist.new_group(list(ranks), self._patience, backend="gloo")
         return self._subgroups[ranks]
+
+    def close(self) -> None:
+        """The fit is over on all processes: close their connections."""
+        with suppress(RuntimeError):  # one of them has failed since
+            self.barrier()
+        for group in (self._group, *self._subgroups.values()):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> None:
         """Give a tensor's values on one of some processes to the others, in place. It is on the CPU."""

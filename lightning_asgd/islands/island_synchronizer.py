@@ -122,6 +122,16 @@ class IslandSynchronizer(Synchronizer):
 
     peek = catch_up
 
+    @property
+    def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What the weights fetched last hold; see :class:`Synchronizer`. All processes ask together."""
+
+        def look() -> tuple[str, tuple[tuple[int, int], ...]]:
+            channels = [] if self._exchanger is None else self._exchanger.channels
+            return (channels[0].log.epoch, channels[0].log.done) if len(channels) == 1 else ("", ())
+
+        return self._group.share(look)
+
     def state(self) -> list[list[Any]]:
         """What the servers keep beside the weights; on the first process."""
         return [] if self._exchanger is None else self._exchanger.state()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch.futures import Future
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.layout import Role
-from lightning_asgd.protocol import ExchangePart, InitPart, Part
+from lightning_asgd.protocol import ExchangePart, InitPart, Leave, Part
 from lightning_asgd.worker.connection import Connection, done_within
 from lightning_asgd.worker.replica import Place, Replica
 
 __all__ = ["Copies", "PartExchange", "PartSender"]
+
+_LEAVE_S = 5.0
 
 
 class Copies:
@@ -81,6 +84,13 @@ class PartSender:
     connection: Connection
     process: str
 
+    def leave(self, reason: str, details: str) -> None:
+        """Report to every server that the island ends."""
+        for server in self.connection.servers:
+            with suppress(RuntimeError):  # the server is gone too
+                message = Leave(*self.connection.sender, reason, details=details, process=self.process)
+                done_within(self.connection.post(server, message), _LEAVE_S)
+
 
 class PartExchange:
     """A process's part of one fragment.
@@ -106,8 +116,9 @@ class PartExchange:
         self.replica, self.fragment = replica, fragment
         self._group, self._connection, self._process = group, sender.connection, sender.process
         self._layout, self._copies, self._prepare = layout, copies, prepare
-        self._futures: list[Future[Any]] = []  # of the latest exchange, per server
-        for obey in (self.init, self.pack, self.send, self.merge, self.adopt, self.resume, self.forget):
+        self._messages: list[ExchangePart] = []  # of the latest exchange, per server
+        self._futures: list[Future[Any]] = []  # of those that are not answered
+        for obey in (self.init, self.pack, self.send, self.resend, self.merge, self.adopt, self.resume, self.forget):
             group.on(f"{obey.__name__} fragment {fragment}", obey)
 
     def order(self, what: str, *arguments: Any) -> None:
@@ -136,13 +147,16 @@ class PartExchange:
         self._settle()
         self.replica.await_arrival()
         connection = self._connection
-        updates = self.replica.updates()
+        updates, self._messages = self.replica.updates(), []
         for server in connection.servers:
             update = updates[server] if push else None
-            message = ExchangePart(
-                *connection.sender, self._group.rank, exchange, update, self.fragment, process=self._process
-            )
-            self._futures.append(connection.post(server, message))
+            part = ExchangePart(*connection.sender, self._group.rank, exchange, update, self.fragment)
+            self._messages.append(replace(part, process=self._process))
+        self._futures = [connection.post(server, message) for server, message in enumerate(self._messages)]
+
+    def resend(self, server: int) -> None:
+        """Send a server this process's part again, which it rejected since the island was away there."""
+        self._futures[server] = self._connection.post(server, self._messages[server])
 
     def _answers(self) -> list[tuple[Tensor, ...]]:
         answers = [self._connection.result(server, future) for server, future in enumerate(self._futures)]

@@ -189,13 +189,18 @@ class Fleet:
         """Report a failure at once, so that no worker waits for this one, and worker 0 can log it."""
         self._failed = True
         self._stop()
+        what, details = self._failure(error)
+        self.client.leave(what, details=details)
+        if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
+            self._job.excuse(self.rank)
+
+    def _failure(self, error: BaseException) -> tuple[str, str]:
+        """What the others learn of an error in this process, and its last lines."""
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
         lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
         if ended_by := self._shell.ended_by(error):
             what, lines = f"it was ended by {ended_by}", []
-        self.client.leave(f"{what.strip()} ({here(os.getpid())})", details="\n".join(lines))
-        if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
-            self._job.excuse(self.rank)
+        return f"{what.strip()} ({here(os.getpid())})", "\n".join(lines)
 
     def _stop_restoring(self) -> None:
         if self._recovery is not None:

@@ -12,12 +12,14 @@ from lightning_asgd.ranges import are_in_order
 
 __all__ = ["ExchangePart", "InitPart", "Part"]
 
+_MOST = 4096  # processes of an island
+
 
 @dataclass(frozen=True)
 class Part:
     """Which scalars of a shard a process of an island exchanges."""
 
-    expected: ClassVar[str] = "a number below that of the parts, and ranges in ascending order"
+    expected: ClassVar[str] = f"a number below that of the parts, at most {_MOST} parts, ranges in ascending order"
 
     number: int
     parts: int  # of the island
@@ -27,7 +29,8 @@ class Part:
     @property
     def can_be(self) -> bool:
         """Whether there can be such a part."""
-        return 0 <= self.number < self.parts and all(are_in_order(each, each[-1][1]) for each in self.ranges if each)
+        ordered = all(are_in_order(each, each[-1][1]) for each in self.ranges if each)
+        return ordered and 0 <= self.number < self.parts <= _MOST
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,12 @@ class _Island:
 
     def prepare(self) -> None:
         """Allocate the buffer. Raises unless the parts are all of the shard, each scalar once."""
+        if not self.groups or any(len(part.ranges) != len(self.groups) for part in self.parts.values()):
+            raise ProtocolError(
+                f"The processes of island {self.worker} described parts of "
+                f"{[len(part.ranges) for part in self.parts.values()]} groups. Expected the {len(self.groups)} groups "
+                "of a shard that was set up."
+            )
         for index, (_, _, n) in enumerate(self.groups):
             ranges = sorted(r for part in self.parts.values() for r in part.ranges[index])
             held = sum(last - first for first, last in ranges)
@@ -63,7 +69,7 @@ class _Island:
             lengths = [[last - first for first, last in each] for each in part.ranges]
             expected = [(whole.dtype, sum(each)) for whole, each in zip(self.buffer, lengths, strict=True)]
             got = [(value.dtype, value.numel()) for value in values.get(number, ())]
-            if got != expected:
+            if got != expected or any(value.ndim != 1 for value in values[number]):
                 raise ProtocolError(
                     f"Process {number} of island {self.worker} sent tensors of (dtype, scalars) {got}. "
                     f"Expected {expected}."
@@ -105,6 +111,13 @@ class IslandParts:
     def open(self, message: InitPart) -> None:
         """Note which part a process exchanges, and take the first values that it brings."""
         key, part = (message.worker, message.fragment), message.part
+        lengths = [sum(last - first for first, last in ranges) for ranges in part.ranges]
+        brought = lengths if message.weights is None else [each.numel() for each in message.weights]
+        if brought != lengths:
+            raise ProtocolError(
+                f"Process {part.number} of island {message.worker} brought {brought} scalars per group. Expected "
+                f"{lengths}, as its ranges have."
+            )
         island = self._islands.get(key)
         if island is None or island.process != message.process:
             island = self._islands[key] = _Island(message.worker, message.process)
@@ -142,6 +155,9 @@ class IslandParts:
         except ASGDError as error:
             self._fail(island, error)
             return future
+        except Exception as error:
+            self._fail(island, ASGDError(f"A server failed on the parts of island {message.worker}: {error!r}."))
+            raise
         island.message, island.arrived = None, {}
         if isinstance(answer, Future):
             answer.add_done_callback(lambda done: self._answer(whole, done.value()))

@@ -84,7 +84,7 @@ class Service:
             Join: self._join,
             Heartbeat: self._heartbeat,
             InitShard: self._initialise,
-            InitPart: lambda message: self._current(message.session).islands.open(message),
+            InitPart: lambda message: self._heard(message.session, message.worker).islands.open(message),
             Exchange: self._exchange,
             ExchangePart: self._exchange_in_parts,
             LayerGradient: lambda message: self._complete(self._member(message).means.add(message), message),

@@ -167,24 +167,24 @@ class Channel:
         try:
             replies = self.shards.replies(pending.futures)
         except WorkerAwayError:
-            yield from self.rejoin()
-            return
+            return (yield from self.rejoin())
         if log.in_flight is not pending:  # it has rejoined while it waited for a server's recovery
             return
         if self.shards.client.must_rejoin:  # before the next push reaches some servers and not others
-            yield from self.rejoin()
-            return
+            return (yield from self.rejoin())
         log.in_flight, pending.replies = None, replies
         merging_since = self._clock()
         push, fetch, wait_s = pending.message.push, pending.message.fetch, merging_since - waiting_since
         trip_s = max(pending.answered, default=merging_since) - pending.begun
         refused = any(r.verdict is Verdict.REFUSED for r in replies)
         if fetch:
+            if connection.world_size == 0:  # others may join, and leave
+                newer = max(r.version - before for r, before in zip(replies, log.versions, strict=True))
+                mine = all(set(r.pushes) <= {connection.worker} for r in replies)
+                self._alone = mine and newer <= push + bool(log.pushed)
             # Versions advance only with the weights: a push is as stale as the weights it was trained from.
             log.versions = [r.version for r in replies]
             log.pushes = [r.pushes for r in replies]
-            if connection.world_size == 0:  # others may join later
-                self._alone = all(set(pushes) <= {connection.worker} for pushes in log.pushes)
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
             answers = pending.answers or self.shards.answers(replies, self.replica.wire)
             if adopt:

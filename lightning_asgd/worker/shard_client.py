@@ -141,14 +141,18 @@ class ShardClient:
                     raise
                 client.join(again=True, server=server)
                 client.must_rejoin = True
-                futures[server] = connection.post(server, self.latest[server])
+                futures[server] = self._repeat(server)
             except ServerLostError as error:
                 connection.recover(error)
                 if futures[server] is future:
-                    futures[server] = connection.post(server, self.latest[server])
+                    futures[server] = self._repeat(server)
             if all_restored != connection.restored:  # the answer of a server that was lost is worth nothing
                 replies, all_restored = [], list(connection.restored)
         return replies
+
+    def _repeat(self, server: int) -> Future[Any]:
+        """Send a server its message of the latest exchange again."""
+        return self.connection.post(server, self.latest[server])
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared."""

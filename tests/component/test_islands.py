@@ -12,6 +12,9 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.island_synchronizer import set_up_island
+from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import (
@@ -25,8 +28,12 @@ from lightning_asgd.protocol import (
     Part,
     Reply,
 )
+from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import Verdict
+from lightning_asgd.worker.synchronizer import Training, run
+from lightning_asgd.worker.worker_setup import Start
+from tests.helpers.cluster import Cluster
 
 GROUPS: Groups = ((Role.PARAMETER, "float32", 10), (Role.LARGEST, "int64", 2))
 RANGES = ((((0, 3), (8, 10)), ((0, 2),)), (((3, 8),), ()))  # per process, of each group
@@ -168,6 +175,89 @@ def test_parts_that_are_not_all_of_a_shard_are_refused() -> None:
     short = replace(other, update=(torch.ones(4), torch.zeros(0, dtype=torch.int64)))
     failed = value(island.service.handle(short))
     assert "exchange 9 scalars of group 0, which has 10" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("part", "weights", "text"),
+    [
+        (Part(0, 1, (((0, 10),),)), None, "described parts of [1] groups. Expected the 2 groups"),
+        (Part(0, 1, (((0, 10),), ((0, 2),), ())), None, "described parts of [3] groups. Expected the 2 groups"),
+        (Part(0, 1, (((0, 10),), ((0, 2),))), (torch.zeros(3), torch.zeros(2)), "brought [3, 2] scalars per group"),
+        (Part(0, 9999, (((0, 10),), ((0, 2),))), None, ""),
+    ],
+)
+def test_parts_of_another_form_are_refused_and_nothing_waits_for_them(part: Part, weights: Any, text: str) -> None:
+    island = Island()
+    about = "s", 1
+    described = checked(island.service.handle)(InitPart(*about, part, weights))
+    if isinstance(described, Failure):
+        assert text in described.message
+        return
+    island.ask(InitShard(*about, GROUPS, ASGD("sum")))
+    lead = island.service.handle(Exchange(*about, 1, 0, True, True, island=1))
+    values = torch.ones(10), torch.ones(2, dtype=torch.int64)
+    failed = value(island.service.handle(ExchangePart(*about, 0, 1, values)))
+    assert text in failed.message
+    assert value(lead) == failed
+
+
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    island = Island()
+    lead, mine, other = island.messages(1, torch.ones(10))
+    waiting = [island.ask(lead), island.ask(mine)]
+    assert other.update is not None
+    failed = value(island.service.handle(replace(other, update=(other.update[0].view(1, 5), other.update[1]))))
+    assert [each.value() for each in waiting] == [failed] * 2
+
+
+class OneProcess:
+    """The group of an island of one process: orders are obeyed at once."""
+
+    rank, size, leads = 0, 1, True
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.orders: dict[str, Any] = {}
+        self.on, self.report = self.orders.__setitem__, self.facts.__setitem__
+
+    def order(self, name: str, *arguments: Any) -> None:
+        self.orders[name](*arguments)
+
+    def share(self, call: Any) -> Any:
+        result = call()
+        self.known = {name: fact() for name, fact in self.facts.items()}
+        return result
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_a_push_that_one_server_rejects_is_sent_there_again_with_its_parts() -> None:
+    cluster = Cluster(servers=2, workers=2)
+    module = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        module.weight.zero_()
+    client, other = cluster.client(0), cluster.client(1)
+    client.join()
+    other.join()
+    config = ExchangeConfig.create(nsync=1, algorithm=ASGD("sum"), overlap=False)
+    sender, group = PartSender(client.connection, this_process()), OneProcess()
+    island = set_up_island(group, module, sender, client, config, Training(), Start(fill=True))  # type: ignore[arg-type]
+    sessions = [service.session for service in cluster.services]
+    assert sessions[1] is not None
+    sessions[1].members.fenced.add(0)  # server 0 has heard of it, and takes the push
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    island.count_step()
+    run(island.flush())
+    for session in sessions:
+        assert session is not None
+        assert session.shards[0].weights[0].tolist() == [1.0] * 3
+        assert session.shards[0].counts.applied == 1
 
 
 def test_an_island_that_has_described_no_parts_is_refused() -> None:

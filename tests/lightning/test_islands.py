@@ -71,6 +71,14 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Poisoned(Net):
+    """One process has a gradient of NaN once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        poison = float("nan") if (self.current_epoch, batch_idx, self.global_rank) == (0, 2, 1) else 1.0
+        return poison * super().training_step(batch, batch_idx)
+
+
 class Counting(Net):
     """Learns how often each sample was trained."""
 
@@ -113,6 +121,8 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
         strategy = ASGDStrategy(nsync=3, island=strategy, **run, **options)
     made = trainer(folder, strategy, devices=2, max_epochs=epochs)
     net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
+    if name == "poisoned":
+        net = Poisoned(sharded=sharded)
     data, validation = DataLoader(numbered(), batch_size=BATCH), DataLoader(numbered(), batch_size=16)
     made.fit(net, data, None if counts else validation, ckpt_path=str(folder / resumes) if resumes else None)
     made.save_checkpoint(folder / f"{name}.ckpt")
@@ -206,9 +216,20 @@ def test_an_island_resumes_from_a_checkpoint_as_lightnings_own_strategy_does(run
             assert torch.equal(ours["state"][name], tensor)
 
 
+@pytest.mark.parametrize("inside", [pytest.param("DDP", marks=pytest.mark.slow), "FSDP2"])
+def test_a_gradient_of_nan_spoils_no_process(run: Any, inside: str) -> None:
+    address, started = run
+    started.start("poisoned", inside, address)
+    first, second = started.results("poisoned")
+    for name, tensor in first["state"].items():
+        assert tensor.isfinite().all()
+        assert torch.equal(second["state"][name], tensor)
+    assert "rejected an update with NaN" in (started.folder / "poisoned0.log").read_text()
+
+
 @pytest.mark.timeout(120)  # three starts of an island
 @pytest.mark.parametrize("killed", ["b", pytest.param("a", marks=pytest.mark.slow)])
-def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_comes_back(run: Any, killed: str) -> None:
+def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_rejoins(run: Any, killed: str) -> None:
     address, started = run
     insides = {"a": "DDP", "b": "FSDP2"}
     for name, inside in insides.items():
