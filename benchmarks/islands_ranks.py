@@ -24,7 +24,7 @@ RUN, START_S = "islands", 120.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Islands of so many ranks each.
+    """How many islands there are, and of how many ranks each.
 
     Attributes:
         inside: "ddp" or "fsdp2". An island of one rank is an ordinary worker.

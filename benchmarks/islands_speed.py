@@ -144,7 +144,7 @@ def on_cable() -> tuple[int, int]:
 
 
 def wide(layers: int, width: int) -> list[nn.Module]:
-    """So many square layers with little work per parameter."""
+    """Square layers with little work per parameter."""
     return [layer for _ in range(layers) for layer in (nn.Linear(width, width, bias=False), nn.ReLU())]
 
 

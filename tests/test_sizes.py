@@ -82,7 +82,8 @@ TOOLS = {
 # 37 of the engines are what a run says of lost servers and a lost board, and the end of workers with exit hooks.
 # 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
-LINES = {"core": 29_710, "engines": 1_097, "tools": 8_256}
+# 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams refuse by name.
+LINES = {"core": 29_770, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -190,9 +190,9 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
                 "fabric.setup() was called with a second module and its optimizers. Expected one: put both modules "
                 "into a torch.nn.ModuleDict, and call fabric.setup(modules, optimizer_1, optimizer_2)."
             )
+        self._interruptions = interruptions = Interruptions()
         member = self._join() if self._member is None else self._member
         schedulers = [] if scheduler is None else [scheduler]
-        self._interruptions = interruptions = Interruptions()
         try:
             session = member.begin(module, optimizers, schedulers, None, interruptions, self.tree.say, self._seed)
         except BaseException as error:
@@ -268,9 +268,9 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     def batches(self, data: Any, *, accumulate: int = 1, **options: Any) -> Iterable[Any]:
         """See :meth:`AsyncSGD.batches`. The batches are on the worker's device; ``data`` may be Fabric's loader."""
-        samplers = getattr(data, "batch_sampler", None), getattr(data, "sampler", None)  # a stream has the second only
+        batches, each = getattr(data, "batch_sampler", None), getattr(data, "sampler", None)  # of a stream only each
         for loader in self._loaders:
-            if samplers != (None, None) and samplers == (loader.batch_sampler, loader.sampler):
+            if (batches, each) != (None, None) and batches is loader.batch_sampler and each is loader.sampler:
                 data = loader
         return _OnDevice(self._pass_over(data, accumulate, options), self)
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError, ServerLostError
+from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.layout import Layout
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import Fleet
@@ -71,6 +71,8 @@ class ElasticFleet(Fleet):
 
     def _check_loop(self) -> None:
         """Raise if the run's workers count epochs in another way."""
+        if self.attachment.bootstraps:  # what is noted is of one that died before it had begun the run
+            return
         theirs, mine = self.attachment.loop, self._shell.loop
         if theirs not in (None, mine):
             raise ConfigurationError(
@@ -93,7 +95,10 @@ class ElasticFleet(Fleet):
         worker = self.client.connection.worker
         self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._shell.device))}
         self.begin_epoch()
-        self._report_dead()
+        try:
+            self._report_dead()
+        except ASGDError as error:  # such as a lost coordinator; a server then misses their heartbeats
+            log.info("Worker %d could not report which workers of this machine have died: %s", worker, error)
         about = (self._tell, self.board, self.attachment.note_chief, heard)
         self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
 

@@ -26,6 +26,8 @@ _EXPECTED = (
     "num_shards and open_shard(epoch, shard, start), whose shards they lease."
 )
 
+_ORDERS = "shuffle", "sampler", "batch_sampler"  # of samples by number
+
 _LOADER_SETTINGS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device"),
@@ -77,14 +79,21 @@ def share(data: Any, options: dict[str, Any], seed: int) -> SharedData:
             "of DataLoader, or a dataloader alone."
         )
     dataset = getattr(data, "dataset", None) if given else data
-    loader = data if given else DataLoader(data, **options)
+    unordered = {name: value for name, value in options.items() if name not in _ORDERS}
+    loader = data if given else DataLoader(data, **unordered)
     if is_streamed(loader):
-        return _Stream(data, options, loader, seed)
+        stream = _Stream(data, options, loader, seed)
+        if orders := [name for name in _ORDERS if options.get(name) is not None and options[name] is not False]:
+            raise ConfigurationError(
+                f"batches({type(data).__name__}, {', '.join(orders)}) was called. Expected none of "
+                f"{', '.join(_ORDERS)} with data that are read shard by shard, in an order of their own."
+            )
+        return stream
     if not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(
             f"batches() was given a {type(dataset).__name__}, which has no samples by number. {_EXPECTED}"
         )
-    return _Samples(data, options, loader, seed)
+    return _Samples(data, options, data if given else DataLoader(data, **options), seed)
 
 
 class _Samples(SharedData):

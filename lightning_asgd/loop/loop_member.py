@@ -45,6 +45,7 @@ class LoopMember:
         self._options, self._job, self._shell = options, job, shell
         self.membership: AnyFleet | None = None
         self.session: LoopSession | None = None
+        self._interruptions: Interruptions | None = None
 
     def join(self, rank: int, world_size: int) -> None:
         """Join; ``rank`` and ``world_size`` are those of a job."""
@@ -68,6 +69,7 @@ class LoopMember:
         seed: int,
     ) -> LoopSession:
         """Take the weights and the progress of the others, or bring the first ones; ``loaded`` is a checkpoint."""
+        self._interruptions = interruptions
         config, state, membership = self._options.config, LoopState(seed=seed), self.membership
         if membership is None:
             raise RuntimeError("the worker has not joined")
@@ -86,6 +88,11 @@ class LoopMember:
         membership, session = self.membership, self.session
         self.membership = self.session = None
         try:
+            if self._job.attaches and isinstance(error, KeyboardInterrupt | SystemExit):
+                if self._interruptions is not None:
+                    self._interruptions.leave()
+                if isinstance(error, SystemExit) and error.code == TIME_IS_UP:
+                    requeue_job()  # first, since SLURM may not wait until this worker has left
             if membership is None:
                 return
             if error is None:
@@ -97,8 +104,6 @@ class LoopMember:
                 membership.end_membership()
             if session is not None:
                 session.close()
-            if self._job.attaches and isinstance(error, SystemExit) and error.code == TIME_IS_UP:
-                requeue_job()
 
     def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
         """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""

@@ -17,7 +17,7 @@ from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.optim import share_posterior
-from lightning_asgd.protocol import Epoch, SyncReport
+from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.synchronizer import Waits, run
@@ -287,9 +287,10 @@ class LoopSession(Participation, Trainee):
     @property
     def progress(self) -> float:
         """Epochs that all workers have trained, with the part of the present one."""
-        if not self._in_pass or not self._leases.opened:
+        units = self._leases.plan.epoch.units if self._in_pass and self._leases.opened else UNKNOWN
+        if units >= UNKNOWN:  # a shard has an unknown length
             return float(self.state.epoch)
-        return self.state.epoch + min(1.0, self._leases.progress / self._leases.plan.epoch.units)
+        return self.state.epoch + min(1.0, self._leases.progress / units)
 
     def end(self) -> None:
         """Synchronise the final weights."""
@@ -311,7 +312,7 @@ class LoopSession(Participation, Trainee):
         if self._in_pass:
             self._note_step()
         if self._in_pass and not self._exchanges and (self._noted or not self._in_batch):
-            run(self.synchronizer.flush())
+            self._whole(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ class Interruptions:
     """Handles the first Ctrl-C and SIGTERM of this process, and SIGUSR1 under SLURM, if it runs in the main thread.
 
     While :attr:`defers` is set a signal is kept until :meth:`raise_now`; else it is raised at once, as is a second one,
-    as an exception, so that a program's ``finally`` blocks run; see :func:`raised_by`. A program's own handlers are
-    left alone.
+    as an exception, so that a program's ``finally`` blocks run; see :func:`raised_by`. One SIGTERM is ignored after
+    SIGUSR1, since SLURM sends both, and one after :meth:`leave`. A program's own handlers are left alone.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class Interruptions:
         self.raised: int | None = None
         """The signal whose exception was raised last."""
         self._came: int | None = None
+        self._ignores = False  # whether the next SIGTERM is ignored
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return
@@ -43,9 +44,11 @@ class Interruptions:
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        again = self._came not in (None, signal.SIGUSR1)  # SLURM also sends SIGTERM to a job that is requeued
-        if again or self._came is None:
-            self._came = number
+        if number == signal.SIGTERM and self._ignores:
+            self._ignores = False
+            return
+        again, self._came = self._came is not None, number
+        self._ignores = number == signal.SIGUSR1  # SLURM also sends SIGTERM to a job that is requeued
         if again or not self.defers:
             self.raise_now()
 
@@ -55,6 +58,10 @@ class Interruptions:
         self.raised = came or self.raised
         if came is not None:
             raise raised_by(came)
+
+    def leave(self) -> None:
+        """The worker leaves after an interruption: ignore one SIGTERM, so that its last push is whole."""
+        self._ignores = True
 
     def close(self) -> None:
         """Restore the handlers."""

@@ -330,14 +330,18 @@ class TrainingJob:
         before, until = transport.addresses[server], time.monotonic() + self.start_timeout_s
 
         def check() -> None:
+            nonlocal until
+            if tended:
+                until = time.monotonic() + self.start_timeout_s
             if hosts is not None:
                 hosts.check_host(self.name or "")
 
+        tended = False  # as of a run whose driver waits for a replacement as long as that takes
         while True:
             address = self.address
             try:
                 with self._reach_host() as rendezvous:
-                    address = rendezvous.address
+                    address, tended = rendezvous.address, rendezvous.tended
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
             except RuntimeError as error:

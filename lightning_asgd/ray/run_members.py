@@ -20,7 +20,7 @@ __all__ = ["RunBoard", "RunServer", "RunWorker"]
 
 log = logging.getLogger(__name__)
 
-_SILENT_S = 30.0  # without an answer, after which a server is said to be awaited
+_SILENT_S = 30.0  # without an answer, after which a warning says that the workers wait for it
 
 
 class RunWorker:

@@ -169,6 +169,11 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         return str(name)
 
     @property
+    def tended(self) -> bool:
+        """Whether the host ends the run if a lost server cannot be replaced, so that workers wait without end."""
+        return bool(self.peek(_TENDED, bool))
+
+    @property
     def serves_torch(self) -> bool:
         """Whether torch's process groups can meet at the address, too."""
         return self._store.serves_torch
@@ -222,7 +227,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
                 return None
             return found
 
-        wait_s = math.inf if other_than and self.peek(_TENDED, bool) else timeout_s
+        wait_s = math.inf if other_than and self.tended else timeout_s
         return self._wait(look, f"Server {index}", key, wait_s)
 
     def _way_to(self, entry: dict[str, Any]) -> str:

@@ -18,9 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_asgd import AsyncSGD, process_name
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
+from lightning_asgd.loop import loop_member
+from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
+from lightning_asgd.worker.session_client import SessionClient
 from tests.helpers.cluster import run_workers
 from tests.helpers.plain import Counts, Run, Shards, numbered
 
@@ -125,6 +128,69 @@ def test_what_an_interrupted_exchange_has_lost_is_trained_again(
     model, optimizer, asgd = counting(elastic)
     train_a_pass(asgd, model, optimizer)
     assert model.seen.tolist() == [1.0] * SAMPLES
+
+
+def test_a_sigterm_that_follows_slurms_signal_does_not_cut_the_last_push(
+    elastic: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends it to a job that is requeued, which a worker asks for before it leaves."""
+    call, order = elastic.transport.call, list[str]()
+
+    def interrupted(server: int, message: Any, timeout_s: float) -> Any:
+        if "requeue" in order and isinstance(message, Exchange) and message.push:
+            order.append("push")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(server, message, timeout_s)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "80")
+    monkeypatch.setattr(loop_member, "requeue_job", lambda: order.append("requeue"))
+    monkeypatch.setattr(elastic.transport, "call", interrupted)
+    model, optimizer, asgd = counting(elastic, nsync=100)
+
+    def train() -> None:
+        with asgd:
+            for batch, (numbers,) in enumerate(asgd.batches(numbered(SAMPLES), batch_size=5)):
+                if batch == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                step(model, optimizer, numbers)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert order == ["requeue", "push"]
+    latest = elastic.services[0].state.epochs.latest
+    assert latest is not None
+    assert latest.finished == ((0, 4 * 5),)
+
+
+@pytest.mark.parametrize(
+    ("signals", "raised"),
+    [
+        (("USR1", "TERM", "TERM"), SystemExit),
+        (("USR1", "INT"), KeyboardInterrupt),
+        (("TERM", "leave", "TERM", "TERM"), SystemExit),
+        (("TERM", "leave", "INT"), KeyboardInterrupt),
+    ],
+)
+def test_only_one_sigterm_is_ignored(
+    signals: tuple[str, ...], raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "80")
+    interruptions = Interruptions()
+    try:
+        interruptions.defers = True
+        for name in signals[:-1]:
+            if name == "leave":
+                with pytest.raises(SystemExit):
+                    interruptions.raise_now()
+                interruptions.leave()
+            else:
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+        with pytest.raises(raised):
+            os.kill(os.getpid(), signal.Signals[f"SIG{signals[-1]}"])
+    finally:
+        interruptions.close()
 
 
 @pytest.mark.parametrize("kind", ["run", "job"])
@@ -235,6 +301,27 @@ def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None
         ):
             pass
         assert elastic.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
+
+
+def test_a_worker_begins_the_run_of_one_that_died_while_it_published(elastic: Run) -> None:
+    elastic.services[0].state.registry.metadata["loop"] = "a Trainer"
+    model, optimizer, asgd = counting(elastic)
+    train_a_pass(asgd, model, optimizer)
+    assert model.seen.tolist() == [1.0] * SAMPLES
+
+
+def test_a_worker_joins_although_it_cannot_report_dead_ones(elastic: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = SessionClient.note
+
+    def lost(client: SessionClient, name: str, *about: Any, **more: Any) -> Any:
+        if name == "processes":
+            raise ServerLostError("Server 0 is lost.")
+        return note(client, name, *about, **more)
+
+    monkeypatch.setattr(SessionClient, "note", lost)
+    model, optimizer, asgd = counting(elastic)
+    train_a_pass(asgd, model, optimizer)
+    assert model.seen.tolist() == [1.0] * SAMPLES
 
 
 def test_training_continues_from_a_checkpoint_of_the_middle_of_an_epoch(elastic: Run) -> None:
@@ -414,6 +501,14 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
     with asgd:
         with pytest.raises(ConfigurationError, match=r"given a Endless, .* has no open_shard\(.*Expected"):
             asgd.batches(Endless())
+        with pytest.raises(ConfigurationError, match=r"given a Endless, .* has no open_shard\(.*Expected"):
+            asgd.batches(Endless(), shuffle=True)
+        with pytest.raises(
+            ConfigurationError, match=r"^batches\(Shards, shuffle\) was called\. Expected none of shuffle,"
+        ):
+            asgd.batches(Shards(LENGTHS, known=True), shuffle=True)
+        with pytest.raises(ConfigurationError, match=r"given a int, which has no samples by number"):
+            asgd.batches(3, shuffle=True)
         with pytest.raises(ConfigurationError, match=r"given a int, which has no samples by number"):
             asgd.batches(3)
         with pytest.raises(ConfigurationError, match=r"given a Unlike whose samples cannot be pickled"):
@@ -462,6 +557,7 @@ def test_workers_share_the_shards_of_a_stream(elastic: Run, known: bool, process
                 for (numbers,) in asgd.batches(data, batch_size=(3, 4)[rank], num_workers=processes):
                     if rank == 1 and epoch == 0:
                         most.wait(20.0)  # slower than the other worker
+                    assert known or asgd.progress == epoch
                     step(model, optimizer, numbers)
                     trained += len(numbers)
                     if rank == 0 and trained > SAMPLES / 2:

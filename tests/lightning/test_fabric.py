@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -128,6 +129,20 @@ def test_a_worker_of_an_elastic_run(fabrics: Callable[..., Any]) -> None:
     assert fabric.is_global_zero
     assert model.seen.tolist() == [2.0] * SAMPLES
     strategy.teardown()
+    run.close()
+
+
+def test_a_signal_is_kept_while_a_worker_joins(fabrics: Callable[..., Any]) -> None:
+    run, kept = Run(), list[Any]()
+    strategy = FabricASGDStrategy(2, server="127.0.0.1:1", run_id="s")
+    strategy._job = job = run.job
+    job.find_run = lambda: kept.append(signal.getsignal(signal.SIGTERM))
+    fabric = fabrics(strategy, devices=1)
+    fabric.launch()
+    counting(fabric)
+    assert kept != [signal.SIG_DFL]
+    strategy.teardown()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     run.close()
 
 

@@ -15,18 +15,24 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import successor_of
 
 
-def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`serve` stops its servers first: a worker may have connected to its rendezvous when that closes."""
+@pytest.mark.parametrize(("tended", "start_s", "waits_s"), [(False, 20.0, 0.5), (True, 1.5, 2.0)])
+def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, tended: bool, start_s: float, waits_s: float
+) -> None:
+    """`serve` stops its servers first: a worker may have connected to its rendezvous when that closes.
+
+    The driver of a tended run may be unreachable for a moment however long a worker has waited.
+    """
     monkeypatch.setenv(SECRET_ENV, "known to this test alone")
     kind, lost = registry.kind_of("zmq"), "tcp://127.0.0.1:1"
     hosted = kind.host_rendezvous()
-    hosted.announce_run("run", "zmq", ["server/a"])
+    hosted.announce_run("run", "zmq", ["server/a"], tended=tended)
     hosted.put("server/a", {"address": lost})
-    job = training_job.TrainingJob(1, 20.0, run_id="run", address=hosted.address, transport="zmq")
+    job = training_job.TrainingJob(1, start_s, run_id="run", address=hosted.address, transport="zmq")
     monkeypatch.setattr(training_job, "_transport", types.SimpleNamespace(addresses=(lost,)))
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = threads.submit(job.successor, 0)
-        time.sleep(0.5)  # it waits for another address there
+        time.sleep(waits_s)  # it waits for another address there
         hosted.close()
         time.sleep(0.5)
         assert not found.done()
