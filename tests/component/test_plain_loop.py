@@ -278,6 +278,7 @@ def test_a_worker_that_is_started_again_reports_that_its_predecessor_is_dead(ela
     try:
         lost.__enter__()
         lost._member.membership._stop()  # type: ignore[union-attr]
+        lost._interruptions.close()  # type: ignore[union-attr]
     finally:
         process_name._names[0] = mine
     assert members().living == {1}

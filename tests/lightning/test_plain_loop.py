@@ -129,15 +129,21 @@ def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mai
     served.start()
     about = tmp_path, address_of_run(tmp_path), "rpc", 0.01
     workers = {n: mains(target=attach, args=(about[0], n, *about[1:]), kwargs={"shards": True}) for n in "ab"}
+    children: list[psutil.Process] = []
+
+    def loads() -> bool:
+        children[:] = psutil.Process(workers["a"].pid).children(recursive=True)
+        begun = sum(time.time() - child.create_time() > 0.2 for child in children)  # and they watch their parent
+        return begun >= 2
+
     try:
         for worker in workers.values():
             worker.start()
         wait_until(lambda: min(noted(tmp_path / name).get("epoch", 0) for name in "ab") >= 1, 40, "training of both")
-        children = psutil.Process(workers["a"].pid).children(recursive=True)
+        wait_until(loads, 20, "its loader processes")  # it has none between two passes
         workers["a"].kill()
         workers["b"].join(40)
         assert workers["b"].exitcode == 0, (tmp_path / "b.log").read_text()
-        assert len(children) >= 2
         wait_until(lambda: not any(is_alive(child) for child in children), 10, "the end of its loader processes")
     finally:
         for process in (*workers.values(), served):
