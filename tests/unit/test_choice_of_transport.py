@@ -195,7 +195,7 @@ def test_a_host_that_is_lost_while_another_thread_finds_the_next_one(monkeypatch
             hosts.address = new  # by the other thread
             raise LaunchError("The connection to the main process broke")
         entries = {"session": lambda *about: ["key 0", "key 1"], "server": lambda *about: "its address"}
-        return contextlib.nullcontext(SimpleNamespace(address=new, **entries))
+        return contextlib.nullcontext(SimpleNamespace(address=new, tended=False, **entries))
 
     monkeypatch.setattr(job, "_rendezvous", connect)
     monkeypatch.setattr(training_job, "_transport", SimpleNamespace(addresses=("lost 0", "lost 1")))
