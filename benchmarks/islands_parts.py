@@ -225,7 +225,7 @@ def saved(*, distributed: bool) -> bool:
     with scratch() as folder:
         two, four, alone = Shape(2, 2, "fsdp2"), Shape(1, 4, "fsdp2"), Shape(1, 1, "fsdp2", joined=False)
         written = run_islands(two, partial(fit, folder, "written", 2, None, distributed), RUN_S)
-        files = {each["file"] for each in written}  # another island than the one that writes may know an earlier one
+        files = {each["file"] for each in written}  # an island that does not write may know an earlier file only
         found = {"the islands' weights are the same": all(same(each["last"], written[0]["last"]) for each in written)}
         file = Path(max(files))
         kept = weights_in(file)

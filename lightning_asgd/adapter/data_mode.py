@@ -115,7 +115,7 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
 
 def why_not_shared(trainer: Any) -> str | None:
     """Why the workers of a fit cannot share data of any kind; None if they can."""
-    if place_in_batch(trainer)[1] > 1 and not batch_size_of(trainer):
+    if hasattr(trainer.strategy, "place_in_batch") and not batch_size_of(trainer):
         return "the processes of an island share batches of samples, and these data are not one dataloader of batches"
     if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
         return "training_step takes the dataloader's iterator"

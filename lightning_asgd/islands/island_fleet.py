@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Layout
 from lightning_asgd.loop.elastic_run import ElasticFleet
-from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
@@ -44,15 +44,17 @@ class IslandFleet(ElasticFleet):
         board: MetricsBoard,
         shell: Shell,
     ) -> None:
-        Fleet.__init__(self, job, config, policy, board, shell, alone=False)
         self._group, self._place = group, (0, 1)
-        self._begun, self._living, self._heard = False, (), 0
+        super().__init__(job, config, policy, board, shell)
         group.on("files", self._shell.adopt_checkpoint_states)
         group.report("error", lambda: None if self._heartbeat is None else self._heartbeat.error)
-        if not group.leads:
+
+    def _find(self) -> None:
+        """Connect the first process to the run's servers."""
+        if not self._group.leads:
             self.collectives, self.attachment = Collectives(), _NoAttachment()  # type: ignore[assignment]
             self.client = None  # type: ignore[assignment]
-        group.share(self._find)
+        self._group.share(super()._find)
 
     def _share(self, call: Callable[[], T]) -> T:
         return self._group.share(call)
@@ -131,7 +133,7 @@ class IslandFleet(ElasticFleet):
     ) -> None:
         """The bootstrap worker's first process publishes its values; all others adopt them."""
         self._begun = True
-        plain = {name: tensor for name, tensor in constants.items() if not hasattr(tensor, "placements")}
+        plain = {name: tensor for name, tensor in constants.items() if not is_sharded(tensor)}
 
         def publish() -> Any:
             super(IslandFleet, self).share_first_values(layout, plain, progress)

@@ -41,7 +41,7 @@ class _Outcome:
 class IslandGroup:
     """The processes of one island. Made by all of them together, once torch's default process group exists.
 
-    The others may wait for the first one for ``patience_s`` seconds, which may itself wait for other workers.
+    The first process may have to wait for other workers. The others wait for it up to ``patience_s`` seconds.
     """
 
     def __init__(self, patience_s: float = 1800.0) -> None:

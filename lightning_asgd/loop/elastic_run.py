@@ -71,7 +71,7 @@ class ElasticFleet(Fleet):
 
     def _check_loop(self) -> None:
         """Raise if the run's workers count epochs in another way."""
-        if self.attachment.bootstraps:  # what is noted is of one that died before it had begun the run
+        if self.attachment.bootstraps:  # a worker that died before the run began may have left a note
             return
         theirs, mine = self.attachment.loop, self._shell.loop
         if theirs not in (None, mine):

@@ -37,7 +37,7 @@ class Part:
 class InitPart(Request):
     """A process of an island says what it exchanges, and brings first values if the shard has none.
 
-    ``process`` names the island's first process here and below, the one that is a worker to the servers.
+    In this message and the next one ``process`` is the name of the island's first process: servers know no other.
     """
 
     part: Part
