@@ -89,8 +89,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
         run_id: name of that run.
-        island: with ``server``, train on several devices in lock-step, and exchange as one worker: ``"ddp"``, or a
-            ``DDPStrategy`` or ``ModelParallelStrategy`` of Lightning's that says how.
+        island: divide the devices into groups that train in lock-step, each of which exchanges as one worker. A number:
+            groups of as many devices, with DDP inside. ``"ddp"``, or a ``DDPStrategy`` or ``ModelParallelStrategy`` of
+            Lightning's: how each machine's devices train, or as many as the latter's sizes say. With ``server`` the
+            Trainer is one such group.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.
         max_offline_steps: steps that a worker takes alone while an exchange is in flight before it waits for the reply.
