@@ -84,7 +84,8 @@ TOOLS = {
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
 # 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams refuse by name.
 # 450 of the core are islands of one Trainer: the run that it hosts, who belongs to which, how they begin and end.
-LINES = {"core": 30_220, "engines": 1_097, "tools": 8_256}
+# 70 of the core are exchanges that are kept in host memory; 74 of the tools are the memory of islands in `plan`.
+LINES = {"core": 30_290, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

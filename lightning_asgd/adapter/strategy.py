@@ -99,6 +99,9 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
             weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
             the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
+        offload: keep in host memory what exchanges need of a module on a GPU, and pass it through the device in pieces,
+            at most 64 MB at once. Without it a vector as long as the parameters lies on the device, and two while
+            weights arrive.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's
             ``DDPStrategy``, and rarely needed: the Trainer has arguments for them.
 
@@ -155,6 +158,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         monitor: bool = True,
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        offload: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,

@@ -24,7 +24,7 @@ _LIGHTNING = (
 )
 _SETTINGS = (
     *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method"),
-    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
+    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s", "offload"),
 )
 
 

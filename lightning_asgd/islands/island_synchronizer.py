@@ -176,7 +176,8 @@ def set_up_island(
     reshard(modules)
     for number, fragment in enumerate(fragments):
         held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)
-        replica = replica_for(algorithm, held, places, [None] * num_servers)  # type: ignore[arg-type]
+        values = [None] * num_servers
+        replica = replica_for(algorithm, held, places, values, offload=config.offload)  # type: ignore[arg-type]
         copies = Copies(group, held, places, blocks)
         about = group, sender, number, held, replica, copies
         parts.append(PartExchange(*about, lambda: reshard(modules)))

@@ -22,7 +22,7 @@ _ON_FAILURE = ("continue", "abort")
 # Arguments of ExchangeConfig.create.
 _EXCHANGE = (
     *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
-    "snapshot_every_s",
+    *("snapshot_every_s", "offload"),
 )
 
 
@@ -56,6 +56,7 @@ class JobOptions:
     run_id: str | None
     max_offline_steps: int
     snapshot_every_s: float
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""

@@ -31,8 +31,9 @@ class GradientReplica(Replica):
         blocks: Sequence[SharedBlock | None],
         *,
         remembers: bool = False,
+        offload: bool = False,
     ) -> None:
-        super().__init__(layout, places, blocks, remembers=remembers)
+        super().__init__(layout, places, blocks, remembers=remembers, offload=offload)
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
         self._pushed = {
             i: torch.zeros_like(accrued)
@@ -129,7 +130,7 @@ class ElasticReplica(Replica):
         with torch.no_grad():
             for r, x in self._values(write=True):
                 if r.role is Role.PARAMETER:
-                    x.sub_(r.wire.to(x.device)).add_(r.base)
+                    x.sub_(r.wire.to(x.device)).add_(r.base.to(x.device))
 
 
 def replica_for(
@@ -139,15 +140,17 @@ def replica_for(
     blocks: Sequence[SharedBlock | None],
     *,
     remembers: bool = False,
+    offload: bool = False,
 ) -> Replica:
     """The replica that pushes and merges as an algorithm wants; see :class:`Replica` for the other arguments."""
+    how = {"remembers": remembers, "offload": offload}
     if algorithm.payload is Payload.GRADIENT:
-        return GradientReplica(layout, places, blocks, remembers=remembers)
+        return GradientReplica(layout, places, blocks, **how)
     if algorithm.payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, places, blocks)
+        return ElasticReplica(layout, places, blocks, offload=offload)
     if algorithm.mix is not None:
-        return MixingReplica(algorithm.mix, layout, places, blocks, remembers=remembers)
-    return Replica(layout, places, blocks, remembers=remembers)
+        return MixingReplica(algorithm.mix, layout, places, blocks, **how)
+    return Replica(layout, places, blocks, **how)
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:

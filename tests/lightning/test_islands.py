@@ -284,5 +284,7 @@ def test_what_an_island_cannot_do_is_refused_by_name(options: dict[str, Any], te
 
 
 def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="Expected 'ddp', a number of devices, or a DDPStrategy or ModelParallelStrategy"):
+    with pytest.raises(
+        ConfigurationError, match="Expected 'ddp', a number of devices, or a DDPStrategy or ModelParallelStrategy"
+    ):
         trainer(tmp_path, ASGDStrategy(island="fsdp", server="127.0.0.1:1", run_id="r"))
