@@ -6,6 +6,7 @@ the wrappers and the collectives are those of Lightning's strategy. After every 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -170,10 +171,9 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take the step, and count it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        if self.fit_session is not None:
-            self.fit_session.after_step()
-        return output
+        counted = contextlib.nullcontext() if self.fit_session is None else self.fit_session.step_of(optimizer)
+        with counted:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """Take the final weights."""
