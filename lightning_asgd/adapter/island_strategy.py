@@ -7,6 +7,7 @@ Lightning's strategy. After every step the island counts as a worker does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -225,10 +226,9 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take the step, and count it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        if self.fit_session is not None:
-            self.fit_session.after_step()
-        return output
+        counted = contextlib.nullcontext() if self.fit_session is None else self.fit_session.step_of(optimizer)
+        with counted:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """Take the final weights."""

@@ -343,11 +343,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         """Take the step of the worker's own optimizer, and count it."""
         if self.fit_session is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = super().optimizer_step(
-            optimizer, self.fit_session.synchronizer.wrap(optimizer, closure), model, **kwargs
-        )
-        self.fit_session.after_step()
-        return output
+        with self.fit_session.step_of(optimizer):
+            return super().optimizer_step(
+                optimizer, self.fit_session.synchronizer.wrap(optimizer, closure), model, **kwargs
+            )
 
     def on_train_end(self) -> None:
         """Synchronise the final weights, including what callbacks changed."""

@@ -290,8 +290,8 @@ class Replica:
                     norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
         return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
 
-    def accrue(self) -> None:
-        """Note that an optimizer step was taken."""
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Note that an optimizer step was taken, or skipped."""
 
     def resume(self) -> None:
         """Bring back the worker's own weights, if a sync point has parked them."""

@@ -42,10 +42,14 @@ class GradientReplica(Replica):
         }
         self._index = {id(r): i for i, r in enumerate(self._spans)}
 
-    def accrue(self) -> None:
-        """Add this step's gradients."""
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Add this step's gradients. Those of a skipped step are infinite."""
+        if skipped is True:
+            return
         with torch.no_grad():
             gradients = [_flat(place[key].grad) for place, key in self._places]
+            if isinstance(skipped, Tensor):
+                gradients = [None if g is None else torch.where(skipped.to(g.device) != 0, 0, g) for g in gradients]
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
                 for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):
