@@ -10,6 +10,7 @@ machine without an accelerator it says so, and exits with 0. Exits with 1 if a p
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -82,12 +83,15 @@ def fit(accelerator: str, strategy: Any, callbacks: list[Any], *, sharded: bool 
     clock = Clock()
     about: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "callbacks": [clock, *callbacks]}
     trainer = pl.Trainer(**{**trainer_options(), **about}, strategy=strategy)
+    before = 0
     if accelerator == "cuda":
+        gc.collect()  # the module of the run before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     module = busy_module(4096 if accelerator == "cuda" else 256, sharded)
     trainer.fit(module, DataLoader(range(WARM_UP + TRACED + 5)))  # type: ignore[arg-type]
-    peak = torch.cuda.max_memory_allocated() if accelerator == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() - before if accelerator == "cuda" else 0
     return {"step_s": clock.took_s / TRACED, "peak": peak, "vector": 4 * sum(p.numel() for p in module.parameters())}
 
 
@@ -114,10 +118,11 @@ def trace(accelerator: str, file: Path) -> None:
                 self.profile.stop()
                 self.exchanges = trainer.strategy.stats.exchanges - self.exchanges
 
-    found: dict[str, list[dict[str, float]]] = {"alone": [], "10": [], "1": []}
+    found: dict[str, list[dict[str, float]]] = {"alone": [], "10": [], "1, offload": [], "1": []}
     for _ in range(3):  # interleaved
         for name, runs in found.items():
-            strategy = "auto" if name == "alone" else ASGDStrategy(int(name), monitor=False)
+            nsync, _, offload = name.partition(", ")
+            strategy = "auto" if name == "alone" else ASGDStrategy(int(nsync), offload=bool(offload), monitor=False)
             runs.append(fit(accelerator, strategy, []))
     traced = Traced()
     fit(accelerator, ASGDStrategy(1, monitor=False), [traced])
@@ -234,7 +239,7 @@ def traced(accelerator: str, workers: int, folder: Path) -> tuple[bool, str]:
         return accelerator == "cpu", "The trace shows no work of exchanges on a stream of their own."
     found = json.loads(output.splitlines()[-1])
     rows = ["| a busy device | ms per step, median (min-max) | device memory beyond it |", "|---|---|---|"]
-    for name in ("alone", "10", "1"):
+    for name in ("alone", "10", "1", "1, offload"):
         took = sorted(1000 * run["step_s"] for run in found[name])
         beyond = (found[name][0]["peak"] - found["alone"][0]["peak"]) / found[name][0]["vector"]
         shown = "one alone" if name == "alone" else f"A-SGD nsync {name}"

@@ -51,7 +51,7 @@ Place = tuple[Any, Any]
 # larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
 _CHUNK, _SMALL = 1 << 18, 1 << 14
 _DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
-_STAGED = 4  # parts of a chunk that are on the device at once with `offload`: base, update, answer, gathered pieces
+_STAGED = 8  # parts of a chunk: with `offload` a span has its base, update, reply and gathered pieces on the device
 
 
 class Span:

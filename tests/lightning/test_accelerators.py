@@ -150,11 +150,17 @@ def test_a_programs_own_accelerator_trains(tmp_path: Path) -> None:
     assert strategy.stats.exchanges > 1
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=[pytest.mark.device, NEEDS_CUDA])])
+CUDA: dict[str, Any] = {"marks": [pytest.mark.device, NEEDS_CUDA]}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "offload"),
+    [("cpu", False), pytest.param("cuda", False, **CUDA), pytest.param("cuda", True, **CUDA)],
+)
 @pytest.mark.parametrize("nsync", [1, 5])
-def test_one_worker_trains_as_a_device_does_alone(tmp_path: Path, accelerator: str, nsync: int) -> None:
+def test_one_worker_trains_as_a_device_does_alone(tmp_path: Path, accelerator: str, offload: bool, nsync: int) -> None:
     trained = []
-    for strategy in ("auto", ASGDStrategy(nsync)):
+    for strategy in ("auto", ASGDStrategy(nsync, offload=offload)):
         pl.seed_everything(1, verbose=False)
         module = Regression()
         about: dict[str, Any] = {"devices": 1, "accelerator": accelerator, "use_distributed_sampler": False}
