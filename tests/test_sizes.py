@@ -83,7 +83,8 @@ TOOLS = {
 # 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
 # 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams refuse by name.
-LINES = {"core": 29_770, "engines": 1_097, "tools": 8_256}
+# 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.
+LINES = {"core": 29_935, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

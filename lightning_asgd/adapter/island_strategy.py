@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Tree, tree_of
 from lightning_asgd.adapter.engine_signals import heed_engine
@@ -21,6 +20,7 @@ from lightning_asgd.adapter.unattached import Takeable
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.worker.connection import GRACE_S

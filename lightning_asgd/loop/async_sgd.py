@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +16,9 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.loop.job_address import Surroundings
-from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.loop_controls import LoopControls
-from lightning_asgd.loop.loop_member import LoopMember, check_options
+from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions
@@ -45,6 +45,7 @@ class AsyncSGD(LoopControls):
             start and end together, with the variables that torchrun sets; or a worker alone without these.
         run_id: name of that run.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
+        total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
 
     All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
 
@@ -90,14 +91,15 @@ class AsyncSGD(LoopControls):
         transport: str = "auto",
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        units: str | Callable[[Any], Any] | None = None,
+        total_steps: int | None = None,
     ) -> None:
         given = dict(locals())
-        names = JobOptions.__dataclass_fields__
-        self._options = JobOptions(**{name: value for name, value in given.items() if name in names})
+        names = LoopOptions.__dataclass_fields__
+        self._options = LoopOptions(**{name: value for name, value in given.items() if name in names})
         self._module = module
         self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
         _check(module, self._listed_optimizers)
-        check_options(self._options, "AsyncSGD")
         self._job = TrainingJob.of(self._options)
         self._seed = seed
         self._loaded: Mapping[str, Any] | None = None

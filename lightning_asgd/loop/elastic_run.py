@@ -172,7 +172,7 @@ class ElasticFleet(Fleet):
         """The batch size of the run's first worker."""
         return self.attachment.reference_batch(mine) if mine else 0
 
-    def of_first_worker(self, mine: int) -> int:
+    def of_first_worker(self, mine: int, what: str = "") -> int:
         """This worker's own value: there is no collective in an elastic run."""
         return mine
 

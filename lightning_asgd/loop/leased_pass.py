@@ -211,7 +211,7 @@ class Trainee:
         """
         raise NotImplementedError
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch: Any) -> None:
         """A batch is about to be trained."""
         raise NotImplementedError
 
@@ -265,7 +265,7 @@ class LeasedPass:
                 if batch is nothing:
                     more = trainee.has_more()
                 else:
-                    trainee.before_batch()
+                    trainee.before_batch(batch)
                     yield batch
                     more = trainee.after_batch()
                 if more and (batch is nothing or trainee.must_reload):

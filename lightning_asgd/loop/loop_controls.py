@@ -76,6 +76,16 @@ class LoopControls:
         """
         self._in_use.sync()
 
+    def count_batch(self, batch: Any) -> None:
+        """With ``units=``, count what a batch of the program's own data holds. To be called before the batch's step.
+
+        Batches of :meth:`batches` are counted without it.
+
+        Raises:
+            ConfigurationError: it cannot be seen what the batch holds.
+        """
+        self._in_use.count_batch(batch)
+
     def stop(self) -> None:
         """End training with the present epoch of :meth:`epochs`: in a job and as the chief of a run for all workers."""
         self._in_use.stops = True

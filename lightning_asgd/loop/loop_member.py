@@ -8,12 +8,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership
-from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.shell import Shell
@@ -23,7 +21,7 @@ from lightning_asgd.monitoring.fit_summary import count
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes.engine import end_with_agent, requeue_job
 
-__all__ = ["LoopMember", "check_options"]
+__all__ = ["LoopMember"]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class LoopMember:
         session: what it trains, once that has begun.
     """
 
-    def __init__(self, options: JobOptions, job: TrainingJob, shell: Shell) -> None:
+    def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell) -> None:
         self._options, self._job, self._shell = options, job, shell
         self.membership: AnyFleet | None = None
         self.session: LoopSession | None = None
@@ -75,7 +73,8 @@ class LoopMember:
             raise RuntimeError("the worker has not joined")
         if loaded is not None:
             state.load(loaded, config.algorithm_name, self._job.num_servers)
-        session = LoopSession(module, optimizers, schedulers, membership, config, state, interruptions)
+        about = membership, self._options, state, interruptions
+        session = LoopSession(module, optimizers, schedulers, *about)
         self.session = session
         workers = count(session.workers, "worker")
         servers = count(membership.client.connection.transport.num_servers, "server")
@@ -116,14 +115,3 @@ class LoopMember:
             log.warning("This worker could not push its last steps before it left.", exc_info=True)
             return False
         return True
-
-
-def check_options(options: JobOptions, program: str) -> None:
-    """Raise a :class:`ConfigurationError` for what needs a Trainer."""
-    config = options.config
-    if config.algorithm.payload is Payload.LAYERS or config.restarted:
-        what = config.algorithm_name if config.algorithm.payload is Payload.LAYERS else "nsync='restarted'"
-        raise ConfigurationError(
-            f"{what} was given to {program}. Expected another algorithm and a number, or a Trainer with ASGDStrategy: "
-            "it needs to know the whole loop."
-        )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.algorithms.base import Run
-from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.leased_pass import SharedData, Trainee
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
@@ -20,11 +23,13 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.synchronizer import Waits, run
-from lightning_asgd.worker.trained_units import TrainedUnits
-from lightning_asgd.worker.worker_setup import make_identical, named_state
+from lightning_asgd.worker.layer_gradients import LayerGradients
+from lightning_asgd.worker.synchronizer import Synchronizer, Waits, run
+from lightning_asgd.worker.worker_setup import Start, make_identical, named_state
 
 __all__ = ["LoopSession"]
+
+log = logging.getLogger(__name__)
 
 
 class LoopSession(Participation, Trainee):
@@ -43,11 +48,12 @@ class LoopSession(Participation, Trainee):
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         membership: AnyFleet,
-        config: ExchangeConfig,
+        options: LoopOptions,
         state: LoopState,
         interruptions: Interruptions,
     ) -> None:
-        super().__init__(module, membership, config, TrainedUnits(), measure=False, late_steps=False)
+        config, units = options.config, counter_of(options.units)
+        super().__init__(module, membership, config, units, measure=False, late_steps=False)
         self._all_optimizers, self._all_schedulers = optimizers, schedulers
         self.state, self._interruptions = state, interruptions
         self.stops = False  # whether this worker is to train no more
@@ -56,6 +62,8 @@ class LoopSession(Participation, Trainee):
         self._exchanges = False  # whether an exchange has begun, and a signal may have ended it half done
         self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
         self._steps = 0  # when the present batch began
+        self._flushes = False  # whether steps with late gradients are taken
+        self._counted = False  # whether a batch was counted in units
         if membership.entry is not None:
             state.follow(membership.entry.progress, optimizers, schedulers)
         self._passes_before = state.passes  # when the present epoch began
@@ -65,6 +73,8 @@ class LoopSession(Participation, Trainee):
         self.synchronizer = self._set_up(state.versions)
         if state.servers and (self._run is not None or membership.is_chief):
             self.synchronizer.restore(state.servers)
+        if options.total_steps is not None:
+            self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
         share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
@@ -79,6 +89,21 @@ class LoopSession(Participation, Trainee):
 
     def _progress(self) -> dict[str, Any]:
         return self.state.progress(self._all_optimizers, self._all_schedulers)
+
+    def _enter(self, start: Start) -> Synchronizer:
+        synchronizer = super()._enter(start)
+        if isinstance(synchronizer, LayerGradients):
+            synchronizer.follow(self._all_optimizers)
+        return synchronizer
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Backward passes within it are followed by another one before the optimizer steps."""
+        layers = self.synchronizer
+        return layers.accumulating() if isinstance(layers, LayerGradients) else nullcontext()
+
+    def _warn(self, message: str) -> None:
+        if self._membership.is_chief:
+            log.warning(message)
 
     @property
     def is_chief(self) -> bool:
@@ -106,23 +131,48 @@ class LoopSession(Participation, Trainee):
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to take a step, for a batch of ours or of the program's own data."""
+        if self._flushes:
+            return
         if self._abandoned:
             self.leave_pass()
         if not self._in_batch:
             self._enter_interval()
+            self._check_counted()
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has taken a step."""
+        if self._flushes:
+            return
         found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, for an optimizer that skips steps itself
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
             return
         self.synchronizer.count_step()
+        self._units.step()
         if not self._in_batch and optimizer is self._all_optimizers[-1]:  # the program has data of its own
             self._advance()
+
+    def count_batch(self, batch: Any) -> None:
+        """Count what a batch of the program's own data holds."""
+        if self._in_batch:
+            raise ConfigurationError(
+                "count_batch() was called within a pass over batches(), which counts its batches itself. Expected the "
+                "call for batches of your own only."
+            )
+        self._units.begin(batch)
+        self._counted = True
+
+    def _check_counted(self) -> None:
+        if self._units.name and not self._counted:
+            raise ConfigurationError(
+                f"units={self._units.name!r} was given, and an optimizer takes a step for a batch that was not "
+                "counted. Expected count_batch(batch) before the step, if the batch is not one of batches()."
+            )
 
     def _enter_interval(self) -> None:
         """Leave a sync point, if this worker is at one."""
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
+            if not self._in_pass:
+                self._follow_growth()
             self._whole(self.synchronizer.begin())
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
@@ -144,12 +194,13 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if self._config.algorithm.waits:
+        if self._config.algorithm.waits or self._config.algorithm.payload is Payload.LAYERS:
             raise ConfigurationError(
                 f"batches() was called with {type(self._config.algorithm).__name__}, whose workers wait for each "
                 "other. Expected a dataloader of your own that gives every worker an equal part."
             )
         self.leave_pass()
+        self._follow_growth()
         self._leases.batch = data.batch
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
@@ -165,13 +216,20 @@ class LoopSession(Participation, Trainee):
             return None
         return data.open(self._leases, Epoch(key, units, (units,), order, done, step, shards), accumulate)
 
-    def before_batch(self) -> None:
+    def _follow_growth(self) -> None:
+        """Exchange parameters that were unfrozen since the latest sync point, too. All workers call it together."""
+        if self._collectives.phase is Phase.SYNC and self._has_grown():
+            self.set_up_again()
+
+    def before_batch(self, batch: Any) -> None:
         """Exchange, if that is due."""
         self._interruptions.raise_now()
         self._interruptions.defers = True
         self._enter_interval()
         self._advance()
         self._leases.begin_batch()
+        self._units.begin(batch)
+        self._counted = True
         self._in_batch, self._noted, self._steps = True, False, self.synchronizer.stats.steps
 
     def after_batch(self) -> bool:
@@ -257,12 +315,16 @@ class LoopSession(Participation, Trainee):
         if self._run is not None:
             self._run.attachment.update()
         self._enter_late()
+        self._flushes = True
         run(self.synchronizer.flush())
+        self._flushes = False
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
-        mine = SyncReport(self.synchronizer.moved, self.stops, False, [], None, None, None, trained, False)
+        mine = SyncReport(self.synchronizer.moved, self.stops, self._has_grown(), [], None, None, None, trained, False)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.stops |= any(report.should_stop for report in met.values())
+        if any(report.grown for report in met.values()):
+            self.set_up_again()
 
     def _enter_late(self) -> None:
         if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined

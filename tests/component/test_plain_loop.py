@@ -532,8 +532,12 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
     ):
         with pytest.raises(ConfigurationError, match=text):
             elastic.worker(model, optimizer, **wrong)
-    with pytest.raises(ConfigurationError, match=r"^LayerWise was given to AsyncSGD\. Expected "):
-        AsyncSGD(model, optimizer, algorithm="layerwise")
+    with pytest.raises(ConfigurationError, match=r"without total_steps\. Expected total_steps=\.\.\., the number of"):
+        AsyncSGD(model, optimizer, algorithm="local_sgd", nsync="restarted")
+    with pytest.raises(ConfigurationError, match=r"^total_steps=9 was given with nsync=10\. Expected it with"):
+        AsyncSGD(model, optimizer, total_steps=9)
+    with pytest.raises(ConfigurationError, match=r"^units='words'\. Expected 'samples'"):
+        AsyncSGD(model, optimizer, units="words")
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the optimizer int\. Expected torch"):
         elastic.worker(model, 3)
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
@@ -541,6 +545,47 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
 
 
 # ---------------------------------------------------------------------- data with shards
+
+
+def test_batches_are_counted_in_units(elastic: Run) -> None:
+    batches: list[float] = []
+    call = elastic.transport.call
+
+    def seen(server: int, message: Any, timeout_s: float) -> Any:
+        if isinstance(message, Exchange) and message.push:
+            batches.append(message.batch)
+        return call(server, message, timeout_s)
+
+    elastic.transport.call = seen  # type: ignore[method-assign]
+    model, optimizer, asgd = counting(elastic, units=lambda batch: batch[0].sum(), nsync=1)
+    with asgd:
+        for (numbers,) in asgd.batches(numbered(6), batch_size=2):
+            with pytest.raises(ConfigurationError, match=r"^count_batch\(\) was called within a pass over batches"):
+                asgd.count_batch([numbers])
+            step(model, optimizer, numbers)
+        assert batches == [1.0, 5.0, 9.0]
+        asgd.count_batch([torch.tensor([4])])
+        step(model, optimizer, torch.tensor([4]))
+        asgd.sync()
+        assert batches[3:] == [4.0]
+
+
+def test_a_batch_of_the_programs_own_that_is_not_counted_is_named(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic, units="samples")
+    with (
+        pytest.raises(ConfigurationError, match=r"^units='samples' was given, .* Expected count_batch\(batch\) before"),
+        asgd,
+    ):
+        step(model, optimizer, torch.tensor([4]))
+
+
+@pytest.mark.parametrize("rule", ["layerwise", "local_sgd"])
+def test_workers_that_wait_for_each_other_need_data_of_their_own(rule: str) -> None:
+    job, model = Run(elastic=False), Counts(3)
+    asgd = job.alone(model, torch.optim.SGD(model.parameters(), lr=1.0), algorithm=rule)
+    with pytest.raises(ConfigurationError, match=r"^batches\(\) was called with L.*Expected a dataloader of"), asgd:
+        list(asgd.batches(numbered(3)))
+    job.close()
 
 
 @pytest.mark.parametrize("known", [True, False])

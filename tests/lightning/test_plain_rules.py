@@ -1,0 +1,203 @@
+"""Plain loops of two processes whose workers wait for each other: they train what one process trains on all batches."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from lightning_asgd import AsyncSGD
+from lightning_asgd.algorithms import LayerWise
+from tests.lightning.test_runs import to_file
+
+STEPS, BATCH = 8, 6
+LENGTHS = (1, 5)  # tokens of a worker's texts
+
+
+def made() -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    used, unused = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(2, 2)
+    model = nn.ModuleList([used, unused])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.sum(1, keepdim=True)
+
+
+def clipped(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    mse_loss(model[0](x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def accumulated(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    for part in range(3):
+        (mse_loss(model[0](x[part::3]), y[part::3]) / 3).backward()
+    optimizer.step()
+
+
+def with_closure(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(model[0](x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def with_gradients_of_its_own(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    parameters = list(model[0].parameters())
+    gradients = torch.autograd.grad(mse_loss(model[0](x), y), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def with_a_scaler(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(mse_loss(model[0](x), y)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+
+
+WAYS: list[Callable[..., None]] = [clipped, accumulated, with_closure, with_gradients_of_its_own, with_a_scaler]
+
+
+def trained(way: Callable[..., None], rank: int | None = None, **rule: Any) -> list[float]:
+    """The weights after some steps with both workers' samples, or with those of the worker of a rank."""
+    model, optimizer = made()
+
+    def train() -> None:
+        for step in range(STEPS):
+            x, y = batch(step)
+            way(model, optimizer, *((x, y) if rank is None else (x[rank::2], y[rank::2])))
+
+    if rank is None:
+        train()
+    else:
+        with AsyncSGD(model, optimizer, **rule) as asgd:
+            train()
+            assert asgd.stats.steps == STEPS
+    assert way is not clipped or rule.get("algorithm") != LayerWise() or model[1].weight.grad is None  # type: ignore[union-attr]
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def by_tokens(rank: int | None = None) -> float:
+    """A weight that is trained on texts of different lengths, with a mean over tokens as loss."""
+    weight = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(weight.weight)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+    texts = [torch.full((length, 1), float(length)) for length in LENGTHS]
+
+    def train(text: torch.Tensor, count: Callable[[Any], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            weight(text).square().mean().backward()
+            count({"attention_mask": torch.ones(1, len(text))})
+            optimizer.step()
+
+    if rank is None:
+        train(torch.cat(texts), lambda _: None)
+        return weight.weight.item()
+    rule: dict[str, Any] = {"nsync": "restarted", "total_steps": 10, "algorithm": "local_sgd", "units": "tokens"}
+    with AsyncSGD(weight, optimizer, **rule) as asgd:
+        train(texts[rank], asgd.count_batch)
+        assert asgd.stats.exchanges == STEPS  # 10 steps of two workers give the period 1
+    return weight.weight.item()
+
+
+def long_period(rank: int) -> int:
+    """Exchanges of 20 steps, where 10,000 steps of the chief's two workers give the period 5."""
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    total = (10_000, 10)[rank]
+    with AsyncSGD(layer, optimizer, nsync="restarted", total_steps=total, algorithm="local_sgd") as asgd:
+        for _ in range(20):
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return asgd.stats.exchanges
+
+
+def late(rank: int) -> list[float]:
+    """Weights with a delay of two steps, of which a worker has no batch for the last one."""
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with AsyncSGD(layer, optimizer, algorithm=LayerWise(2)) as asgd:
+        for _ in range(6 - rank):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        asgd.sync()
+        if rank == 0:  # and then none at all
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        asgd.sync()
+        assert asgd.stats.steps == 6 + 1 - 2 * rank
+    return torch.cat([p.detach().flatten() for p in layer.parameters()]).tolist()
+
+
+def unfrozen(rank: int) -> list[float]:
+    """The weights of a layer that is unfrozen after an epoch."""
+    torch.manual_seed(5 + rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with AsyncSGD(model, optimizer, nsync=1) as asgd:
+        for epoch in asgd.epochs(2):
+            if epoch == 1:
+                model[0].requires_grad_(requires_grad=True)
+            for (x,) in asgd.batches(torch.utils.data.TensorDataset(torch.randn(8, 2)), batch_size=1):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+            asgd.sync()
+        names = [spec.name for spec in asgd._in_use.synchronizer.layout.tensors]
+        assert "0.weight" in names
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def member(folder: Path, rank: int, port: int) -> None:
+    """A worker of several jobs, one after the other."""
+    to_file(folder / f"{rank}.log")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = {way.__name__: trained(way, rank, algorithm=LayerWise()) for way in WAYS}
+    found |= {"tokens": by_tokens(rank), "period": long_period(rank), "late": late(rank), "unfrozen": unfrozen(rank)}
+    torch.save(found, folder / str(rank))
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, mains: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = [mains(target=member, args=(tmp_path, rank, port)) for rank in (0, 1)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(100)
+            assert worker.exitcode == 0, "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    mine, theirs = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+    for way in WAYS:
+        assert mine[way.__name__] == pytest.approx(trained(way), abs=1e-5), way.__name__
+    assert mine["tokens"] == pytest.approx(by_tokens(), abs=1e-6)
+    assert mine["period"] == 4
+    assert mine == theirs
