@@ -170,7 +170,9 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
             self._join()
 
     def _join(self) -> LoopMember:
-        self._member = member = LoopMember(self.options, self._job, _FabricShell(self.root_device))
+        shell, interruptions = _FabricShell(self.root_device), Interruptions()
+        self._interruptions = interruptions
+        self._member = member = LoopMember(self.options, self._job, shell, interruptions)
         atexit.register(self._leave_at_exit)
         try:
             member.join(int(super().global_rank), int(self.world_size))
@@ -197,11 +199,10 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
                 "fabric.setup() was called with a second module and its optimizers. Expected one: put both modules "
                 "into a torch.nn.ModuleDict, and call fabric.setup(modules, optimizer_1, optimizer_2)."
             )
-        self._interruptions = interruptions = Interruptions()
         member = self._join() if self._member is None else self._member
         schedulers = [] if scheduler is None else [scheduler]
         try:
-            session = member.begin(module, optimizers, schedulers, None, interruptions, self.tree.say, self._seed)
+            session = member.begin(module, optimizers, schedulers, None, self.tree.say, self._seed)
         except BaseException as error:
             self._leave(error)
             raise

@@ -116,14 +116,14 @@ class AsyncSGD(LoopControls):
         shell = Shell()
         shell.device = next(self._module.parameters()).device
         self._interruptions = interruptions = Interruptions()
-        self._member = member = LoopMember(self._options, self._job, shell)
+        self._member = member = LoopMember(self._options, self._job, shell, interruptions)
         try:
             place = surroundings()
             if not self._job.attaches:
                 self._job.begin(place, log.info, is_main=place.rank == 0)
             member.join(place.rank, place.world_size)
             mine = self._module, self._listed_optimizers, self._listed_schedulers
-            session = member.begin(*mine, self._loaded, interruptions, log.info, self._seed)
+            session = member.begin(*mine, self._loaded, log.info, self._seed)
         except BaseException as error:
             self._leave(error)
             raise

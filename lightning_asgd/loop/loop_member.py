@@ -33,17 +33,17 @@ class LoopMember:
         options: the program's.
         job: where the servers are; of a job, it has begun.
         shell: the program.
+        interruptions: Ctrl-C and SIGTERM of this process.
 
     Attributes:
         membership: in the job or the run, once it has joined.
         session: what it trains, once that has begun.
     """
 
-    def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell) -> None:
-        self._options, self._job, self._shell = options, job, shell
+    def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell, interruptions: Interruptions) -> None:
+        self._options, self._job, self._shell, self._interruptions = options, job, shell, interruptions
         self.membership: AnyFleet | None = None
         self.session: LoopSession | None = None
-        self._interruptions: Interruptions | None = None
 
     def join(self, rank: int, world_size: int) -> None:
         """Join; ``rank`` and ``world_size`` are those of a job."""
@@ -62,18 +62,16 @@ class LoopMember:
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         loaded: Mapping[str, Any] | None,
-        interruptions: Interruptions,
         say: Callable[[str], None],
         seed: int,
     ) -> LoopSession:
         """Take the weights and the progress of the others, or bring the first ones; ``loaded`` is a checkpoint."""
-        self._interruptions = interruptions
         config, state, membership = self._options.config, LoopState(seed=seed), self.membership
         if membership is None:
             raise RuntimeError("the worker has not joined")
         if loaded is not None:
             state.load(loaded, config.algorithm_name, self._job.num_servers)
-        about = membership, self._options, state, interruptions
+        about = membership, self._options, state, self._interruptions
         session = LoopSession(module, optimizers, schedulers, *about)
         self.session = session
         workers = count(session.workers, "worker")
@@ -88,8 +86,7 @@ class LoopMember:
         self.membership = self.session = None
         try:
             if self._job.attaches and isinstance(error, KeyboardInterrupt | SystemExit):
-                if self._interruptions is not None:
-                    self._interruptions.leave()
+                self._interruptions.leave()
                 if isinstance(error, SystemExit) and error.code == TIME_IS_UP:
                     requeue_job()  # first, since SLURM may not wait until this worker has left
             if membership is None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from lightning_asgd import AsyncSGD, process_name
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
+from lightning_asgd.loop.elastic_run import ElasticFleet
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
@@ -289,6 +290,39 @@ def test_a_worker_that_is_started_again_reports_that_its_predecessor_is_dead(ela
             assert members().living == {2, 3}
 
 
+def test_dead_workers_that_had_joined_at_once_are_both_reported(elastic: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = lambda: elastic.services[0].state.session.members  # type: ignore[union-attr]  # noqa: E731
+    note, both = SessionClient.note, threading.Barrier(2)
+
+    def at_once(client: SessionClient, name: str, value: Any = None, **more: Any) -> Any:
+        known = note(client, name, value, **more)
+        if name == "processes" and value is None:
+            both.wait(10.0)
+        return known
+
+    def lose(_: int) -> None:
+        asgd = counting(elastic)[2]
+        asgd.__enter__()
+        asgd._member.membership._stop()  # type: ignore[union-attr]
+        asgd._interruptions.close()  # type: ignore[union-attr]
+
+    _, _, first = counting(elastic)
+    with first:
+        other, mine = subprocess.Popen(["sleep", "60"]), this_process()
+        process_name._names[0] = machine_and_pid(other.pid) + mine.split("/")[-1]
+        monkeypatch.setattr(SessionClient, "note", at_once)
+        try:
+            run_workers(2, lose)
+        finally:
+            process_name._names[0] = mine
+            monkeypatch.undo()
+        assert members().living == {1, 2, 3}
+        other.kill()
+        other.wait()
+        with counting(elastic)[2]:
+            assert members().living == {1, 4}
+
+
 def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None:
     _, _, first = counting(elastic)
     _, _, second = counting(elastic)
@@ -304,22 +338,43 @@ def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None
         assert elastic.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
 
 
-def test_a_worker_begins_the_run_of_one_that_died_while_it_published(elastic: Run) -> None:
-    elastic.services[0].state.registry.metadata["loop"] = "a Trainer"
+def test_a_worker_begins_the_run_of_one_that_died_while_it_published(
+    elastic: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = SessionClient.note
+
+    def dies(client: SessionClient, name: str, value: Any = None, **more: Any) -> Any:
+        if name == "layout":
+            raise ServerLostError("This worker dies.")
+        return note(client, name, "a Trainer" if name == "loop" else value, **more)
+
+    monkeypatch.setattr(SessionClient, "note", dies)
+    _, _, dead = counting(elastic)
+    dead._loaded = {
+        "epoch": 3,
+        "passes": 3,
+        "data": {},
+        "finished": [],
+        "versions": [0],
+        "servers": (),
+        "algorithm": "ASGD",
+    }
+    with pytest.raises(ServerLostError), dead:
+        pass
+    monkeypatch.undo()
     model, optimizer, asgd = counting(elastic)
-    train_a_pass(asgd, model, optimizer)
+    with asgd, counting(elastic)[2] as late:
+        assert (asgd.epoch, late.epoch) == (0, 0)
+        for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+            step(model, optimizer, numbers)
     assert model.seen.tolist() == [1.0] * SAMPLES
 
 
 def test_a_worker_joins_although_it_cannot_report_dead_ones(elastic: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    note = SessionClient.note
+    def lost(*_: Any) -> None:
+        raise ServerLostError("Server 0 is lost.")
 
-    def lost(client: SessionClient, name: str, *about: Any, **more: Any) -> Any:
-        if name == "processes":
-            raise ServerLostError("Server 0 is lost.")
-        return note(client, name, *about, **more)
-
-    monkeypatch.setattr(SessionClient, "note", lost)
+    monkeypatch.setattr(ElasticFleet, "_report_dead", lost)
     model, optimizer, asgd = counting(elastic)
     train_a_pass(asgd, model, optimizer)
     assert model.seen.tolist() == [1.0] * SAMPLES

@@ -146,6 +146,27 @@ def test_a_signal_is_kept_while_a_worker_joins(fabrics: Callable[..., Any]) -> N
     run.close()
 
 
+def test_a_signal_is_kept_while_a_worker_joins_a_job(fabrics: Callable[..., Any]) -> None:
+    kept = list[Any]()
+    strategy = FabricASGDStrategy(2)
+    connect = strategy._job.connect
+
+    def connecting() -> Any:
+        kept.append(signal.getsignal(signal.SIGTERM))
+        return connect()
+
+    strategy._job.connect = connecting  # type: ignore[method-assign]
+    fabric = fabrics(strategy, devices=1)
+    fabric.launch()
+    handler = signal.getsignal(signal.SIGTERM)
+    counting(fabric)
+    assert kept == [handler]
+    assert handler is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is handler
+    strategy.teardown()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 class Stream(Shards, IterableDataset[Any]):
     """Shards that Fabric takes for a stream."""
 
