@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.nn import Module
 
@@ -68,6 +68,8 @@ class AsyncSGD(LoopControls):
         ...             _ = optimizer.step()
     """
 
+    _in_job: ClassVar[AsyncSGD | None] = None  # the one of this process whose with block has begun
+
     def __init__(
         self,
         module: Module,
@@ -99,7 +101,7 @@ class AsyncSGD(LoopControls):
         self._options = LoopOptions(**{name: value for name, value in given.items() if name in names})
         self._module = module
         self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
-        _check(module, self._listed_optimizers)
+        _check(module, self._listed_optimizers, self._listed_schedulers)
         self._job = TrainingJob.of(self._options)
         self._seed = seed
         self._loaded: Mapping[str, Any] | None = None
@@ -113,9 +115,16 @@ class AsyncSGD(LoopControls):
         """Join, and take the weights and the progress of the other workers."""
         if self._member is not None:
             raise ASGDError("This AsyncSGD is in use already. Expected one with block at a time.")
+        if AsyncSGD._in_job is not None and not self._job.attaches:
+            raise ASGDError(
+                "Another AsyncSGD of this process is in use in the same job. Expected one with block at a time. To "
+                "train several modules together, put them into a torch.nn.ModuleDict, and give all their optimizers."
+            )
         shell = Shell()
         shell.device = next(self._module.parameters()).device
         self._interruptions = interruptions = Interruptions()
+        if not self._job.attaches:
+            AsyncSGD._in_job = self
         self._member = member = LoopMember(self._options, self._job, shell, interruptions)
         try:
             place = surroundings()
@@ -145,6 +154,8 @@ class AsyncSGD(LoopControls):
     def _leave(self, error: BaseException | None) -> None:
         member, interruptions = self._member, self._interruptions
         self._member = self._interruptions = None
+        if AsyncSGD._in_job is self:
+            AsyncSGD._in_job = None
         try:
             if member is not None:
                 member.leave(error)
@@ -223,7 +234,7 @@ def _listed(given: Any) -> Sequence[Any]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _check(module: Module, optimizers: Sequence[Any]) -> None:
+def _check(module: Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
     """Raise a :class:`ConfigurationError` for what cannot be trained, or whose steps cannot be counted."""
     if not isinstance(module, Module) or next(module.parameters(), None) is None:
         raise ConfigurationError(
@@ -234,4 +245,10 @@ def _check(module: Module, optimizers: Sequence[Any]) -> None:
             raise ConfigurationError(
                 f"AsyncSGD was given the optimizer {type(optimizer).__name__}. Expected torch.optim.Optimizer, whose "
                 "step hooks count the steps."
+            )
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "state_dict", None)):
+            raise ConfigurationError(
+                f"AsyncSGD was given the scheduler {type(scheduler).__name__}. Expected one of torch's, whose "
+                "state_dict() a worker that joins later takes over."
             )

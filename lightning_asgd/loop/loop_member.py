@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership
@@ -66,6 +67,7 @@ class LoopMember:
         seed: int,
     ) -> LoopSession:
         """Take the weights and the progress of the others, or bring the first ones; ``loaded`` is a checkpoint."""
+        _check_parameters(module, optimizers)
         config, state, membership = self._options.config, LoopState(seed=seed), self.membership
         if membership is None:
             raise RuntimeError("the worker has not joined")
@@ -112,3 +114,16 @@ class LoopMember:
             log.warning("This worker could not push its last steps before it left.", exc_info=True)
             return False
         return True
+
+
+def _check_parameters(module: Module, optimizers: Sequence[Any]) -> None:
+    """Raise a :class:`ConfigurationError` if an optimizer trains what is not in the module, so is not exchanged."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if others:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} trains {len(others)} parameters that are not in the module, the first one "
+                f"of shape {tuple(others[0].shape)}: they would not be exchanged. Expected the module's parameters "
+                "only. Put all modules that are trained into a torch.nn.ModuleDict, and give that."
+            )

@@ -19,6 +19,7 @@ from lightning_asgd.loop.leased_pass import SharedData, Trainee
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.weight_changes import WeightChanges
 from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
@@ -55,12 +56,13 @@ class LoopSession(Participation, Trainee):
         config, units = options.config, counter_of(options.units)
         super().__init__(module, membership, config, units, measure=False, late_steps=False)
         self._all_optimizers, self._all_schedulers = optimizers, schedulers
-        self.state, self._interruptions = state, interruptions
+        self.state, self._interruptions, self._changes = state, interruptions, WeightChanges(module)
         self.stops = False  # whether this worker is to train no more
         self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
         self._abandoned = False  # whether the program has left the loop of the present pass
         self._exchanges = False  # whether an exchange has begun, and a signal may have ended it half done
         self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
+        self._after_pass = False  # whether some workers may have trained since they have ended a pass together
         self._steps = 0  # when the present batch began
         self._flushes = False  # whether steps with late gradients are taken
         self._counted = False  # whether a batch was counted in units
@@ -94,6 +96,7 @@ class LoopSession(Participation, Trainee):
         synchronizer = super()._enter(start)
         if isinstance(synchronizer, LayerGradients):
             synchronizer.follow(self._all_optimizers)
+        self._changes.note()
         return synchronizer
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -176,6 +179,7 @@ class LoopSession(Participation, Trainee):
             self._whole(self.synchronizer.begin())
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
+            self._changes.note()
 
     def _advance(self) -> None:
         """Between two steps: merge a reply that has arrived, and exchange if that is due."""
@@ -200,6 +204,8 @@ class LoopSession(Participation, Trainee):
                 "other. Expected a dataloader of your own that gives every worker an equal part."
             )
         self.leave_pass()
+        if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
+            self._sync("beginning of a pass", all_have_pushed=False)
         self._follow_growth()
         self._leases.batch = data.batch
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
@@ -211,7 +217,7 @@ class LoopSession(Participation, Trainee):
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
         done, self._present = state.done_of(order, units), (order, units)
         key, step = f"{self._membership.session}/{state.passes}", reference * accumulate
-        self._in_pass = True
+        self._in_pass, self.pass_token = True, object()
         if done == ((0, units),):
             return None
         return data.open(self._leases, Epoch(key, units, (units,), order, done, step, shards), accumulate)
@@ -241,6 +247,7 @@ class LoopSession(Participation, Trainee):
     def _note_batch(self) -> None:
         if not self._noted and not self._leases.end_batch(self.synchronizer.stats.steps):
             self._discard()
+            self._changes.note()
         self._noted = True
 
     def _note_step(self) -> None:
@@ -280,10 +287,12 @@ class LoopSession(Participation, Trainee):
             self._whole(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
         self._in_pass = self._in_batch = False
+        self.pass_token = None
         self._sync("end of a pass", all_have_pushed=trained)
         self.state.end_pass(*self._present)
         if not self.state.in_epoch:
             self.end_epoch()
+        self._after_pass = True
 
     def abandon_pass(self) -> None:
         """Have the next call of the program end the pass; see :meth:`leave_pass`."""
@@ -304,17 +313,29 @@ class LoopSession(Participation, Trainee):
         elif self._run is not None:
             for procedure in (self.synchronizer.flush, self.synchronizer.fetch, self.synchronizer.begin):
                 self._whole(procedure())
+            self._changes.note()
         else:
             raise ConfigurationError(
                 "sync() was called within a pass over batches(). Expected it between two passes: within one, workers "
                 "train different numbers of batches."
             )
 
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether other workers may have taken a step since the end of a pass, with gradients that were left over."""
+        enters = self._collectives.phase is Phase.ENTERING
+        return self._after_pass and self._run is None and not self._membership.alone and not enters
+
+    def _rejoin(self) -> None:
+        super()._rejoin()
+        self._changes.note()
+
     def _sync(self, name: str, *, all_have_pushed: bool) -> None:
         self._interruptions.raise_now()
         if self._run is not None:
             self._run.attachment.update()
         self._enter_late()
+        self._changes.check(self._membership.rank, moved=self.synchronizer.moved)
         self._flushes = True
         run(self.synchronizer.flush())
         self._flushes = False
@@ -325,6 +346,8 @@ class LoopSession(Participation, Trainee):
         self.stops |= any(report.should_stop for report in met.values())
         if any(report.grown for report in met.values()):
             self.set_up_again()
+        self._after_pass = False
+        self._changes.note()
 
     def _enter_late(self) -> None:
         if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
@@ -341,7 +364,7 @@ class LoopSession(Participation, Trainee):
         """An epoch has ended: agree on whether training does, and publish where it is."""
         self.leave_pass()
         self.state.end_epoch()
-        if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before:
+        if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before or self._is_uneven:
             self._sync("end of an epoch", all_have_pushed=False)
         self._passes_before = self.state.passes
         self.stops = self._membership.agree_to_stop(self.stops, self._progress)

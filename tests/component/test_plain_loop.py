@@ -599,6 +599,63 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         elastic.worker(3, optimizer)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_steps_of_an_optimizer_that_was_not_given_are_reported(
+    elastic: Run, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, asgd = counting(elastic)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    with asgd:
+        for stepping, expected in ((optimizer, False), (other, True), (optimizer, False)):
+            caplog.clear()
+            for (numbers,) in DataLoader(numbered(6), 2) if own else asgd.batches(numbered(6), batch_size=2):
+                step(model, stepping, numbers)
+            asgd.sync()
+            assert ("none of the optimizers that it exchanges for has taken a step" in caplog.text) == expected
+
+
+def test_what_would_not_be_exchanged_is_refused(elastic: Run) -> None:
+    model, other = Counts(3), nn.Linear(2, 1)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0)
+    with (
+        pytest.raises(ConfigurationError, match=r"^SGD trains 2 parameters that are not .*\(1, 2\).*ModuleDict"),
+        elastic.worker(model, both),
+    ):
+        pass
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the scheduler int\. Expected one of torch's"):
+        elastic.worker(model, torch.optim.SGD(model.parameters(), lr=1.0), schedulers=5)
+
+
+@pytest.mark.parametrize("how", ["both", "after its epoch"])
+def test_a_pass_that_another_one_has_ended_is_not_continued(elastic: Run, how: str) -> None:
+    model, optimizer, asgd = counting(elastic)
+
+    def train() -> None:
+        first, second = (asgd.batches(numbered(SAMPLES), batch_size=3) for _ in range(2))
+        if how == "both":
+            for (numbers,), _ in zip(first, second, strict=True):
+                step(model, optimizer, numbers)
+        batches = iter(first)
+        for _ in asgd.epochs(2):
+            step(model, optimizer, *next(batches))
+
+    with asgd, pytest.raises(ConfigurationError, match=r"^A pass over batches\(\) was continued after .*StackDataset"):
+        train()
+
+
+def test_a_job_has_one_worker_in_a_process() -> None:
+    jobs, model = (Run(elastic=False), Run(elastic=False)), Counts(3)
+    first, second = (job.alone(model, torch.optim.SGD(model.parameters(), lr=1.0)) for job in jobs)
+    with first:
+        with pytest.raises(ASGDError, match=r"^Another AsyncSGD of this process is in use .*ModuleDict"), second:
+            pass
+        first.sync()
+    with second:
+        second.sync()
+    for job in jobs:
+        job.close()
+
+
 # ---------------------------------------------------------------------- data with shards
 
 

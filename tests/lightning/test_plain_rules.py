@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from lightning_asgd import AsyncSGD
-from lightning_asgd.algorithms import LayerWise
+from lightning_asgd.algorithms import ASGD, LayerWise
+from tests.helpers.plain import Counts, numbered
 from tests.lightning.test_runs import to_file
 
 STEPS, BATCH = 8, 6
@@ -100,7 +101,7 @@ def by_tokens(rank: int | None = None) -> float:
     """A weight that is trained on texts of different lengths, with a mean over tokens as loss."""
     weight = nn.Linear(1, 1, bias=False)
     nn.init.ones_(weight.weight)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.01)
     texts = [torch.full((length, 1), float(length)) for length in LENGTHS]
 
     def train(text: torch.Tensor, count: Callable[[Any], None]) -> None:
@@ -170,6 +171,25 @@ def unfrozen(rank: int) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+def with_a_rest(rank: int) -> list[float]:
+    """How often each sample was trained, with steps of four batches, and a step for the rest after each pass."""
+    model = Counts(62)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with AsyncSGD(model, optimizer, nsync=1, algorithm=ASGD("sum")) as asgd:
+        for epoch in range(3):
+            waiting = 0
+            for (numbers,) in asgd.batches(numbered(62), batch_size=(2, 3)[rank], accumulate=4):
+                model(numbers).backward()
+                waiting = (waiting + 1) % 4
+                if not waiting:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if waiting or epoch == rank:  # on one worker at least
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.seen.tolist()
+
+
 def member(folder: Path, rank: int, port: int) -> None:
     """A worker of several jobs, one after the other."""
     to_file(folder / f"{rank}.log")
@@ -177,6 +197,7 @@ def member(folder: Path, rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     found = {way.__name__: trained(way, rank, algorithm=LayerWise()) for way in WAYS}
     found |= {"tokens": by_tokens(rank), "period": long_period(rank), "late": late(rank), "unfrozen": unfrozen(rank)}
+    found["rest"] = with_a_rest(rank)
     torch.save(found, folder / str(rank))
 
 
@@ -200,4 +221,5 @@ def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, main
         assert mine[way.__name__] == pytest.approx(trained(way), abs=1e-5), way.__name__
     assert mine["tokens"] == pytest.approx(by_tokens(), abs=1e-6)
     assert mine["period"] == 4
+    assert mine["rest"] == [3.0] * 62
     assert mine == theirs
