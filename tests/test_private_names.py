@@ -57,7 +57,7 @@ TORCH: dict[str, set[str]] = {
     "_starting_state_dict": {"streams.hugging_face"},
     "dataset._state_dict": {"streams.random_access"},
     # the end of a backward pass, as DDP and FSDP learn of it
-    "_execution_engine": {"worker.layer_gradients"},
+    "_execution_engine": {"worker.program_gradients"},
     # processes
     "_prctl_pr_set_pdeathsig": {"adapter.process_launcher"},
     # torch.distributed

@@ -84,8 +84,8 @@ TOOLS = {
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
 # 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams refuse by name.
 # 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.
-# 100 of the core are what plain loops refuse or warn of: passes side by side, foreign optimizers, two in one job.
-LINES = {"core": 30_035, "engines": 1_097, "tools": 8_256}
+# 195 of the core are what plain loops refuse or warn of, and what grows in them: passes side by side, two in one job.
+LINES = {"core": 30_130, "engines": 1_097, "tools": 8_256}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,9 +25,9 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.layer_gradients import LayerGradients
+from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.synchronizer import Synchronizer, Waits, run
-from lightning_asgd.worker.worker_setup import Start, make_identical, named_state
+from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["LoopSession"]
 
@@ -64,14 +65,14 @@ class LoopSession(Participation, Trainee):
         self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
         self._after_pass = False  # whether some workers may have trained since they have ended a pass together
         self._steps = 0  # when the present batch began
-        self._flushes = False  # whether steps with late gradients are taken
-        self._counted = False  # whether a batch was counted in units
+        self._flushes = self._counted = False  # whether steps with late gradients are taken; a batch was counted
         if membership.entry is not None:
             state.follow(membership.entry.progress, optimizers, schedulers)
         self._passes_before = state.passes  # when the present epoch began
         workers = membership.rank_and_size[1]
         rule = config.algorithm
         rule.check(Run(workers, 1, config.npush, tuple(optimizers), "32-true"))
+        self._training = replace(self._training, closures=False)
         self.synchronizer = self._set_up(state.versions)
         if state.servers and (self._run is not None or membership.is_chief):
             self.synchronizer.restore(state.servers)
@@ -92,17 +93,10 @@ class LoopSession(Participation, Trainee):
     def _progress(self) -> dict[str, Any]:
         return self.state.progress(self._all_optimizers, self._all_schedulers)
 
-    def _enter(self, start: Start) -> Synchronizer:
-        synchronizer = super()._enter(start)
-        if isinstance(synchronizer, LayerGradients):
-            synchronizer.follow(self._all_optimizers)
-        self._changes.note()
-        return synchronizer
-
     def accumulating(self) -> AbstractContextManager[None]:
         """Backward passes within it are followed by another one before the optimizer steps."""
         layers = self.synchronizer
-        return layers.accumulating() if isinstance(layers, LayerGradients) else nullcontext()
+        return layers.accumulating() if isinstance(layers, ProgramGradients) else nullcontext()
 
     def _warn(self, message: str) -> None:
         if self._membership.is_chief:
@@ -132,15 +126,17 @@ class LoopSession(Participation, Trainee):
 
     # ------------------------------------------------------------------ steps
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to take a step, for a batch of ours or of the program's own data."""
         if self._flushes:
-            return
+            return None
         if self._abandoned:
             self.leave_pass()
         if not self._in_batch:
             self._enter_interval()
             self._check_counted()
+        layers = self.synchronizer
+        return layers.before_step(optimizer, args, kwargs) if isinstance(layers, ProgramGradients) else None
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has taken a step."""
@@ -326,6 +322,11 @@ class LoopSession(Participation, Trainee):
         enters = self._collectives.phase is Phase.ENTERING
         return self._after_pass and self._run is None and not self._membership.alone and not enters
 
+    def _set_up(self, versions: list[int] | None) -> Synchronizer:
+        synchronizer = super()._set_up(versions)
+        self._changes.note()
+        return synchronizer
+
     def _rejoin(self) -> None:
         super()._rejoin()
         self._changes.note()
@@ -344,7 +345,14 @@ class LoopSession(Participation, Trainee):
         mine = SyncReport(self.synchronizer.moved, self.stops, self._has_grown(), [], None, None, None, trained, False)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.stops |= any(report.should_stop for report in met.values())
-        if any(report.grown for report in met.values()):
+        grown = {worker for worker, report in met.items() if report.grown}
+        if grown and grown != met.keys():
+            raise ConfigurationError(
+                f"Parameters were unfrozen on workers {sorted(grown)}, not on {sorted(met.keys() - grown)}. Expected "
+                "the same on all: unfreeze them between two passes or epochs, since workers train different numbers of "
+                "batches."
+            )
+        if grown:
             self.set_up_again()
         self._after_pass = False
         self._changes.note()

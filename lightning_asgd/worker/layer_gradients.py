@@ -7,19 +7,13 @@ If no code reads gradients between backward and the optimizer's step, a layer's 
 layer's next forward instead of in the step. The optimizer then steps this layer alone, with the learning rate and other
 settings of that moment. The bits are the same: torch's optimizers skip parameters without a gradient, and treat each
 parameter by itself.
-
-A loop of the program's own calls backward itself, perhaps several times in a step, and may read gradients before the
-step. There, without a delay, means are in their places at the end of each backward, as DDP's are. Of several backwards
-that are accumulated each adds its mean; see :meth:`LayerGradients.follow`. With a delay, gradients are sent and
-replaced when the optimizer steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +23,6 @@ from torch.futures import Future
 from torch.nn import Module, Parameter
 
 from lightning_asgd.algorithms import LayerWise
-from lightning_asgd.errors import ASGDError
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import LayerGradient
 from lightning_asgd.stats import ExchangeStats
@@ -106,6 +99,7 @@ class LayerGradients(Synchronizer):
 
     versions: Sequence[int] = ()
     moved = False
+    _may_have_no_step = False  # between two sync points, where other workers have some
 
     def __init__(
         self,
@@ -139,9 +133,6 @@ class LayerGradients(Synchronizer):
         self._called: set[int] | None = None if training.late_steps else set()
         self._forwards: set[int] = set()
         self._handles: list[Any] = []
-        self._follows = False  # whether gradients are averaged at the end of a backward
-        self._averaged = False  # whether they were, since the latest step
-        self._accumulates = self._flushes = False
 
     def wrap(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Send gradients while the closure's backward makes them; the optimizer gets those of ``delay`` steps ago."""
@@ -170,69 +161,6 @@ class LayerGradients(Synchronizer):
 
         return exchanged
 
-    def follow(self, optimizers: Sequence[Any]) -> None:
-        """Do by hooks what :meth:`wrap` does, for a program that gives its optimizers no closures.
-
-        All workers call backward equally often between two sync points.
-        """
-        self._plan(optimizers[0])
-        self._follows = not self._delay
-        self._handles += [each.register_step_pre_hook(self._before_step) for each in optimizers]
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Send nothing within it: the backward after it sends the sums."""
-        before, self._accumulates = self._accumulates, True
-        try:
-            yield
-        finally:
-            self._accumulates = before
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """A program's optimizer steps: replace its gradients, unless a backward has done so."""
-        if self._flushes:
-            return None
-        if self._follows:
-            if self._now is not None:
-                raise ASGDError(
-                    "An optimizer steps after a backward pass that has raised an exception. Expected the program to "
-                    "end with it: other workers wait for this one's gradients of that pass."
-                )
-            averaged, self._averaged = self._averaged, False
-            if not averaged and not _closure_of(args, kwargs):  # gradients of torch.autograd.grad, for instance
-                mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                self._average(_Step(optimizer, [b for b in self._bundles if id(b.parameters[0]) in mine]))
-            return None
-        closure = _closure_of(args, kwargs)
-        wrapped = self.wrap(optimizer, closure or (lambda: None))
-        if closure is not None:
-            return (optimizer, wrapped), {}
-        wrapped()
-        return None
-
-    def _average(self, step: _Step) -> None:
-        """Put the means into the parameters at the end of a backward; what no worker has a gradient of keeps none."""
-        for bundle in step.bundles:
-            if bundle.number not in step.futures:
-                self._send(step, bundle)
-        self._step += 1
-        for bundle in step.bundles:
-            for index in bundle.layers:
-                self._put(index, step.futures[bundle.number], keeps_none=True)
-
-    def _begin_backward(self) -> _Step:
-        """The first gradient of a backward exists."""
-        step = _Step(None, self._bundles)
-        for bundle in step.bundles:
-            bundle.ready.clear()
-
-        def end() -> None:
-            self._average(step)
-            self._now, self._averaged = None, True
-
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        return step
-
     def _plan(self, optimizer: Any) -> None:
         """Make the bundles, now that the optimizers exist."""
         exchanged = {spec.name for spec in self.layout.tensors}
@@ -254,15 +182,13 @@ class LayerGradients(Synchronizer):
     def flush(self) -> Waits:
         """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
-        self._flushes = True
         for step in [step for waiting in self._in_flight.values() for step in waiting]:
             self._use(step, keeps_none=False)
             self._late_steps.prepare(step.optimizer)
             step.optimizer.step()
             step.optimizer.zero_grad()
-        self._flushes = False
         self._in_flight.clear()
-        if self.moved or self._handles:  # a worker of a plain loop may have no step between two sync points
+        if self.moved or self._may_have_no_step:
             for server in self._connection.servers:
                 self._connection.result(server, self._post(server, 0, -1, None))
         self._phase += 1
@@ -293,11 +219,13 @@ class LayerGradients(Synchronizer):
         for handle in self._handles:
             handle.remove()
 
+    def _present_step(self) -> _Step | None:
+        """The step whose backward runs; None if its gradients are not sent now."""
+        return self._now
+
     def _hook(self, bundle: _Bundle) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
-            if self._follows and self._now is None and not self._accumulates:
-                self._now = self._begin_backward()
-            step = self._now
+            step = self._present_step()
             if step is None or bundle not in step.bundles or bundle.number in step.futures:
                 return  # accumulated over several batches, of which this is not the last; or of another optimizer
             bundle.ready.add(id(parameter))
@@ -414,11 +342,6 @@ def _bundled(layers: Sequence[Layer], piece_bytes: int) -> list[_Bundle]:
         made[-1].parameters += layer.parameters
         size += sum(p.nbytes for p in layer.parameters)
     return made
-
-
-def _closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure that a step hook's optimizer was given, or None."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _by_parameter(optimizer: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from lightning_asgd import AsyncSGD
 from lightning_asgd.algorithms import ASGD, LayerWise
+from lightning_asgd.errors import ASGDError, ConfigurationError
 from tests.helpers.plain import Counts, numbered
 from tests.lightning.test_runs import to_file
 
@@ -171,6 +172,56 @@ def unfrozen(rank: int) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+def grown(rank: int, how: str) -> list[float]:
+    """Layer-wise weights between two sync points, after a layer was unfrozen, or was given to the optimizer."""
+    torch.manual_seed(6 + rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(how == "given")
+    optimizer = torch.optim.SGD(model.parameters() if how == "unfrozen" else model[1].parameters(), lr=0.1)
+    with AsyncSGD(model, optimizer, algorithm=LayerWise()) as asgd:
+        for epoch in asgd.epochs(3):
+            if epoch == 1 and how == "unfrozen":
+                model[0].requires_grad_(requires_grad=True)
+            if epoch == 1 and how == "given":
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(4, 2)).square().sum().backward()
+                optimizer.step()
+            weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return weights
+
+
+def unfrozen_within_a_pass(rank: int) -> str:
+    """The error where a worker has unfrozen a layer, and the other has not."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    asgd = AsyncSGD(model, optimizer, nsync=1)
+
+    def train() -> None:
+        for (x,) in asgd.batches(data, batch_size=1):
+            model[0].requires_grad_(rank == 1)
+            model(x).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigurationError) as error, asgd:
+        train()
+    return str(error.value)
+
+
+def with_a_step_in_backward(rank: int) -> str:
+    """The error where an optimizer steps in a hook of backward."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(ASGDError) as error, AsyncSGD(model, optimizer, algorithm=LayerWise()):
+        model(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+    return str(error.value)
+
+
 def with_a_rest(rank: int) -> list[float]:
     """How often each sample was trained, with steps of four batches, and a step for the rest after each pass."""
     model = Counts(62)
@@ -196,8 +247,10 @@ def member(folder: Path, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     found = {way.__name__: trained(way, rank, algorithm=LayerWise()) for way in WAYS}
-    found |= {"tokens": by_tokens(rank), "period": long_period(rank), "late": late(rank), "unfrozen": unfrozen(rank)}
+    found |= {"tokens": by_tokens(rank), "period": long_period(rank), "late": late(rank), "epoch": unfrozen(rank)}
     found["rest"] = with_a_rest(rank)
+    found |= {how: grown(rank, how) for how in ("unfrozen", "given")}
+    found |= {"within": unfrozen_within_a_pass(rank), "step": with_a_step_in_backward(rank)}
     torch.save(found, folder / str(rank))
 
 
@@ -221,5 +274,7 @@ def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, main
         assert mine[way.__name__] == pytest.approx(trained(way), abs=1e-5), way.__name__
     assert mine["tokens"] == pytest.approx(by_tokens(), abs=1e-6)
     assert mine["period"] == 4
+    assert mine["within"].startswith("Parameters were unfrozen on workers [1], not on [0]. Expected the same on all")
+    assert mine["step"].startswith("An optimizer steps within a backward pass, or after one that has raised")
     assert mine["rest"] == [3.0] * 62
     assert mine == theirs
