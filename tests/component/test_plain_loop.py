@@ -643,6 +643,24 @@ def test_a_pass_that_another_one_has_ended_is_not_continued(elastic: Run, how: s
         train()
 
 
+def test_a_run_refuses_parameters_that_are_unfrozen(elastic: Run) -> None:
+    model = nn.ModuleList([Counts(SAMPLES), Counts(SAMPLES)])
+    model[1].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asgd = elastic.worker(model, optimizer)
+
+    def train() -> None:
+        for _ in asgd.epochs(2):
+            for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+                optimizer.zero_grad()
+                model[0](numbers).backward()
+                optimizer.step()
+            model[1].requires_grad_(requires_grad=True)
+
+    with pytest.raises(ConfigurationError, match=r"parameters unfrozen, during fit in an elastic run\. Expected"), asgd:
+        train()
+
+
 def test_a_job_has_one_worker_in_a_process() -> None:
     jobs, model = (Run(elastic=False), Run(elastic=False)), Counts(3)
     first, second = (job.alone(model, torch.optim.SGD(model.parameters(), lr=1.0)) for job in jobs)

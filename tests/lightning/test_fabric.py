@@ -223,6 +223,20 @@ def test_weights_that_are_loaded_go_to_the_servers(fabrics: Callable[..., Any], 
     assert model.seen.sum() == 30 + SAMPLES
 
 
+def test_no_layer_gradient_leaves_where_backwards_are_accumulated(fabrics: Callable[..., Any]) -> None:
+    fabric = fabrics(FabricASGDStrategy(algorithm="layerwise"), devices=1)
+    fabric.launch()
+    model, optimizer = counting(fabric)
+    sent = []
+    for accumulates in (True, True, False):
+        with fabric.no_backward_sync(model, enabled=accumulates):
+            fabric.backward(model(torch.tensor([3])))
+        sent.append(fabric.strategy.stats.bytes_pushed > 0)
+    optimizer.step()
+    assert sent == [False, False, True]
+    assert model.seen[3] == 3.0
+
+
 def test_mixed_precision(fabrics: Callable[..., Any]) -> None:
     fabric = fabrics(FabricASGDStrategy(2), devices=1, precision="bf16-mixed")
     fabric.launch()
