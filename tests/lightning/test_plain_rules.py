@@ -254,6 +254,39 @@ def member(folder: Path, rank: int, port: int) -> None:
     torch.save(found, folder / str(rank))
 
 
+def killed(folder: Path, rank: int, port: int) -> None:
+    """A worker of a job with layer-wise gradients; that of rank 1 ends before the others."""
+    to_file(folder / f"{rank}.log")
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with AsyncSGD(layer, optimizer, algorithm=LayerWise()) as asgd:
+        for step in range(STEPS):
+            layer(torch.ones(1, 2)).sum().backward()
+            if rank == 1 and step == 3:
+                os._exit(1)
+            optimizer.step()
+        assert asgd.stats.steps == STEPS
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
+    """No process has started the workers that would report it, and none sends heartbeats."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = [mains(target=killed, args=(tmp_path, rank, port)) for rank in (0, 1)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker, code in zip(workers, (0, 1), strict=True):
+            worker.join(30)
+            assert worker.exitcode == code, "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
 @pytest.mark.timeout(120)
 def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, mains: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
