@@ -240,6 +240,8 @@ def _check(module: Module, optimizers: Sequence[Any], schedulers: Sequence[Any])
         raise ConfigurationError(
             f"AsyncSGD was given {type(module).__name__}. Expected a torch.nn.Module with weights."
         )
+    if not optimizers:
+        raise ConfigurationError("AsyncSGD was given no optimizer. Expected at least one: its steps are counted.")
     for optimizer in optimizers:
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ConfigurationError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.config import positive_int
 from lightning_asgd.loop.leased_pass import LeasedPass, SharedData, share
 from lightning_asgd.loop.loop_session import LoopSession
 
@@ -56,8 +56,7 @@ class LoopControls:
 
     def _pass_over(self, data: Any, accumulate: int, options: dict[str, Any]) -> LeasedPass:
         session = self._in_use
-        if accumulate < 1:
-            raise ConfigurationError(f"accumulate={accumulate!r}. Expected a whole number of at least 1.")
+        positive_int("accumulate", accumulate)
         if self._data is None or self._data.data is not data or self._data.options != options:
             self._close_data()
             self._data = share(data, options, session.state.seed)

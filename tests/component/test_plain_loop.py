@@ -573,8 +573,9 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
             asgd.batches(DataLoader(numbered(3)), batch_size=2)
         with pytest.raises(ConfigurationError, match=r"batch_size=None\. Expected a torch DataLoader"):
             asgd.batches(DataLoader(numbered(3), batch_size=None))
-        with pytest.raises(ConfigurationError, match=r"^accumulate=0\. Expected"):
-            asgd.batches(numbered(3), accumulate=0)
+        for accumulate in (0, "2", 1.5):
+            with pytest.raises(ConfigurationError, match=rf"^accumulate={accumulate!r}\. Expected"):
+                asgd.batches(numbered(3), accumulate=accumulate)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match=r"without a batch\. Expected"):
             list(asgd.batches(numbered(3), batch_size=5, drop_last=True))
         with pytest.raises(ASGDError, match=r"in use already\. Expected"), asgd:
@@ -595,6 +596,8 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         AsyncSGD(model, optimizer, units="words")
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the optimizer int\. Expected torch"):
         elastic.worker(model, 3)
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given no optimizer\. Expected at least one"):
+        elastic.worker(model, [])
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
         elastic.worker(3, optimizer)  # type: ignore[arg-type]
 
