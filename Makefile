@@ -116,7 +116,7 @@ compatibility: $(VENV)/.installed-dev ## write docs/compatibility.md from the co
 	@$(RUN) -m tests.conformance.page
 	@$(RUN) -m pytest tests/conformance -m ""
 
-gpu: $(VENV)/.installed-dev ## what needs an accelerator, in ten minutes: tests, speed, memory, a trace; writes results/gpu.md
+gpu: $(VENV)/.installed-dev ## what needs an accelerator, in a quarter of an hour: tests, speed, memory, a trace; writes results/gpu.md
 	@$(RUN) benchmarks/gpu.py
 
 memory: $(VENV)/.installed-examples ## memory of workers and servers

@@ -270,16 +270,28 @@ def train(
     options: dict[str, Any] = {"devices": 1}
     if system.kind in TOGETHER:
         options = {"devices": scenario.workers // nodes, "num_nodes": nodes, "strategy": "ddp"}
-    options["accelerator"] = scenario.accelerator
+    options["accelerator"] = _accelerator(scenario, options["devices"])
     options |= strategy_of(scenario, system)
     # More than the fastest machine gets through, so that nobody reaches the end of the epoch.
-    samples = int(10_000 * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
+    at_most = 10_000 if scenario.accelerator == "cpu" else 60_000  # samples/s of a worker
+    samples = int(at_most * (scenario.seconds + WARM_UP_S + 2)) * scenario.workers
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
     module = build_module(scenario.params, scenario.network, scenario.slowness, rank)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
     before, after = clock.figures
     moved = {key: after[key] - before[key] for key in after}
     return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+
+
+def _accelerator(scenario: Scenario, devices: int) -> Any:
+    """A Trainer's argument. More workers than the machine has CUDA devices share the first one."""
+    import torch
+
+    if scenario.accelerator != "cuda" or devices <= torch.cuda.device_count():
+        return scenario.accelerator
+    from shared_device import SharedCUDA
+
+    return SharedCUDA()
 
 
 def strategy_of(scenario: Scenario, system: System) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
+from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression, find_compression
 from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, server_address
 from lightning_asgd.errors import ConfigurationError
@@ -69,6 +70,8 @@ class ExchangeConfig:
     """Code of what goes over the network."""
     snapshot_every_s: float = 60.0
     """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
+    offload: bool = False
+    """Keep in host memory what exchanges need of a module that is on a device."""
 
     @property
     def algorithm_name(self) -> str:
@@ -99,6 +102,7 @@ class ExchangeConfig:
         timeouts: Timeouts | None = None,
         compression: Any = None,
         snapshot_every_s: Any = 60.0,
+        offload: Any = False,
     ) -> ExchangeConfig:
         """Check what a user gave.
 
@@ -113,6 +117,7 @@ class ExchangeConfig:
             timeouts: None means the defaults.
             compression: a compression or its name; None for none.
             snapshot_every_s: see the attribute.
+            offload: see the attribute.
 
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
@@ -123,8 +128,7 @@ class ExchangeConfig:
         nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
-        if timeouts is not None and not isinstance(timeouts, Timeouts):
-            raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
+        _check_others(timeouts, offload, rule)
         code = find_compression(compression)
         if code is not None and not rule.compressible:
             raise ConfigurationError(
@@ -143,6 +147,7 @@ class ExchangeConfig:
             timeouts=timeouts or Timeouts(),
             compression=code,
             snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
+            offload=offload,
         )
 
 
@@ -155,6 +160,16 @@ def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
         raise ConfigurationError(
             f"nsync='restarted' was given with the algorithm {type(rule).__name__}. Expected algorithm='local_sgd': "
             "the rule holds where all workers continue from the mean of their weights."
+        )
+
+
+def _check_others(timeouts: Any, offload: Any, rule: Algorithm) -> None:
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
+    if not isinstance(offload, bool) or (offload and rule.payload not in (Payload.DELTA, Payload.WEIGHTS)):
+        raise ConfigurationError(
+            f"offload={offload!r} was given with {type(rule).__name__}. Expected False, or True with an algorithm "
+            "whose workers push differences or weights, such as ASGD: sums of gradients stay on the device."
         )
 
 

@@ -29,10 +29,12 @@ from lightning_asgd.validation import at_least, whole
 
 __all__ = [
     "WORKER_VECTORS",
+    "IslandMemory",
     "Job",
     "cycle_s",
     "efficiency",
     "hidden_nsync",
+    "island_memory",
     "largest_overhead_ratio",
     "least_servers",
     "overhead_ratio",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 WORKER_VECTORS = 3  # base, wire, and what was fetched last: docs/architecture.md, "Memory"
+STAGED_BYTES = 1 << 26  # on the device with offload, at most
 _ROUNDING = 1e-9  # of quotients that are whole numbers but for floating point
 
 
@@ -225,6 +228,48 @@ def worker_memory_bytes(job: Job) -> float:
 def server_memory_bytes(job: Job) -> float:
     """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is in flight."""
     return (1 + job.workers) * job.parameter_bytes / job.servers
+
+
+@dataclass(frozen=True)
+class IslandMemory:
+    """Bytes that one process of an island needs, activations not counted.
+
+    Attributes:
+        training: weights, gradients and the optimizer's state, on the device.
+        exchange: what exchanges need on the device.
+        staged: the same with ``offload``.
+        host: what exchanges need of the host's memory.
+        host_offload: the same with ``offload``.
+    """
+
+    training: float
+    exchange: float
+    staged: float
+    host: float
+    host_offload: float
+
+
+def island_memory(
+    parameters: float, devices: int, *, bytes_per_parameter: int = 4, state_vectors: int = 2
+) -> IslandMemory:
+    """Memory of a process where FSDP2 divides a model among the devices of an island, by counting vectors.
+
+    Args:
+        parameters: of the whole model.
+        devices: of the island.
+        bytes_per_parameter: 4 for float32.
+        state_vectors: vectors of the optimizer's state: 2 for Adam, 1 for momentum.
+    """
+    at_least("parameters", parameters, 0, above=True, finite=True)
+    whole("devices", devices)
+    vector = parameters * bytes_per_parameter / devices
+    return IslandMemory(
+        training=(2 + state_vectors) * vector,
+        exchange=2 * vector,  # the base, and the weights that arrive until they are merged
+        staged=min(STAGED_BYTES, 2 * vector),
+        host=2 * vector,  # the update, and the weights that arrive
+        host_offload=3 * vector,
+    )
 
 
 def overhead_ratio(job: Job) -> float:

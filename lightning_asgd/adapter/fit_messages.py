@@ -62,7 +62,7 @@ class FitMessages:
             tree = tree_of(trainer)
             tree.say(start_line(workers, servers, membership.transport, what, self._folder))
             if workers == 1:
-                tree.say(FIRST if membership.comes_and_goes else ALONE)
+                tree.say(FIRST if membership.others_may_join else ALONE)
             if (advice := rate_advice(workers, self._config.algorithm, trainer.optimizers)) is not None:
                 tree.say(advice)
 

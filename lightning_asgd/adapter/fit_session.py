@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.sync_point import all_together
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.worker.synchronizer import Skipped, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
@@ -183,11 +184,23 @@ class FitSession(Participation):
         if self._units.name:
             self._units.begin(batch)
 
-    def after_step(self) -> None:
-        """An optimizer has taken its step."""
+    @contextlib.contextmanager
+    def step_of(self, optimizer: Any) -> Iterator[None]:
+        """An optimizer takes a step inside, unless Lightning's GradScaler skips it."""
+        hook, taken = None, [False]  # whether steps were skipped; left empty by a step that is not taken
+        scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        if scaled and hasattr(optimizer, "register_step_post_hook"):
+            taken = []  # a fused optimizer decides on the device
+            hook = optimizer.register_step_post_hook(lambda *_: taken.append(getattr(optimizer, "found_inf", False)))
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+        skipped: Skipped = taken[-1] if taken else True
         if self._units.name:
             self._units.step()
-        self.synchronizer.count_step()
+        self.synchronizer.count_step(skipped)
         if self._module.automatic_optimization:
             self.data.after_batch(self.synchronizer, self._discard)
 

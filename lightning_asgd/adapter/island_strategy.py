@@ -1,19 +1,23 @@
 """``ASGDStrategy(island=...)``: Lightning's own strategy trains in lock-step inside, and islands exchange outside.
 
-An island is a Trainer with several devices that attaches to an elastic run as one worker. Inside, the process group,
-the wrappers and the collectives are those of Lightning's strategy. After every step the island counts as a worker does.
+An island is a Trainer with several devices that attaches to an elastic run as one worker, or a part of the devices of
+one Trainer, which hosts the run itself. Inside, the process group, the wrappers and the collectives are those of
+Lightning's strategy. After every step the island counts as a worker does.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import Resumption
-from lightning_asgd.adapter.class_trees import Tree, tree_of
+from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
+from lightning_asgd.adapter.island_division import Division, size_of_islands
 from lightning_asgd.adapter.island_session import IslandSession
+from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.trainer_shell import TrainerShell
 from lightning_asgd.adapter.unattached import Takeable
@@ -21,6 +25,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.loop.batch_units import counter_of
+from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.worker.connection import GRACE_S
@@ -36,26 +41,30 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
     Raises a :class:`ConfigurationError` if it was given anything but one of the tree's strategies for islands.
     """
     inside = strategy.options.island
-    if inside == "ddp":
+    if inside == "ddp" or isinstance(inside, int):
         inside = tree.DDPStrategy(**{**strategy._given, "accelerator": accelerator})
     base = type(inside).__name__
     if base not in _INSIDE or not isinstance(inside, getattr(tree, base)):
         raise ConfigurationError(
-            f"island={strategy.options.island!r} was given to a Trainer of {tree.package}. Expected 'ddp', or a "
-            f"{' or '.join(_INSIDE)} of {tree.package}.strategies."
+            f"island={strategy.options.island!r} was given to a Trainer of {tree.package}. Expected 'ddp', a "
+            f"number of devices, or a {' or '.join(_INSIDE)} of {tree.package}.strategies."
         )
     strategy.__class__ = tree.derive(IslandStrategy, base)
     vars(strategy).update(vars(inside))
+    strategy._inside, strategy.tree, strategy._division = inside, tree, None
     strategy._resume = Resumption()  # another Trainer may have used the strategy and read a checkpoint
     private_names.accelerator.set_of(strategy, accelerator)
 
 
-class IslandStrategy(private_names.RestoringHooks, Takeable):
+class IslandStrategy(private_names.CommonHooks, Takeable):
     """One process of an island; see :class:`~lightning_asgd.ASGDStrategy`. Extends Lightning's strategy inside it."""
 
     strategy_name = "asgd"
+    tree: Tree
     _job: TrainingJob
+    _inside: Any
     _resume: Resumption
+    _division: Division | None = None  # of a Trainer that hosts the run itself
     _group: IslandGroup | None = None
     _membership: IslandFleet | None = None
     fit_session: IslandSession | None = None
@@ -69,7 +78,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, saved or in another process: without this process's session."""
-        state = private_names.StrategyHooks.__getstate__(self)  # type: ignore[arg-type]
+        state = private_names.CommonHooks.__getstate__(self)
         return {**state, "_group": None, "_membership": None, "fit_session": None, "_undo": ()}
 
     @property
@@ -81,38 +90,82 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
     @property
     def is_global_zero(self) -> bool:
         """Whether this is the first process of the island that logs and writes checkpoints."""
-        if self._membership is None:
-            return bool(self.global_rank == 0)  # type: ignore[attr-defined]
-        return self._membership.is_chief
+        if self._membership is not None:
+            return self._membership.is_chief
+        first = self._division is None or self._division.is_first
+        return first and bool(self.global_rank == 0)  # type: ignore[attr-defined]
 
     def announce(self) -> None:
         """Nothing: torch's process group is the island's."""
 
     # ------------------------------------------------------------------ starting and stopping
 
+    def _make_launcher(self) -> Any:
+        """The launcher of a Trainer that hosts the run itself; None where Lightning's own was made."""
+        mine: Any = self
+        size = size_of_islands(self.options.island, self._inside, mine.num_processes)
+        if self.options.server is not None:
+            if isinstance(self.options.island, int) and size != mine.num_processes * mine.num_nodes:
+                raise ConfigurationError(
+                    f"island={size} was given with server=... to a Trainer with devices={mine.num_processes} and "
+                    f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
+                )
+            self.make_lightnings_launcher()
+            return None
+        config = self.options.config
+        run = HostedRun(self._job.number, self.options.num_servers, self.options.transport, config.timeouts.start_s)
+        environment = mine.cluster_environment
+        self._division = Division(run, size, environment, mine.parallel_devices, mine.num_nodes)
+        launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
+        return launcher(run, environment, mine.num_processes, mine.num_nodes)
+
+    def check_trainer(self, trainer: Any) -> None:
+        """Raise if the Trainer's release of Lightning lacks a name that is used. Called before anything is started."""
+        self.tree.check_trainer(trainer, leases=True)
+        if self._division is not None:
+            self._division.run.fits = self._is_fitting(trainer)
+
+    def _is_fitting(self, trainer: Any) -> bool:
+        return bool(private_names.called_method(trainer) == self.tree.TrainerFn.FITTING)
+
     def setup_environment(self) -> None:
         """Make the island's process group, and attach to the run."""
-        super().setup_environment()  # type: ignore[misc]
         mine: Any = self
         trainer = mine.lightning_module.trainer
-        tree = tree_of(trainer)
-        tree.check_trainer(trainer, leases=True)
+        if self._division is None:
+            super().setup_environment()  # type: ignore[misc]
+            self.check_trainer(trainer)
+        else:
+            self._division.enter(self)
+            with self._division.meeting():
+                super().setup_environment()  # type: ignore[misc]
+            self._division.speak()
+            self._division.await_turn()
         self.board = MetricsBoard()
-        if private_names.called_method(trainer) != tree.TrainerFn.FITTING:
-            return
+        if self._is_fitting(trainer):
+            self._attach(trainer)
+
+    def _attach(self, trainer: Any) -> None:
         self._failed = False
         self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
-        shell = TrainerShell(trainer, mine.root_device)
+        run = None if self._division is None else self._division.run
+        if run is not None:
+            self._job.address, self._job.run_id = self._group.share(run.find)
+            self._job.asked = run.transport
+        shell = TrainerShell(trainer, self.root_device)  # type: ignore[attr-defined]
         about = self._job, self.options.config, self.options.policy, self.board, shell
-        self._membership = IslandFleet(self._group, *about)
+        self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
-        self._undo = put_first(trainer, monitor=self.options.monitor), heed_engine(trainer)
+        self._undo = (put_first(trainer, monitor=self.options.monitor),)
+        self._undo += (heed_engine(trainer) if self._division is None else self._division.watch(),)
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module, and take the run's weights and progress.
 
         A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
         """
+        if self._division is not None:
+            self._division.pass_turn()
         super().setup(trainer)  # type: ignore[misc]
         if self._membership is None or self._group is None:
             return
@@ -134,6 +187,7 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
         session = IslandSession(group, self.place_in_batch, *about)
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()
+        membership.begin_together()
 
     def teardown(self) -> None:
         """Leave the run."""
@@ -149,6 +203,8 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
                 session.close()
             if group is not None and not self._failed:
                 group.close()
+            if self._division is not None:
+                self._division.run.end()
         super().teardown()  # type: ignore[misc]
 
     def go_offline(self) -> None:
@@ -170,10 +226,9 @@ class IslandStrategy(private_names.RestoringHooks, Takeable):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take the step, and count it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        if self.fit_session is not None:
-            self.fit_session.after_step()
-        return output
+        counted = contextlib.nullcontext() if self.fit_session is None else self.fit_session.step_of(optimizer)
+        with counted:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """Take the final weights."""

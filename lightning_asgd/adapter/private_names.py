@@ -167,6 +167,8 @@ _STRATEGY = "strategies:DDPStrategy()"
 accelerator = Name(f"{_STRATEGY}._accelerator", INSTANCE, TAKING)
 start_method = Name(f"{_STRATEGY}._start_method", INSTANCE, STARTING)
 backward_sync_control = Name("fabric.strategies:DDPStrategy()._backward_sync_control", INSTANCE, TAKING)
+data_parallel_size = Name("strategies:ModelParallelStrategy()._data_parallel_size", INSTANCE, STARTING)
+tensor_parallel_size = Name("strategies:ModelParallelStrategy()._tensor_parallel_size", INSTANCE, STARTING)
 layer_sync = Name(f"{_STRATEGY}._layer_sync", INSTANCE, STARTING)
 strategy_module = Name(f"{_STRATEGY}._lightning_module", INSTANCE, TAKING)
 optimizers = Name(f"{_STRATEGY}._optimizers", INSTANCE, TAKING)
@@ -410,29 +412,27 @@ class ProcessLauncherHooks:
         self.take_results(trainer, extra)  # type: ignore[attr-defined]
 
 
-class RestoringHooks:
-    """What Lightning asks a strategy of this package when it restores a checkpoint."""
+class CommonHooks:
+    """The names of Lightning's strategies, for this package's own, whose methods are called here."""
+
+    _launcher: Any
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Whether a checkpoint holds optimizer states that Lightning is to restore."""
         return bool(super().lightning_restore_optimizer and self._restores_optimizers)  # type: ignore[misc, attr-defined]
 
-
-class StrategyHooks(RestoringHooks):
-    """The names of Lightning's strategy, for this package's own, whose methods are called here."""
-
-    _launcher: Any
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers: Lightning's wrappers around them cannot be pickled."""
         made = {name.attribute for name in (optimizers, wrapped_optimizers)}
         return {name: [] if name in made else value for name, value in vars(self).items()}
 
+    def make_lightnings_launcher(self) -> None:
+        """Have Lightning's own launcher, if any."""
+        super()._configure_launcher()  # type: ignore[misc]
+
     def _configure_launcher(self) -> None:
-        launcher = self._make_launcher()  # type: ignore[attr-defined]
-        if launcher is not None:
-            self._launcher = launcher
+        self._launcher = self._make_launcher() or self._launcher  # type: ignore[attr-defined]
 
 
 class UnattachedHooks:

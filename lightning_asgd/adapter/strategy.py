@@ -89,14 +89,19 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
             None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
         run_id: name of that run.
-        island: with ``server``, train on several devices in lock-step, and exchange as one worker: ``"ddp"``, or a
-            ``DDPStrategy`` or ``ModelParallelStrategy`` of Lightning's that says how.
+        island: divide the devices into groups that train in lock-step, each of which exchanges as one worker. A number:
+            groups of as many devices, with DDP inside. ``"ddp"``, or a ``DDPStrategy`` or ``ModelParallelStrategy`` of
+            Lightning's: how each machine's devices train, or as many as the latter's sizes say. With ``server`` the
+            Trainer is one such group.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.
         max_offline_steps: steps that a worker takes alone while an exchange is in flight before it waits for the reply.
         snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
             weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
             the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
+        offload: keep in host memory what exchanges need of a module on a GPU, and pass it through the device in pieces,
+            at most 64 MB at once. Without it a vector as long as the parameters lies on the device, and two while
+            weights arrive.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's
             ``DDPStrategy``, and rarely needed: the Trainer has arguments for them.
 
@@ -153,6 +158,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         monitor: bool = True,
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        offload: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -337,11 +343,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         """Take the step of the worker's own optimizer, and count it."""
         if self.fit_session is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = super().optimizer_step(
-            optimizer, self.fit_session.synchronizer.wrap(optimizer, closure), model, **kwargs
-        )
-        self.fit_session.after_step()
-        return output
+        with self.fit_session.step_of(optimizer):
+            return super().optimizer_step(
+                optimizer, self.fit_session.synchronizer.wrap(optimizer, closure), model, **kwargs
+            )
 
     def on_train_end(self) -> None:
         """Synchronise the final weights, including what callbacks changed."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_asgd.config import positive_int
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import name_of_units
 from lightning_asgd.loop.job_options import JobOptions
@@ -23,7 +24,7 @@ _LIGHTNING = (
 )
 _SETTINGS = (
     *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method"),
-    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
+    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s", "offload"),
 )
 
 
@@ -60,11 +61,10 @@ class StrategyOptions(JobOptions):
     def _check_island(self) -> None:
         """Check what was given together with ``island``."""
         algorithm = self.config.algorithm
+        if isinstance(self.island, int):
+            positive_int("island", self.island)
         if self.server is None:
-            raise ConfigurationError(
-                f"island={self.island!r} was given without server=... Expected the address of a run that "
-                "`lightning-asgd serve` hosts, and its run_id: an island attaches to it as one worker."
-            )
+            self._check_run(f"island={self.island!r}")
         if self.config.compression is not None:
             raise ConfigurationError(
                 f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "
@@ -81,12 +81,12 @@ class StrategyOptions(JobOptions):
                 "no samples of the weights."
             )
 
-    def _check_attaches(self) -> None:
-        super()._check_attaches()
+    def _check_run(self, given: str) -> None:
+        super()._check_run(given)
         if self.data == "split":
             raise ConfigurationError(
-                f"data='split' was given with server={self.server!r}. Expected data='leases': the number of workers of "
-                "an elastic run is not known in advance."
+                f"data='split' was given with {given}. Expected data='leases': the number of workers of an elastic run "
+                "is not known in advance."
             )
 
     @property

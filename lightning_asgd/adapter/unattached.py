@@ -50,7 +50,7 @@ class Takeable:
         tree.DDPStrategy.__init__(strategy, **{**strategy._given, "accelerator": accelerator})
 
 
-class StrategyExtension(private_names.StrategyHooks, Takeable):
+class StrategyExtension(private_names.CommonHooks, Takeable):
     """Base of a strategy whose workers are one process each."""
 
 

@@ -24,6 +24,8 @@ __all__ = ["plan"]
 
 _WORKERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
 
+_MODELS = (60e6, 1e9, 7e9, 13e9, 70e9)  # parameters
+
 
 def plan(
     *,
@@ -43,6 +45,7 @@ def plan(
     sent: float = 1.0,
     exchange_s: float = 0.0,
     server_gbyte_s: float = math.inf,
+    island: int = 0,
     simulate: int = 100,
     picture: Path | None = None,
 ) -> int:
@@ -56,8 +59,8 @@ def plan(
         bytes_per_parameter: bytes per parameter, 4 for float32.
         step_s: seconds of one optimizer step.
         batch_size: samples per step of one worker.
-        module: a LightningModule to measure, as package.module:Class or script.py:Class, which is created without
-            arguments and has a train_dataloader; or a function that returns a module and a loader.
+        module: what to measure, as package.module:Class or script.py:Class: a LightningModule that is created without
+            arguments and has a train_dataloader, or a function that returns a module and a loader.
         batch_sizes: batch sizes to measure the module with, to recommend one. Needs a map-style dataset.
         memory_gb: memory of a worker's device in GB; what would not fit is recomputed in backward. Needs scipy.
         workers: number of workers, on other machines than the servers.
@@ -68,6 +71,7 @@ def plan(
         sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
         exchange_s: seconds that training pauses for each exchange.
         server_gbyte_s: GB of parameters that a server can take in and send back per second.
+        island: devices of an island, among which FSDP2 divides the model: what each device and its host need.
         simulate: largest number of workers to simulate.
         picture: PNG file for a picture of the scaling.
     """
@@ -75,16 +79,8 @@ def plan(
     if (measured := None if module is None else _measured(module, batch_sizes or [], memory_gb)) is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes, 1, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
-    job = Job(
-        step_s=given["step_s"],
-        parameter_bytes=given["parameters"] * bytes_per_parameter,
-        workers=workers,
-        servers=servers,
-        nsync=nsync,
-        **{"worker_gbit_s": worker_link_gbit_s or link_gbit_s, "server_gbit_s": link_gbit_s},
-        **{"latency_s": latency_s, "sent": sent, "exchange_s": exchange_s, "server_gbyte_s": server_gbyte_s},
-    )
-    return _print(job, given["batch_size"], measured, simulate, picture)
+    job = _job(locals() | given)
+    return _print(job, given["batch_size"], measured, simulate, island, picture)
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -93,6 +89,7 @@ def _check(given: dict[str, Any]) -> None:
         if given[name] is not None:
             at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))
     whole("simulate", given["simulate"], 0)
+    whole("island", given["island"], 0)
     if given["memory_gb"] is not None:
         at_least("memory_gb", given["memory_gb"], 0, above=True)
         if given["module"] is None:
@@ -107,6 +104,17 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigurationError(f"{names} and --module were given. Expected numbers, or a module to measure.")
 
 
+def _job(given: dict[str, Any]) -> Job:
+    link = given["link_gbit_s"]
+    names = "step_s", "workers", "servers", "nsync", "latency_s", "sent", "exchange_s", "server_gbyte_s"
+    return Job(
+        parameter_bytes=given["parameters"] * given["bytes_per_parameter"],
+        worker_gbit_s=given["worker_link_gbit_s"] or link,
+        server_gbit_s=link,
+        **{name: given[name] for name in names},
+    )
+
+
 def _all_given(**numbers: Any) -> dict[str, Any]:
     """The numbers of a job. Raises if one is missing."""
     if None in numbers.values():
@@ -118,7 +126,9 @@ def _all_given(**numbers: Any) -> dict[str, Any]:
     return numbers
 
 
-def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> int:
+def _print(
+    job: Job, batch_size: int, measured: _Measured | None, simulate: int, island: int, picture: Path | None
+) -> int:
     output = console()
     if measured is not None:
         output.print(_batches(measured, batch_size))
@@ -128,6 +138,8 @@ def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int,
     output.print(_answers(job, batch_size, simulated))
     output.print(_speeds(job, batch_size, simulated))
     output.print(_needs(job))
+    if island:
+        output.print(_memory_of_islands(job, island))
     if picture is not None:
         _draw(job, simulated, picture)
         output.print(f"picture: {picture}")
@@ -299,6 +311,23 @@ def _needs(job: Job) -> Table:
             "server's\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
         },
     )
+
+
+def _memory_of_islands(job: Job, devices: int) -> Table:
+    """What each device of an island needs, of the planned model and of others."""
+    title = f"Memory per device, an island of {_of(devices, 'device')}, FSDP2 and Adam, float32, without activations"
+    made = table(title, "parameters", "training", "exchanges", "with\noffload", "host", "host with\noffload")
+    mine = job.parameter_bytes / 4
+    for parameters in sorted({mine, *_MODELS}):
+        need = sizing.island_memory(parameters, devices)
+        cells = (need.training, need.exchange, need.staged, need.host, need.host_offload)
+        made.add_row(_short(parameters), *map(in_bytes, cells), style="bold" if parameters == mine else "")
+    return made
+
+
+def _short(number: float) -> str:
+    """A number of parameters: ``"60 M"``, ``"7 B"``."""
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 def _by_workers(title: str, job: Job, columns: dict[str, Callable[[Job], str]]) -> Table:

@@ -104,9 +104,9 @@ class IslandReplica:
         """Bring back what was parked."""
         self._part.order("resume")
 
-    def accrue(self) -> None:
-        """Note that a step was taken, on this process."""
-        self._part.replica.accrue()
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Note that a step was taken, or skipped, on this process."""
+        self._part.replica.accrue(skipped)
 
     def distance(self, answers: Any) -> float:
         """Not measured: no process has all of the weights."""

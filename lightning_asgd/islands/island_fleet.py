@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import LaunchError
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
@@ -25,9 +27,15 @@ __all__ = ["IslandFleet"]
 
 T = TypeVar("T")
 
+_POLL_S = 0.1  # for other islands to attach, or to leave
+_OVER = "over"  # noted by the island that hosts the run, once it has written its last file
+
 
 class IslandFleet(ElasticFleet):
     """Calls the first process's membership on all processes together; see :class:`ElasticFleet`.
+
+    Args:
+        islands: their number in a job that hosts the run for them, so that they begin and end together; else 0.
 
     Attributes:
         sender: how this process sends its parts.
@@ -43,8 +51,10 @@ class IslandFleet(ElasticFleet):
         policy: Policy,
         board: MetricsBoard,
         shell: Shell,
+        *,
+        islands: int = 0,
     ) -> None:
-        self._group, self._place = group, (0, 1)
+        self._group, self._place, self._islands = group, (0, 1), islands
         super().__init__(job, config, policy, board, shell)
         group.on("files", self._shell.adopt_checkpoint_states)
         group.report("error", lambda: None if self._heartbeat is None else self._heartbeat.error)
@@ -58,6 +68,11 @@ class IslandFleet(ElasticFleet):
 
     def _share(self, call: Callable[[], T]) -> T:
         return self._group.share(call)
+
+    @property
+    def others_may_join(self) -> bool:
+        """Whether other islands may attach that this job does not have."""
+        return not self._islands
 
     @property
     def rank(self) -> int:
@@ -109,12 +124,50 @@ class IslandFleet(ElasticFleet):
         self._place = self._share(ask)
 
     def leave(self) -> None:
-        """Leave the run."""
+        """Leave the run; in a job together with the other islands."""
+        if self._islands and not self._failed:
+            self._end_together()
         if self._group.leads:
             super().leave()
 
+    def begin_together(self) -> None:
+        """In a job, wait for the other islands to attach."""
+        timeout_s, seen = self._job.start_timeout_s, set(self.board.living)
+
+        def wait() -> None:
+            deadline = time.monotonic() + timeout_s
+            while len(seen) < self._islands:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"{len(seen)} of {self._islands} islands have attached within {timeout_s:g} s. Expected all. "
+                        "The output of their processes says what keeps them, or raise Timeouts(start_s=...)."
+                    )
+                self._pause()
+                seen.update(self.board.living)
+
+        self._share(wait)
+
+    def _end_together(self) -> None:
+        """Wait for all islands. The chief of the job has written its last file then."""
+
+        def wait() -> None:
+            first = self.attachment.bootstraps
+            if first:
+                self.client.note(_OVER, True)
+            while len(self.board.living) > 1 if first else not self.client.note(_OVER):
+                self._pause()
+
+        self._share(wait)
+        self.adopt_checkpoints()
+
+    def _pause(self) -> None:
+        time.sleep(_POLL_S)
+        super().check_session()
+        super().begin_epoch()
+
     def fail(self, error: BaseException) -> None:
         """Report a failure of any process: the island ends with it."""
+        self._failed = True
         if self._group.leads:
             super().fail(error)
         elif hasattr(self, "sender"):

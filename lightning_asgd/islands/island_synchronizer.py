@@ -19,7 +19,7 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import Synchronizer, Training, Waits, run
+from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Training, Waits, run
 from lightning_asgd.worker.worker_setup import Start, check_shapes, exchanged_tensors, fragments_of, named_state
 
 __all__ = ["IslandSynchronizer", "set_up_island"]
@@ -89,16 +89,16 @@ class IslandSynchronizer(Synchronizer):
         """Leave a sync point."""
         return self._together(lambda exchanger: exchanger.begin())
 
-    def count_step(self) -> None:
+    def count_step(self, skipped: Skipped = False) -> None:
         """Note a step, on every process."""
         known = self._group.known["exchanges"]
         known[1], known[2] = True, known[2] + 1
         if self._exchanger is not None:
-            self._exchanger.count_step()
+            self._exchanger.count_step(skipped)
             return
         self._stats.steps += 1
         for part in self._parts:
-            part.replica.accrue()
+            part.replica.accrue(skipped)
 
     def advance(self) -> Waits:
         """Do what is due between two batches, as it was when the first process reported last."""
@@ -176,7 +176,8 @@ def set_up_island(
     reshard(modules)
     for number, fragment in enumerate(fragments):
         held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)
-        replica = replica_for(algorithm, held, places, [None] * num_servers)  # type: ignore[arg-type]
+        values = [None] * num_servers
+        replica = replica_for(algorithm, held, places, values, offload=config.offload)  # type: ignore[arg-type]
         copies = Copies(group, held, places, blocks)
         about = group, sender, number, held, replica, copies
         parts.append(PartExchange(*about, lambda: reshard(modules)))

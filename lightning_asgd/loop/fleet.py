@@ -54,6 +54,12 @@ class Fleet:
 
     comes_and_goes = False
     """Whether workers join and leave. Then each of them reaches sync points by itself."""
+
+    @property
+    def others_may_join(self) -> bool:
+        """Whether a program that is started elsewhere may join."""
+        return self.comes_and_goes
+
     entry: EntryPoint | None = None
     """Where the others were when this worker joined, if they train already."""
 

@@ -23,7 +23,7 @@ _ON_FAILURE = ("continue", "abort")
 # Arguments of ExchangeConfig.create.
 _EXCHANGE = (
     *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
-    "snapshot_every_s",
+    *("snapshot_every_s", "offload"),
 )
 
 
@@ -58,6 +58,7 @@ class JobOptions:
     max_offline_steps: int
     snapshot_every_s: float
     units: Any
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
@@ -80,17 +81,22 @@ class JobOptions:
 
     def _check_attaches(self) -> None:
         """Check what was given together with ``server=`` or ``run_id=``."""
-        server, algorithm = self.server, self.config.algorithm
+        server = self.server
         if not server or not self.run_id:
             raise ConfigurationError(f"server={server!r} and run_id={self.run_id!r}. Expected both, or neither.")
+        self._check_run(f"server={server!r}")
+
+    def _check_run(self, given: str) -> None:
+        """Check what was given together with what makes this process a worker of an elastic run."""
+        algorithm = self.config.algorithm
         if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
             raise ConfigurationError(
-                f"{type(algorithm).__name__} was given with server={server!r}. Expected an algorithm whose workers do "
-                "not wait for each other, such as ASGD: workers of an elastic run join and leave."
+                f"{type(algorithm).__name__} was given with {given}. Expected an algorithm whose workers do not wait "
+                "for each other, such as ASGD: workers of an elastic run join and leave."
             )
         if self.policy.abort or self.policy.min_workers > 1:
             raise ConfigurationError(
-                "on_worker_failure='abort' or min_workers was given with server=... Expected neither: workers of an "
+                f"on_worker_failure='abort' or min_workers was given with {given}. Expected neither: workers of an "
                 "elastic run join and leave at any time."
             )
 

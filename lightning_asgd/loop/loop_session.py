@@ -145,7 +145,7 @@ class LoopSession(Participation, Trainee):
         found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, for an optimizer that skips steps itself
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
             return
-        self.synchronizer.count_step()
+        self.synchronizer.count_step(False if found_inf is None else found_inf)
         self._units.step()
         if not self._in_batch and optimizer is self._all_optimizers[-1]:  # the program has data of its own
             self._advance()

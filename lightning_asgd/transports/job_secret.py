@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_asgd.environment import SECRET_ENV
 
-__all__ = ["given", "key_for", "provide", "seal", "unseal"]
+__all__ = ["given", "key_for", "provide", "seal", "treat_as_given", "unseal"]
 
 _OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
 
@@ -48,6 +48,11 @@ def given() -> str | None:
     """The secret that a user has set: not one that an earlier job of this process made for itself."""
     secret = os.environ.get(SECRET_ENV)
     return None if secret == os.environ.get(_OWN_ENV) else secret
+
+
+def treat_as_given() -> None:
+    """Treat the secret that this job has made like one that a user has set: the job hosts a run of its own."""
+    os.environ.pop(_OWN_ENV, None)
 
 
 def seal(key: str, value: Any, secret: str | None) -> str:

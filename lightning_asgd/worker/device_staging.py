@@ -109,24 +109,29 @@ class DeviceLane:
             self._latest = end
             self._turns.append((begin, end))
 
-    def bring(self, answers: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
-        """Servers' answers on the device, for the next :meth:`turn`; the copy overlaps with training."""
+    def bring(self, answers: Sequence[tuple[Tensor, ...]], *, whole: bool = True) -> Sequence[tuple[Tensor, ...]]:
+        """Servers' answers on the device, for the next :meth:`turn`; the copy overlaps with training.
+
+        Unless they are wanted as a ``whole`` they stay in pinned memory.
+        """
         self.wait()  # until the latest answers have been copied: done long ago, there was an exchange in between
         if not self._landing:
             self._landing = [()] * len(answers)
         with self._module.stream(self._stream):
-            return [self._bring(server, shard) for server, shard in enumerate(answers)]
+            return [self._bring(server, shard, whole=whole) for server, shard in enumerate(answers)]
 
     def _event(self) -> Any:
         return self._module.Event(enable_timing=True) if self._is_device else self._module.Event()
 
-    def _bring(self, server: int, shard: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _bring(self, server: int, shard: tuple[Tensor, ...], *, whole: bool) -> tuple[Tensor, ...]:
         if not all(answer.is_pinned() for answer in shard if answer.numel()):  # nothing is in no memory
             if not self._landing[server]:
                 self._landing[server] = tuple(self.buffer(answer.numel(), answer.dtype) for answer in shard)
             for landing, answer in zip(self._landing[server], shard, strict=True):
                 landing.copy_(answer)
             shard = self._landing[server]
+        if not whole:
+            return shard
         return tuple(answer.to(self._device, non_blocking=True, copy=True) for answer in shard)
 
 

@@ -33,7 +33,7 @@ from lightning_asgd.worker.exchange_period import Schedule
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import InFlight, ShardClient
-from lightning_asgd.worker.synchronizer import Training, Waits, run
+from lightning_asgd.worker.synchronizer import Skipped, Training, Waits, run
 
 __all__ = ["Exchanger"]
 
@@ -360,12 +360,12 @@ class Exchanger:
         """See :class:`Synchronizer`: gradients are the worker's own."""
         return closure
 
-    def count_step(self) -> None:
+    def count_step(self, skipped: Skipped = False) -> None:
         """See :class:`Synchronizer`."""
         self.stats.steps += 1
         for channel in self.channels:
             channel.moved = True
-            channel.replica.accrue()
+            channel.replica.accrue(skipped)
             channel.schedule.since_push += 1
             channel.schedule.since_fetch += 1
 

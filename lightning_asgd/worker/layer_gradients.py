@@ -28,7 +28,7 @@ from lightning_asgd.protocol import LayerGradient
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.late_steps import LateSteps
-from lightning_asgd.worker.synchronizer import Synchronizer, Training, Waits
+from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Training, Waits
 
 __all__ = ["Layer", "LayerGradients", "layers_of"]
 
@@ -174,7 +174,7 @@ class LayerGradients(Synchronizer):
             if self._called is None:
                 self._handles.append(layer.owner.register_forward_pre_hook(self._before_forward(index)))
 
-    def count_step(self) -> None:
+    def count_step(self, skipped: Skipped = False) -> None:
         """See :class:`Synchronizer`."""
         self.moved = True
         self.stats.steps += 1

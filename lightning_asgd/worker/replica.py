@@ -8,7 +8,8 @@ overwrites the update, that is one more.
 
 Of a module on a device with streams ``base`` lies there, and ``wire`` in this machine's pinned memory, as does an
 answer by value on its way to the device, where it takes one vector more, from the first merge on (see
-:mod:`lightning_asgd.worker.device_staging`).
+:mod:`lightning_asgd.worker.device_staging`). With ``offload`` both vectors are in pinned memory, and pass through the
+device in short pieces.
 
 Written with the module's weights *x* (all sums element-wise):
 
@@ -25,6 +26,7 @@ Other ways for parameters are in :mod:`lightning_asgd.worker.replica_kinds`; buf
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -49,6 +51,7 @@ Place = tuple[Any, Any]
 # larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
 _CHUNK, _SMALL = 1 << 18, 1 << 14
 _DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
+_STAGED = 4  # parts of a chunk that are on the device at once with `offload`: base, update, answer, gathered pieces
 
 
 class Span:
@@ -72,8 +75,9 @@ class Span:
         return shards[self.server][self.group][self.place]
 
 
-def _spans(layout: Layout, device: torch.device) -> list[Span]:
+def _spans(layout: Layout, device: torch.device, *, offload: bool) -> list[Span]:
     most, small = (_CHUNK, _SMALL) if device.type == "cpu" else (_DEVICE_CHUNK, _DEVICE_SMALL)
+    most, small = (most // _STAGED, small // _STAGED) if offload else (most, small)
     gathered: list[list[Piece]] = []
     latest: dict[tuple[int, int], list[Piece]] = {}  # by server and group: small pieces, to which more may come
     for piece in layout.pieces(most):
@@ -96,6 +100,7 @@ class Replica:
         places: of the module's tensors, in the layout's order. The tensors are changed in place and may be strided.
         blocks: per server, a shared block, or None to send by value.
         remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
+        offload: keep ``base`` in host memory, where the module is on a device with streams.
     """
 
     _derives = True
@@ -108,6 +113,7 @@ class Replica:
         blocks: Sequence[SharedBlock | None],
         *,
         remembers: bool = False,
+        offload: bool = False,
     ) -> None:
         self.layout = layout
         self.remembers = remembers
@@ -117,6 +123,10 @@ class Replica:
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext if lane is None else lane.turn
         self._buffer: Callable[..., Tensor] = torch.empty if lane is None else lane.buffer
         self._non_blocking = lane is not None  # else no event would tell when a device has copied
+        self._offloads = offload and lane is not None
+        self._near: Callable[..., AbstractContextManager[tuple[Span, Tensor]]]
+        self._near = self._staged if self._offloads else nullcontext
+        self._staging: dict[torch.dtype, Tensor] = {}  # where a piece of the base is while it is on the device
         self.blocks = list(blocks)
         self.wire: list[tuple[Tensor, ...]] = []
         self._base: list[tuple[Tensor, ...]] = []
@@ -130,14 +140,14 @@ class Replica:
                 self.wire.append(block.tensors)
             else:
                 self.wire.append(tuple(self._buffer(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard))
-            base = tuple(torch.empty(n, dtype=dtype_from_name(d), device=self.device) for _, d, n in shard)
-            self._base.append(base)
-            previous = remembers and (block is not None or not self._derives)
-            self._previous.append(tuple(map(torch.empty_like, base)) if previous else None)
-        self._spans = _spans(layout, self.device)
+            self._base.append(tuple(self._vector(n, dtype_from_name(d)) for _, d, n in shard))
+            keeps = remembers and (block is not None or not self._derives)
+            self._previous.append(tuple(self._vector(n, dtype_from_name(d)) for _, d, n in shard) if keeps else None)
+        self._spans = _spans(layout, self.device, offload=self._offloads)
         rows: dict[int, Tensor] = {}  # per group; one span's values are in it at a time
         for span in sorted((span for span in self._spans if len(span.sizes) > 1), key=lambda span: -span.length):
-            rows.setdefault(span.group, span.of(self._base).new_empty(span.length))
+            like = span.of(self._base)
+            rows.setdefault(span.group, torch.empty(span.length, dtype=like.dtype, device=self.device))
         for span in self._spans:
             span.wire, span.base = span.of(self.wire), span.of(self._base)
             span.row = rows[span.group][: span.length] if len(span.sizes) > 1 else span.row
@@ -188,12 +198,13 @@ class Replica:
                 before = r.base
                 if keeps and r.previous is not None:
                     r.base, r.previous = r.previous, r.base
-                if r.role is Role.PARAMETER:
-                    self._pack(r, x, before)
-                elif r.role is Role.LARGEST:
-                    r.wire.copy_(x, non_blocking=self._non_blocking)
-                else:
-                    Replica._pack(self, r, x, before)  # a difference, whatever is pushed of parameters
+                with self._near((r, before)) as (_, before):
+                    if r.role is Role.PARAMETER:
+                        self._pack(r, x, before)
+                    elif r.role is Role.LARGEST:
+                        r.wire.copy_(x, non_blocking=self._non_blocking)
+                    else:
+                        Replica._pack(self, r, x, before)  # a difference, whatever is pushed of parameters
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
         for server, previous in enumerate(self._previous):
             if keeps and previous is not None:
@@ -221,6 +232,7 @@ class Replica:
         """Write the latest update to the wire again, where a lost server has written into the shared block."""
         if self.blocks[server] is None:
             return
+        self.await_arrival()
         with torch.no_grad():
             for r, x in self._values(write=False):
                 if r.server == server and r.previous is not None:
@@ -255,16 +267,18 @@ class Replica:
         keeps its own rounding, and its own integer buffers.
         """
         self._packed = False
-        near = answers if self._lane is None else self._lane.bring(answers)
+        near = answers if self._lane is None else self._lane.bring(answers, whole=not self._offloads)
         with torch.no_grad(), self._turn():
             for r, x in self._values(write=True):
                 answer = near[r.server][r.group][r.place]
-                if r.role is Role.PARAMETER:
-                    self._merge(r, x, answer, pushed, fresh, alone)
-                elif r.role is Role.LARGEST and (alone or not fresh):
-                    self._merge_largest(r, x, answer, alone)
-                else:
-                    Replica._merge(self, r, x, answer, pushed, fresh, alone)
+                with self._near((r, r.base)):
+                    answer = answer.to(x.device, non_blocking=True) if self._offloads else answer
+                    if r.role is Role.PARAMETER:
+                        self._merge(r, x, answer, pushed, fresh, alone)
+                    elif r.role is Role.LARGEST and (alone or not fresh):
+                        self._merge_largest(r, x, answer, alone)
+                    else:
+                        Replica._merge(self, r, x, answer, pushed, fresh, alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
         """Norm of the module's parameters minus the servers', from the answers to a push."""
@@ -276,8 +290,8 @@ class Replica:
                     norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
         return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
 
-    def accrue(self) -> None:
-        """Note that an optimizer step was taken."""
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Note that an optimizer step was taken, or skipped."""
 
     def resume(self) -> None:
         """Bring back the worker's own weights, if a sync point has parked them."""
@@ -319,15 +333,18 @@ class Replica:
         With ``park``, :meth:`resume` brings back what the algorithm has each worker keep for itself.
         """
         self._packed = False
-        with torch.no_grad():
+        with torch.no_grad(), self._turn() if self._offloads else nullcontext():
             for r, x in self._values(write=True):
                 answer = r.of(answers)
-                if r.role is Role.PARAMETER:
-                    self._adopt(r, x, answer, park, alone)
-                elif r.role is Role.LARGEST and alone:
-                    self._merge_largest(r, x, answer, alone)
-                else:
-                    Replica._adopt(self, r, x, answer, park, alone)
+                with self._near((r, r.base)):
+                    if r.role is Role.PARAMETER:
+                        self._adopt(r, x, answer, park, alone)
+                    elif r.role is Role.LARGEST and alone:
+                        self._merge_largest(r, x, answer, alone)
+                    else:
+                        Replica._adopt(self, r, x, answer, park, alone)
+        if self._offloads:
+            self.await_arrival()
 
     def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         Replica._merge(self, r, x, answer, pushed=False, fresh=True, alone=alone)
@@ -335,6 +352,7 @@ class Replica:
     def ahead(self, answers: Sequence[tuple[Tensor, ...]], *, alone: bool = False) -> dict[str, Tensor]:
         """What :meth:`merge` of a fetch would make of the weights, as named CPU tensors; the module is not touched."""
         shards = self.weights()
+        self.await_arrival()
         with torch.no_grad():
             for r in self._spans:
                 x, answer = r.of(shards), r.of(answers)
@@ -376,6 +394,28 @@ class Replica:
         if self._lane is not None:
             self._lane.unpin(block)
         block.close()
+
+    def _vector(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Memory beside the module's."""
+        return (
+            self._buffer(length, dtype=dtype)
+            if self._offloads
+            else torch.empty(length, dtype=dtype, device=self.device)
+        )
+
+    @contextlib.contextmanager
+    def _staged(self, about: tuple[Span, Tensor]) -> Iterator[tuple[Span, Tensor]]:
+        """A span with its base on the device, at first another vector's values; they become its base in host memory."""
+        r, before = about
+        far, dtype = r.base, r.base.dtype
+        if dtype not in self._staging:
+            longest = max(span.length for span in self._spans if span.base.dtype == dtype)
+            self._staging[dtype] = torch.empty(longest, dtype=dtype, device=self.device)
+        r.base = near = self._staging[dtype][: r.length]
+        near.copy_(before, non_blocking=True)
+        yield r, near
+        far.copy_(near, non_blocking=True)
+        r.base = far
 
     def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
         """Every span with the module's values in it, which are written back after each turn if ``write``."""

@@ -31,8 +31,9 @@ class GradientReplica(Replica):
         blocks: Sequence[SharedBlock | None],
         *,
         remembers: bool = False,
+        offload: bool = False,
     ) -> None:
-        super().__init__(layout, places, blocks, remembers=remembers)
+        super().__init__(layout, places, blocks, remembers=remembers, offload=offload)
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
         self._pushed = {
             i: torch.zeros_like(accrued)
@@ -41,10 +42,14 @@ class GradientReplica(Replica):
         }
         self._index = {id(r): i for i, r in enumerate(self._spans)}
 
-    def accrue(self) -> None:
-        """Add this step's gradients."""
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Add this step's gradients. Those of a skipped step are infinite."""
+        if skipped is True:
+            return
         with torch.no_grad():
             gradients = [_flat(place[key].grad) for place, key in self._places]
+            if isinstance(skipped, Tensor):
+                gradients = [None if g is None else torch.where(skipped.to(g.device) != 0, 0, g) for g in gradients]
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
                 for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):
@@ -129,7 +134,7 @@ class ElasticReplica(Replica):
         with torch.no_grad():
             for r, x in self._values(write=True):
                 if r.role is Role.PARAMETER:
-                    x.sub_(r.wire.to(x.device)).add_(r.base)
+                    x.sub_(r.wire.to(x.device)).add_(r.base.to(x.device))
 
 
 def replica_for(
@@ -139,15 +144,17 @@ def replica_for(
     blocks: Sequence[SharedBlock | None],
     *,
     remembers: bool = False,
+    offload: bool = False,
 ) -> Replica:
     """The replica that pushes and merges as an algorithm wants; see :class:`Replica` for the other arguments."""
+    how = {"remembers": remembers, "offload": offload}
     if algorithm.payload is Payload.GRADIENT:
-        return GradientReplica(layout, places, blocks, remembers=remembers)
+        return GradientReplica(layout, places, blocks, **how)
     if algorithm.payload is Payload.WEIGHTS:
-        return ElasticReplica(layout, places, blocks)
+        return ElasticReplica(layout, places, blocks, offload=offload)
     if algorithm.mix is not None:
-        return MixingReplica(algorithm.mix, layout, places, blocks, remembers=remembers)
-    return Replica(layout, places, blocks, remembers=remembers)
+        return MixingReplica(algorithm.mix, layout, places, blocks, **how)
+    return Replica(layout, places, blocks, **how)
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:

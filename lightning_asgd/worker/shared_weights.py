@@ -15,7 +15,7 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.replica import Place
-from lightning_asgd.worker.synchronizer import Synchronizer, Waits
+from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Waits
 
 __all__ = ["SharedWeights"]
 
@@ -85,7 +85,7 @@ class SharedWeights(Synchronizer):
         self._collectives.barrier("train on")
         return ()
 
-    def count_step(self) -> None:
+    def count_step(self, skipped: Skipped = False) -> None:
         """See :class:`Synchronizer`; a copy's change is added to the shared weights, and these are taken."""
         self.moved = True
         self.stats.steps += 1

@@ -14,10 +14,13 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.trained_units import TrainedUnits
 
-__all__ = ["OwnData", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
+__all__ = ["OwnData", "Skipped", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
 Waits = Iterable[list[Future[Any]]]
 """A worker's procedure, which yields the futures that must be done before it continues. It must be iterated over."""
+
+Skipped = bool | Tensor
+"""Whether a ``GradScaler`` has skipped a step: if only the device knows, a scalar on it that is not 0 if so."""
 
 
 def run(waits: Waits) -> None:
@@ -105,8 +108,8 @@ class Synchronizer(Protocol):
         """The closure for the optimizer to call instead of ``closure``."""
         return closure
 
-    def count_step(self) -> None:
-        """Note that an optimizer step was taken."""
+    def count_step(self, skipped: Skipped = False) -> None:
+        """Note that an optimizer step was taken, or skipped because its gradients had overflowed."""
 
     def advance(self) -> Waits:
         """Do what is due between two batches."""

@@ -139,7 +139,8 @@ def _fill(
     algorithm, connection = config.algorithm, client.connection
     blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
-    replica = replica_for(algorithm, part, places_of(module, part), blocks, remembers=remembers)
+    how = {"remembers": remembers, "offload": config.offload}
+    replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
     shards = ShardClient(client, number)
     seen = shards.initialise(
         part,

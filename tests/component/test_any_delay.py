@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
-from lightning_asgd.algorithms.base import Algorithm
+from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import device_staging
@@ -82,7 +82,9 @@ def until_arrived(lane: DeviceLane | None, device: LateDevice | None) -> None:
 class Copies:
     """A module's tensors and its replica, on a device or, without one, on the CPU."""
 
-    def __init__(self, device: LateDevice | None, random: Random, *, shared: bool, lane: bool = True) -> None:
+    def __init__(
+        self, device: LateDevice | None, random: Random, *, shared: bool, lane: bool = True, offload: bool = False
+    ) -> None:
         self.device, self.shared, self.packed = device, shared, False
         self.seen: list[bytes] = []
         place = (lambda values: values) if device is None else device.on_device
@@ -98,11 +100,13 @@ class Copies:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replica_module, "lane_for", lambda _: self.lane)
             places = [(tensors, spec.name) for spec in layout.tensors]
-            algorithm = random.choice((*ALGORITHMS, None))
+            among = [each for each in ALGORITHMS if not (offload and each.payload is Payload.GRADIENT)]
+            algorithm = random.choice((*among, None))
             if algorithm is None:
-                self.replica: Replica = MixingReplica(0.3, layout, places, blocks, remembers=True)
+                self.replica: Replica = MixingReplica(0.3, layout, places, blocks, remembers=True, offload=offload)
             else:
-                self.replica = replica_for(algorithm, layout, places, blocks, remembers=random.random() < 0.5)
+                how = {"remembers": random.random() < 0.5, "offload": offload}
+                self.replica = replica_for(algorithm, layout, places, blocks, **how)
         self.replica.adopt(self.answers(random, wire=False))
 
     def answers(self, random: Random, wire: bool) -> Sequence[tuple[Tensor, ...]]:
@@ -165,22 +169,22 @@ def script_of(seed: int) -> list[str]:
     return [random.choice(actions) for _ in range(25)]
 
 
-def replica_run(seed: int, late: Iterator[int] | None, *, lane: bool = True) -> list[bytes]:
+def replica_run(seed: int, late: Iterator[int] | None, **about: Any) -> list[bytes]:
     """What a replica has sent and holds in the end."""
     with contextlib.ExitStack() as stack:
         device = None if late is None else stack.enter_context(LateDevice(late, cuda=seed % 4 < 2))
         random = Random(f"replica {seed}")
-        copies = Copies(device, random, shared=CAN_SHARE and seed % 2 == 1, lane=lane)
+        copies = Copies(device, random, shared=CAN_SHARE and seed % 2 == 1, **about)
         for action in script_of(seed):
             copies.do(action, random)
         return copies.end()
 
 
-def check_replicas(seeds: Sequence[int]) -> None:
+def check_replicas(seeds: Sequence[int], **about: Any) -> None:
     for seed in seeds:
-        expected = replica_run(seed, None)
+        expected = replica_run(seed, None, **about)
         for pattern in PATTERNS.values():
-            assert replica_run(seed, delays(seed, pattern)) == expected, f"script {seed}"
+            assert replica_run(seed, delays(seed, pattern), **about) == expected, f"script {seed}"
 
 
 # ---------------------------------------------------------------------- workers and servers
@@ -292,6 +296,41 @@ def check_close() -> None:
 
 def test_a_late_device_packs_and_merges_what_a_cpu_does() -> None:
     check_replicas(SEEDS)
+
+
+def test_so_it_does_with_offload() -> None:
+    check_replicas(SEEDS, offload=True)
+
+
+@pytest.mark.parametrize("algorithm", [ASGD(), EASGD(), None])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
+def test_offload_takes_one_chunk_of_the_device_at_most(algorithm: Algorithm | None, shared: bool) -> None:
+    """Without it a device holds a vector as long as the parameters, and while it merges two."""
+    peaks = {}
+    for offload in (False, True):
+        with LateDevice(no_delays()) as device, pytest.MonkeyPatch.context() as patch:
+            module = {name: device.on_device(torch.randn(n)) for name, n in (("a", 2000), ("b", 3), ("c", 5))}
+            layout = build_layout(module.items(), (), 2)
+            blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
+            patch.setattr(replica_module, "lane_for", lambda _, d=device: DeviceLane(DEVICE, module_of(d)))
+            about = layout, [(module, spec.name) for spec in layout.tensors], blocks
+            before = device.peak = device.held
+            replica: Replica
+            if algorithm is None:
+                replica = MixingReplica(0.3, *about, offload=offload)
+            else:
+                replica = replica_for(algorithm, *about, offload=offload)
+            answers = [tuple(torch.zeros_like(t) for t in shard) for shard in replica.wire]
+            replica.adopt(answers)
+            for _ in range(2):
+                replica.pack()
+                replica.merge(answers)
+            peaks[offload] = device.peak - before
+            replica.close()
+            del replica
+    vector, chunk = 4 * 2008, 4 * replica_module._DEVICE_CHUNK
+    assert peaks[False] >= vector
+    assert 0 < peaks[True] <= chunk < vector / 10
 
 
 def test_the_weights_of_workers_do_not_depend_on_what_is_late() -> None:

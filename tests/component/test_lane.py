@@ -66,7 +66,9 @@ class LateLane(DeviceLane):
             for buffer in self._buffers:
                 buffer.fill_(torch.nan)
 
-    def bring(self, answers: Sequence[tuple[torch.Tensor, ...]]) -> Sequence[tuple[torch.Tensor, ...]]:
+    def bring(
+        self, answers: Sequence[tuple[torch.Tensor, ...]], *, whole: bool = True
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
         self.wait()
         self._merges, self._read = True, [(t, t.clone()) for shard in answers for t in shard]
         return answers

@@ -114,6 +114,7 @@ class LateDevice(TorchDispatchMode):
         self.delays = iter(delays)
         self.now = 0
         self.blocked = 0  # times that the program waited for a copy that does not wait for pinned memory
+        self.held = self.peak = 0  # bytes of the device's memory, now and at most since `peak` was set back
         self.streams: list[LateStream] = []
         self.present = LateStream(self)
         self._pinned: dict[int, int] = {}  # bytes by address
@@ -198,7 +199,14 @@ class LateDevice(TorchDispatchMode):
 
     def _new(self, raw: Tensor) -> LateTensor:
         memory, stream = Memory(), self.present
-        weakref.finalize(memory, lambda: stream.put(lambda: _spoil(raw))).atexit = False
+        self.held += raw.nbytes
+        self.peak = max(self.peak, self.held)
+
+        def give_back() -> None:
+            self.held -= raw.nbytes
+            stream.put(lambda: _spoil(raw))
+
+        weakref.finalize(memory, give_back).atexit = False
         return LateTensor(raw, memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -97,7 +97,7 @@ class Counting(Net):
         return -self.net(batch[2]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=2.0)  # the gradient is the mean of two processes'
+        return torch.optim.SGD(self.parameters(), lr=float(self.trainer.world_size))  # gradients are processes' means
 
 
 def serve(folder: Path) -> None:
@@ -106,20 +106,22 @@ def serve(folder: Path) -> None:
 
 
 def train(folder: Path, name: str, rank: int, port: int, inside: str, address: str, **about: Any) -> None:
-    """One of two processes, as torchrun starts them. Without an address Lightning's own strategy trains alone."""
-    epochs, counts, resumes = about["epochs"], about["counts"], about["resumes"]
+    """One process of an island, as torchrun starts it. Without an address Lightning's own strategy trains alone."""
+    epochs, counts, resumes, size = (about[key] for key in ("epochs", "counts", "resumes", "size"))
     to_file(folder / f"{name}{rank}.log")
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     os.environ.update({key: str(value) for key, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=name)
     torch.set_num_threads(1)
-    sharded = inside == "FSDP2"
-    strategy: Any = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False) if sharded else DDPStrategy()
+    sharded, backend = inside == "FSDP2", {"process_group_backend": about["backend"]}
+    strategy: Any = DDPStrategy(**backend)
+    if sharded:
+        strategy = ModelParallelStrategy(size, 1, save_distributed_checkpoint=False, **backend)
     if address:
         options: dict[str, Any] = {"algorithm": ASGD("sum")} if counts else {}
         run = {"server": address, "run_id": "islands", "timeouts": Timeouts(silence_s=3.0)}
         strategy = ASGDStrategy(nsync=3, island=strategy, **run, **options)
-    made = trainer(folder, strategy, devices=2, max_epochs=epochs)
+    made = trainer(folder, strategy, devices=size, max_epochs=epochs, accelerator=about["accelerator"])
     net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
     if name == "poisoned":
         net = Poisoned(sharded=sharded)
@@ -127,7 +129,7 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
     made.fit(net, data, None if counts else validation, ckpt_path=str(folder / resumes) if resumes else None)
     made.save_checkpoint(folder / f"{name}.ckpt")
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in net.named_parameters()}
-    state = {name: tensor.detach().clone() for name, tensor in whole.items()}
+    state = {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
     metrics = {key: float(value) for key, value in made.callback_metrics.items()}
     found = {"state": state, "seen": net.seen, "step": made.global_step, "metrics": metrics}
     torch.save(found, folder / f"{name}{rank}.pt")
@@ -144,8 +146,8 @@ class Started:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        about = {"epochs": 2, "counts": False, "resumes": "", **more}
-        args = [(self.folder, name, rank, port, inside, address) for rank in (0, 1)]
+        about = {"epochs": 2, "counts": False, "resumes": "", "size": 2, "accelerator": "cpu", "backend": None, **more}
+        args = [(self.folder, name, rank, port, inside, address) for rank in range(about["size"])]
         for mark in self.folder.glob(f"{name}?.mark"):
             mark.unlink()
         self.processes[name] = [self.mains(target=train, args=each, kwargs=about) for each in args]
@@ -154,7 +156,7 @@ class Started:
 
     def await_epoch(self, name: str, epoch: int) -> None:
         """Wait until an island that was just started trains an epoch, or a later one."""
-        marks = [self.folder / f"{name}{rank}.mark" for rank in (0, 1)]
+        marks = [self.folder / f"{name}{rank}.mark" for rank in range(len(self.processes[name]))]
         wait_until(lambda: all(mark.exists() and int(mark.read_text() or 0) >= epoch for mark in marks), 60, "training")
 
     def results(self, *names: str) -> list[dict[str, Any]]:
@@ -274,15 +276,17 @@ def test_an_island_whose_server_is_lost_ends_with_an_error_that_names_it(run: An
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "without server="),
-        ({"server": "h:1", "run_id": "r", "compression": "bf16"}, "compression='bf16' was given with island="),
+        ({}, "compression='bf16' was given with island="),
+        ({"server": "h:1", "run_id": "r"}, "compression='bf16' was given with island="),
     ],
 )
 def test_what_an_island_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        ASGDStrategy(island="ddp", **options)
+        ASGDStrategy(island="ddp", compression="bf16", **options)
 
 
 def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="Expected 'ddp', or a DDPStrategy or ModelParallelStrategy"):
+    with pytest.raises(
+        ConfigurationError, match="Expected 'ddp', a number of devices, or a DDPStrategy or ModelParallelStrategy"
+    ):
         trainer(tmp_path, ASGDStrategy(island="fsdp", server="127.0.0.1:1", run_id="r"))

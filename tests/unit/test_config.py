@@ -123,3 +123,9 @@ def test_positive_int_returns_what_it_checked() -> None:
 
 def check_text(error: Exception, *parts: str) -> None:
     assert re.search(".*".join(re.escape(part) for part in parts), str(error)), str(error)
+
+
+@pytest.mark.parametrize(("given", "algorithm"), [(True, "downpour"), (True, "layerwise"), (1, "asgd")])
+def test_offload_is_refused_where_sums_of_gradients_stay_on_the_device(given: object, algorithm: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"offload={given!r} was given with "):
+        ExchangeConfig.create(nsync=1, algorithm=algorithm, offload=given)

@@ -109,3 +109,13 @@ def test_what_is_wrong_is_said(
 ) -> None:
     assert main(["plan", "--link-gbit-s", "1", *(word.format(script=script) for word in words)]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_it_knows_what_devices_of_islands_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *NUMBERS, "--link-gbit-s", "1", "--island", "8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "an island of 8 devices" in printed
+    assert "1 M 2 MB 1 MB 1 MB 1 MB 1.5 MB" in printed
+    assert "70 B 140 GB 70 GB 67.1 MB 70 GB 105 GB" in printed
+    page = (PAGE.parent / "howto" / "islands.md").read_text()
+    assert "| 70 B | 140 GB | 70 GB | 67.1 MB | 70 GB | 105 GB |" in page

@@ -20,7 +20,7 @@ from typing import Any
 
 import forked_servers
 
-HIDDEN = ("matplotlib", "scipy", "torchvision")
+HIDDEN = ("matplotlib", "scipy", "torchvision", "transformers")  # the last looks for the others
 COMPILER = "torch._dynamo"
 
 

@@ -1,0 +1,205 @@
+"""One Trainer's devices divided into islands: which island a process belongs to, and how Lightning sees its place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_asgd.adapter.class_trees import become_global_zero
+from lightning_asgd.adapter.private_names import data_parallel_size, tensor_parallel_size
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.hosted_run import HostedRun, free_port
+from lightning_asgd.processes import supervisor
+from lightning_asgd.transports.addresses import LOOPBACK, local_address_towards
+
+__all__ = ["Division", "IslandPlace", "size_of_islands"]
+
+log = logging.getLogger(__name__)
+
+# What torch makes a default process group of, beside the rank and the size.
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def size_of_islands(island: Any, inside: Any, devices: int) -> int:
+    """How many devices of a machine with ``devices`` are one island, whose strategy is ``inside``."""
+    if isinstance(island, int):
+        return island
+    sizes: list[Any] = [getattr(inside, name.attribute, "auto") for name in (data_parallel_size, tensor_parallel_size)]
+    return devices if "auto" in sizes else math.prod(sizes)
+
+
+@dataclass(frozen=True)
+class IslandPlace:
+    """The number of a process's island, its rank in there, the number of its processes, and where these meet."""
+
+    island: int
+    rank: int
+    size: int
+    meeting: tuple[str, int] = ("", 0)
+
+
+class Division:
+    """The islands of one Trainer.
+
+    Args:
+        run: to which they attach.
+        size: processes of each.
+        environment: Lightning's, which knows all of the Trainer's processes.
+        devices: this machine's.
+        num_nodes: number of machines.
+    """
+
+    def __init__(self, run: HostedRun, size: int, environment: Any, devices: list[Any], num_nodes: int) -> None:
+        if size < 1 or len(devices) % size:
+            raise ConfigurationError(
+                f"Islands of {size} device(s) were asked for on a machine with devices={len(devices)}. Expected a "
+                "number of devices that is a multiple of that: an island is a group of devices of one machine."
+            )
+        self.run, self._size, self._environment, self._devices = run, size, environment, devices
+        self.islands = num_nodes * len(devices) // size
+        self._place: IslandPlace | None = None
+
+    @property
+    def place(self) -> IslandPlace:
+        """This process's, once it runs."""
+        if self._place is None:
+            environment, here = self._environment, len(self._devices) // self._size
+            number, rank = divmod(environment.local_rank(), self._size)
+            self._place = IslandPlace(environment.node_rank() * here + number, rank, self._size)
+        return self._place
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the island of the main process, which logs and writes checkpoints unless it is lost."""
+        return self.place.island == 0
+
+    def enter(self, strategy: Any) -> None:
+        """Have a strategy, and its Trainer, see the devices of this process's island only."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() != self._size:
+            raise ConfigurationError(
+                f"Islands of {self._size} device(s) were asked for, and this process has a process group of "
+                f"{dist.get_world_size()} already, of an earlier Trainer. Expected islands of that size in all "
+                "Trainers of a script, or a script for each."
+            )
+        self._place = self._meet()
+        first = self._environment.local_rank() - self.place.rank
+        strategy.parallel_devices = self._devices[first : first + self._size]
+        strategy.num_nodes = 1
+        strategy.cluster_environment = _placed(self._environment, self.place)
+
+    def _meet(self) -> IslandPlace:
+        """The place, with where the island's processes make their process group: its first process chooses that."""
+        place, name = self.place, f"meeting of island {self.place.island}"
+        if place.meeting[1]:
+            return place
+        if place.rank == 0:
+            main = self._environment.main_address
+            host = LOOPBACK if self.islands * self._size == len(self._devices) else local_address_towards(main)
+            self.run.tell(name, [host, free_port(host)])
+        host, port = self.run.ask(name, f"The first process of island {place.island}")
+        return IslandPlace(place.island, place.rank, place.size, (str(host), int(port)))
+
+    def speak(self) -> None:
+        """Let only the main process log and warn, until the run says who does."""
+        if not self.is_first:
+            become_global_zero(self.place.island * self._size + self.place.rank)
+
+    def watch(self) -> Callable[[], None]:
+        """In the main process: expect a process to end whose island is lost. Returns a function that ends this."""
+        overseer = supervisor.current()
+        if not self.run.is_main or overseer is None:
+            return lambda: None
+
+        def report(rank: int, pid: int, code: int) -> None:
+            island, others = rank // self._size, range(rank - rank % self._size, rank - rank % self._size + self._size)
+            overseer.excuse(*others)
+            if code:
+                log.warning(
+                    "Island %d is lost: its process %d ended with exit code %d. The other islands continue without it.",
+                    *(island, pid, code),
+                )
+
+        overseer.on_worker_exit(report)
+        return lambda: overseer.on_worker_exit(None)
+
+    # ------------------------------------------------------------------ the order in which islands begin and end
+
+    def await_turn(self) -> None:
+        """Wait for the island before this one to have prepared its data: the main process's island is the first."""
+        if self.place.island and self.place.rank == 0:
+            self.run.ask(f"island {self.place.island - 1} has prepared its data", f"Island {self.place.island - 1}")
+
+    def pass_turn(self) -> None:
+        """Let the next island begin."""
+        if self.place.rank == 0:
+            self.run.tell(f"island {self.place.island} has prepared its data", True)
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Have torch make the island's process group where its processes meet, and not all of the Trainer's."""
+        before = {name: os.environ.pop(name) for name in _MEETING if name in os.environ}
+        try:
+            yield
+        finally:
+            for name in _MEETING:
+                os.environ.pop(name, None)
+            os.environ.update(before)
+
+
+def _placed(environment: Any, place: IslandPlace) -> Any:
+    """A cluster environment that knows the processes of one island."""
+    known = environment if not isinstance(environment, _Placed) else environment.environment
+    found = object.__new__(_placed_class(type(known)))  # type: ignore[arg-type]
+    vars(found).update(vars(known), environment=known, place=place)
+    return found
+
+
+@functools.cache
+def _placed_class(kind: type) -> Any:
+    return types.new_class(f"Island{kind.__name__}", (_Placed, kind))
+
+
+class _Placed:
+    """A process's place in its island; the rest is the environment's."""
+
+    environment: Any
+    place: IslandPlace
+    creates_processes_externally = True
+
+    @property
+    def main_address(self) -> str:
+        return self.place.meeting[0]
+
+    @property
+    def main_port(self) -> int:
+        return self.place.meeting[1]
+
+    def world_size(self) -> int:
+        return self.place.size
+
+    def global_rank(self) -> int:
+        return self.place.rank
+
+    def local_rank(self) -> int:
+        return self.place.rank
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+    def teardown(self) -> None:
+        self.environment.teardown()

@@ -1,0 +1,147 @@
+"""An elastic run that a job hosts for itself: one Trainer's islands attach to it as those of several Trainers would."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.loop import job_address
+from lightning_asgd.loop.job_address import Surroundings
+from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.processes.server_handle import child_environment
+from lightning_asgd.transports import job_secret
+from lightning_asgd.transports.addresses import LOOPBACK, listens, resolve
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = ["HostedRun", "free_port"]
+
+_POLL_S = 0.1
+_STOP_S = 10.0
+_COMMAND = "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"
+
+
+class HostedRun:
+    """The run of one call of a Trainer. The job's main process starts ``lightning-asgd serve`` for it.
+
+    Args:
+        number: of the strategy, equal in all processes of the job.
+        num_servers: processes that share the weights.
+        transport: as the program asked for it.
+        start_timeout_s: seconds to wait for the main process and for the servers.
+
+    Attributes:
+        fits: whether the next call trains. Set before :meth:`begin`: else nothing is started.
+        is_main: whether this process hosts the run.
+        transport: how messages are sent, once a call has begun.
+    """
+
+    def __init__(self, number: int, num_servers: int, transport: str, start_timeout_s: float) -> None:
+        self.fits = self.is_main = False
+        self.transport = ""
+        self._number, self._num_servers, self._asked = number, num_servers, transport
+        self._start_timeout_s = start_timeout_s
+        self._calls = 0
+        self._address: tuple[str, int] | None = None
+        self._served: tuple[str, int, str] | None = None  # where this process serves the run, and its name
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {**vars(self), "_process": None}
+
+    def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
+        """Find or host the rendezvous; in the main process, start the servers of a call that trains."""
+        one_machine = place.num_nodes == 1 and (rank_variables.address() is not None or not place.external)
+        self.transport, _, kind = job_address.choose_transport(
+            self._asked, one_machine=one_machine, say=say if is_main else None
+        )
+        kind.provide_secret(one_machine=one_machine)
+        job_secret.treat_as_given()  # the run's servers and their workers see a run of others
+        self._address = job_address.find_address(kind, place, is_main=is_main)
+        self.is_main, self._calls = is_main, self._calls + 1
+        if is_main and self.fits:
+            spans = place.num_nodes > 1 or place.foreign
+            self._serve(resolve(self._address[0]) if spans else LOOPBACK)
+
+    def _serve(self, host: str) -> None:
+        overseer, run = supervisor.ensure_watch(), secrets.token_hex(4)
+        port = free_port(host)
+        options = {"host": host, "port": port, "run-id": run, "num-servers": self._num_servers}
+        options["transport"] = self.transport
+        environment = child_environment()
+        path = [environment["PYTHONPATH"], *filter(None, sys.path), os.getcwd()]  # an algorithm may be a user's own
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, "serve", *(f"--{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+            start_new_session=True,  # Ctrl-C ends it after the islands have left
+        )
+        overseer.register(self._process.pid)
+        self._served = host, port, run
+
+    def find(self) -> tuple[tuple[str, int], str]:
+        """Wait for the servers. Returns the run's address and its name."""
+        if self._served is not None:
+            self._await_servers(*self._served[:2])
+            self.tell("run", list(self._served))
+        host, port, run = self.ask("run", "The main process")
+        return (str(host), int(port)), str(run)
+
+    def _await_servers(self, host: str, port: int) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while not listens(host, port):
+            code = None if self._process is None else self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                what = f"ended with exit code {code}" if code is not None else f"is not at port {port} yet"
+                raise LaunchError(
+                    f"The servers of the islands' run did not start within {self._start_timeout_s:g} s: "
+                    f"`lightning-asgd serve` {what}. Expected it to start. Its output above says why."
+                )
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Stop the servers, if this process has started them."""
+        process, self._process, self._served = self._process, None, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    # ------------------------------------------------------------------ what the job's processes say to each other
+
+    def tell(self, what: str, value: Any) -> None:
+        """Let the job's other processes know something about this call."""
+        with self._rendezvous() as rendezvous:
+            rendezvous.put(self._key(what), value)
+
+    def ask(self, what: str, who: str, timeout_s: float | None = None) -> Any:
+        """Wait until a process has told it."""
+        with self._rendezvous() as rendezvous:
+            return rendezvous.get(self._key(what), who, timeout_s or self._start_timeout_s)
+
+    def _key(self, what: str) -> str:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the rendezvous over its restarts
+        return f"islands/{attempt}.{self._number}.{self._calls}/{what}"
+
+    def _rendezvous(self) -> Rendezvous:
+        if self._address is None:
+            raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
+        return Rendezvous.connect(*self._address, self._start_timeout_s, transport=self.transport)
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that no process listens at now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,202 @@
+"""A Trainer whose devices are divided into islands: two islands of two processes, started by Lightning or torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.island_division import size_of_islands
+from lightning_asgd.algorithms import DiLoCo
+from lightning_asgd.errors import ConfigurationError
+from tests.helpers.programs import environment
+from tests.lightning.models import trainer
+from tests.lightning.test_processes import wait_until
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+
+import pytorch_lightning as pl
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch.utils.data import DataLoader
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.algorithms import ASGD
+from tests.lightning.test_islands import Counting, numbered
+
+folder, epochs, kinds, rank = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], os.environ.get("LOCAL_RANK", "0")
+
+
+class Prepared(Counting):
+    def prepare_data(self):
+        with open(folder / "prepared", "a") as file:
+            print(rank, file=file)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[2].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("count", self.net(batch[2]).mean(), sync_dist=True)
+
+
+for kind in kinds:
+    island = 2 if kind == "DDP" else ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
+    strategy = ASGDStrategy(nsync=3, algorithm=ASGD("sum"), island=island)
+    options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder / kind)
+    trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=epochs, **options)
+    net = Prepared(folder / f"{rank}.mark", sharded=kind == "FSDP2")
+    trainer.fit(net, DataLoader(numbered(), batch_size=4))
+    print("trained", kind, flush=True)
+    ((metrics,)) = trainer.validate(net, DataLoader(numbered(), batch_size=16), verbose=True)
+    weight = net.net[0].weight
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    about = dict(counts=weight.flatten().tolist(), place=[trainer.global_rank, trainer.world_size, trainer.num_devices])
+    about.update(zero=trainer.is_global_zero, best=trainer.checkpoint_callback.best_model_path, metrics=metrics)
+    about.update(seen=sorted(n for batch in net.seen for n in batch), step=trainer.global_step)
+    (folder / f"{kind}{rank}.json").write_text(json.dumps(about))
+"""
+SAMPLES, DEVICES = 128, 4
+
+
+class Job:
+    """The program as a process, and what it leaves."""
+
+    def __init__(self, folder: Path, epochs: int, *kinds: str, launcher: Sequence[str] = ()) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(PROGRAM)
+        self.output = folder / "output"
+        self.main = subprocess.Popen(
+            [sys.executable, *launcher, "train.py", str(folder), str(epochs), *kinds],
+            cwd=folder,
+            env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=self.output.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def results(self, kind: str, ranks: Sequence[int] = range(DEVICES)) -> list[dict[str, Any]]:
+        assert self.main.wait(100) == 0, self.output.read_text()[-4000:]
+        return [json.loads((self.folder / f"{kind}{rank}.json").read_text()) for rank in ranks]
+
+    def process(self, rank: int) -> psutil.Process:
+        children = psutil.Process(self.main.pid).children()
+        scripts = [each for each in children if any(word.endswith("train.py") for word in each.cmdline())]
+        return next(each for each in scripts if each.environ().get("LOCAL_RANK") == str(rank))
+
+    @property
+    def left(self) -> list[psutil.Process]:
+        processes = psutil.process_iter(["cwd"])
+        return [each for each in processes if each.info["cwd"] == str(self.folder) and each.pid != os.getpid()]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    started: list[Job] = []
+
+    def start(*about: Any, **options: Any) -> Job:
+        started.append(Job(tmp_path, *about, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.main.kill()
+        each.main.wait()
+        wait_until(lambda each=each: not each.left, 10, "the end of all processes")  # type: ignore[misc]
+
+
+def check(found: list[dict[str, Any]], epochs: int) -> None:
+    """Each sample was trained once per epoch, and all processes end with the same weights, metrics and files."""
+    assert [each["place"] for each in found] == [[0, 2, 2], [1, 2, 2]] * 2
+    assert [each["zero"] for each in found] == [True, False, False, False]
+    assert all(each["seen"] for each in found)  # `counts` says how often: an update may be discarded
+    for each in found:
+        assert each["counts"] == [float(epochs)] * SAMPLES
+        assert each["metrics"] == {"count": float(epochs)}
+        assert each["best"] == found[0]["best"]
+    assert Path(found[0]["best"]).exists()
+
+
+@pytest.mark.timeout(120)
+def test_two_islands_share_an_epoch_and_a_script_fits_twice(job: Any) -> None:
+    started = job(2, "DDP", "FSDP2")
+    for kind in ("DDP", "FSDP2"):
+        check(started.results(kind), 2)
+    output = started.output.read_text()
+    assert output.count("Validate metric") == 2  # of the main process alone
+    assert "no other worker has joined" not in output
+    prepared = (started.folder / "prepared").read_text().split()
+    assert prepared == ["0", "2"] * 4  # one island after the other, in two fits and two validations
+    assert not started.left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_torchrun_starts_the_processes(job: Any) -> None:
+    started = job(2, "DDP", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"))
+    check(started.results("DDP"), 2)
+    assert not started.left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("victim", [2, 3])
+def test_the_other_island_continues_when_a_process_is_killed(job: Any, victim: int) -> None:
+    started = job(6, "DDP")
+    mark = started.folder / f"{victim}.mark"
+    wait_until(lambda: mark.exists() and mark.read_text() >= "1", 90, "training")
+    started.process(victim).send_signal(signal.SIGKILL)
+    first, second = started.results("DDP", range(2))
+    assert first["counts"] == second["counts"] == [6.0] * SAMPLES
+    assert "Island 1 is lost: its process" in started.output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_job_ends_when_a_process_of_the_main_process_s_island_is_killed(job: Any) -> None:
+    started = job(50, "DDP")
+    mark = started.folder / "1.mark"
+    wait_until(lambda: mark.exists() and mark.read_text() >= "1", 90, "training")
+    started.process(1).send_signal(signal.SIGKILL)
+    assert started.main.wait(30) == 1
+    wait_until(lambda: not started.left, 15, "the end of all processes")
+
+
+def test_the_size_of_islands() -> None:
+    assert size_of_islands(2, None, 4) == 2
+    assert size_of_islands("ddp", DDPStrategy(), 4) == 4
+    inside = ModelParallelStrategy(2, 1)
+    assert size_of_islands(inside, inside, 4) == 2
+    assert size_of_islands(ModelParallelStrategy(), ModelParallelStrategy(), 8) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"island": 0}, "island=0. Expected a whole number of at least 1"),
+        ({"island": True}, "island=True"),
+        ({"island": 2, "data": "split"}, "data='split' was given with island=2"),
+        ({"island": 2, "algorithm": DiLoCo()}, "DiLoCo was given with island=2. Expected an algorithm whose workers"),
+        ({"island": 2, "min_workers": 2}, "min_workers was given with island=2"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        ASGDStrategy(**options)
+
+
+def test_a_trainer_s_devices_are_a_multiple_of_an_island_s(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Islands of 2 device\(s\) were asked for .* devices=3"):
+        trainer(tmp_path, ASGDStrategy(island=2), devices=3)
+    with pytest.raises(ConfigurationError, match=r"island=2 was given with server=.* devices=4"):
+        trainer(tmp_path, ASGDStrategy(island=2, server="127.0.0.1:1", run_id="r"), devices=4)
