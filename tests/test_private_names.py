@@ -24,6 +24,7 @@ DOCUMENTED = {"__init__", "automatic_optimization", "epoch_loop", "fit_loop", "o
 # Those that this package uses for something of its own as well, with what stands before their dot.
 SPELLED = {
     "_trainer": "module._trainer",
+    "_version": "logger._version",
     "batch_idx": "epoch_loop.batch_idx",
     "current": "batch_progress.current",
     "done": "fetcher.done",
@@ -50,10 +51,13 @@ TORCH: dict[str, set[str]] = {
     "_prefetch_factor": {"adapter.private_names"},
     "_try_put_index": {"streams.loader_processes"},
     "owner._buffers": {"worker.replica"},
+    "parameter._version": {"loop.weight_changes"},  # how often a tensor was changed in place
     # data sets with shards
     "_ex_iterable": {"streams.hugging_face"},
     "_starting_state_dict": {"streams.hugging_face"},
     "dataset._state_dict": {"streams.random_access"},
+    # the end of a backward pass, as DDP and FSDP learn of it
+    "_execution_engine": {"worker.program_gradients"},
     # processes
     "_prctl_pr_set_pdeathsig": {"adapter.process_launcher"},
     # torch.distributed

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter.batch_units import samples_in
 from lightning_asgd.adapter.class_trees import (
     CallbackExtension,
     Extension,
@@ -20,6 +19,7 @@ from lightning_asgd.adapter.class_trees import (
 )
 from lightning_asgd.adapter.private_names import Name, is_a, logged_step, tensorboard, wandb_logger
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import samples_in
 from lightning_asgd.monitoring.meter import Meter
 from lightning_asgd.monitoring.metric_definitions import Window, Windows, bars, measures, staleness
 from lightning_asgd.monitoring.metric_log import Entry, MetricLog

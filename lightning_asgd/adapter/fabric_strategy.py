@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.leased_pass import LeasedPass
 from lightning_asgd.loop.loop_controls import LoopControls
-from lightning_asgd.loop.loop_member import LoopMember, check_options
+from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions, raised_by
@@ -50,11 +50,16 @@ class _FabricShell(Shell):
 
 
 class _NoBackwardSync:
-    """What ``fabric.no_backward_sync()`` asks for: no gradient is ever synchronised."""
+    """What ``fabric.no_backward_sync()`` asks for. Only ``LayerWise`` synchronises gradients in backward at all."""
+
+    def __init__(self, strategy: FabricASGDStrategy) -> None:
+        self._strategy = strategy
 
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Do nothing."""
-        return contextlib.nullcontext()
+        """Have the backward after it send what backwards within it have accumulated."""
+        member = self._strategy._member
+        session = None if member is None else member.session
+        return contextlib.nullcontext() if session is None or not enabled else session.accumulating()
 
 
 class _OnDevice:
@@ -82,6 +87,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
     Args:
         server, run_id: an elastic run that the worker joins, with ``devices=1``.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
+        total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for Fabric's ``DDPStrategy``.
 
     All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
@@ -123,6 +129,8 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         seed: int = 0,
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        units: str | Callable[[Any], Any] | None = None,
+        total_steps: int | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -132,9 +140,8 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         given = dict(locals())
         names = "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"
         self._given = {name: given[name] for name in names}
-        fields = JobOptions.__dataclass_fields__
-        self.options = JobOptions(**{name: value for name, value in given.items() if name in fields})
-        check_options(self.options, "FabricASGDStrategy")
+        fields = LoopOptions.__dataclass_fields__
+        self.options = LoopOptions(**{name: value for name, value in given.items() if name in fields})
         self.stats = ExchangeStats()
         self._seed = seed
         self._job = TrainingJob.of(self.options)
@@ -149,7 +156,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     def _make_launcher(self) -> Any:
         """The launcher; None in an elastic run."""
-        private_names.backward_sync_control.set_of(self, _NoBackwardSync())
+        private_names.backward_sync_control.set_of(self, _NoBackwardSync(self))
         if self._job.attaches:
             check_is_one_worker(self.num_processes, self.num_nodes, self.cluster_environment)
             return None
@@ -163,7 +170,9 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
             self._join()
 
     def _join(self) -> LoopMember:
-        self._member = member = LoopMember(self.options, self._job, _FabricShell(self.root_device))
+        shell, interruptions = _FabricShell(self.root_device), Interruptions()
+        self._interruptions = interruptions
+        self._member = member = LoopMember(self.options, self._job, shell, interruptions)
         atexit.register(self._leave_at_exit)
         try:
             member.join(int(super().global_rank), int(self.world_size))
@@ -190,11 +199,10 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
                 "fabric.setup() was called with a second module and its optimizers. Expected one: put both modules "
                 "into a torch.nn.ModuleDict, and call fabric.setup(modules, optimizer_1, optimizer_2)."
             )
-        self._interruptions = interruptions = Interruptions()
         member = self._join() if self._member is None else self._member
         schedulers = [] if scheduler is None else [scheduler]
         try:
-            session = member.begin(module, optimizers, schedulers, None, interruptions, self.tree.say, self._seed)
+            session = member.begin(module, optimizers, schedulers, None, self.tree.say, self._seed)
         except BaseException as error:
             self._leave(error)
             raise

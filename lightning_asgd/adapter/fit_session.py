@@ -23,7 +23,7 @@ from lightning_asgd.adapter.checkpointing import (
     progress_in,
     progress_of,
 )
-from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients
+from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients, rank_zero_warn
 from lightning_asgd.adapter.data_choice import DataChoice
 from lightning_asgd.adapter.data_mode import when_data_are_set_up
 from lightning_asgd.adapter.fit_messages import FitMessages
@@ -32,10 +32,10 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
-from lightning_asgd.adapter.restarted_nsync import restarted_nsync
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
@@ -133,7 +133,7 @@ class FitSession(Participation):
             self._run.adopt_checkpoints()
         workers = self._membership.rank_and_size[1]
         share_posterior(trainer.optimizers, trainer.global_rank, self._config.algorithm.chains(workers))
-        self._period = restarted_nsync(self._config, trainer, workers)
+        self._find_period(_steps_of(trainer, self._config), rank_zero_warn)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
@@ -157,7 +157,7 @@ class FitSession(Participation):
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._trainer.strategy.announce()
-            self._period = restarted_nsync(self._config, self._trainer, self._run.rank_and_size[1])
+            self._find_period(_steps_of(self._trainer, self._config), rank_zero_warn)
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
     def note_fetched(self) -> None:
@@ -351,3 +351,14 @@ def _callback_modules(trainer: Any) -> list[Any]:
     """Extra modules that callbacks keep, such as averages of the trained module's weights."""
     held = (value for callback in trainer.callbacks for value in vars(callback).values())
     return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]
+
+
+def _steps_of(trainer: Any, config: ExchangeConfig) -> float:
+    """Steps of a fit, where they are asked for; raises a :class:`ConfigurationError` if they are not known then."""
+    steps: float = trainer.estimated_stepping_batches if config.restarted else 0
+    if config.restarted and not 0 < steps < math.inf:
+        raise ConfigurationError(
+            f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "
+            "max_steps=..., or with max_epochs=... and data that have a length."
+        )
+    return steps

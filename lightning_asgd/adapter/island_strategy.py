@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
@@ -25,6 +24,7 @@ from lightning_asgd.adapter.unattached import Takeable
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard

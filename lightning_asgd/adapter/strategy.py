@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
-from lightning_asgd.adapter.batch_units import counter_of
 from lightning_asgd.adapter.checkpointing import Resumption
 from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
 from lightning_asgd.adapter.engine_signals import heed_engine
@@ -30,6 +29,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership

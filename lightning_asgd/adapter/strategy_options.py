@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_asgd.adapter.batch_units import check_units, name_of_units
 from lightning_asgd.config import positive_int
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import name_of_units
 from lightning_asgd.loop.job_options import JobOptions
 
 __all__ = ["StrategyOptions"]
@@ -33,7 +33,6 @@ class StrategyOptions(JobOptions):
     """What a user gave; ``ASGDStrategy`` describes it."""
 
     data: str
-    units: Any
     start_method: str
     monitor: bool
     island: Any
@@ -51,7 +50,6 @@ class StrategyOptions(JobOptions):
             raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")
         if self.data not in _DATA:
             raise ConfigurationError(f"data={self.data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
-        check_units(self.units)
         if not isinstance(self.monitor, bool):
             raise ConfigurationError(
                 f"monitor={self.monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."

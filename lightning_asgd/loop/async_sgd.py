@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.nn import Module
 
@@ -16,9 +16,9 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.loop.job_address import Surroundings
-from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.loop_controls import LoopControls
-from lightning_asgd.loop.loop_member import LoopMember, check_options
+from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions
@@ -45,6 +45,7 @@ class AsyncSGD(LoopControls):
             start and end together, with the variables that torchrun sets; or a worker alone without these.
         run_id: name of that run.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
+        total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
 
     All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
 
@@ -66,6 +67,8 @@ class AsyncSGD(LoopControls):
         ...             model(x).square().mean().backward()
         ...             _ = optimizer.step()
     """
+
+    _in_job: ClassVar[AsyncSGD | None] = None  # the one of this process whose with block has begun
 
     def __init__(
         self,
@@ -90,14 +93,15 @@ class AsyncSGD(LoopControls):
         transport: str = "auto",
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        units: str | Callable[[Any], Any] | None = None,
+        total_steps: int | None = None,
     ) -> None:
         given = dict(locals())
-        names = JobOptions.__dataclass_fields__
-        self._options = JobOptions(**{name: value for name, value in given.items() if name in names})
+        names = LoopOptions.__dataclass_fields__
+        self._options = LoopOptions(**{name: value for name, value in given.items() if name in names})
         self._module = module
         self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
-        _check(module, self._listed_optimizers)
-        check_options(self._options, "AsyncSGD")
+        _check(module, self._listed_optimizers, self._listed_schedulers)
         self._job = TrainingJob.of(self._options)
         self._seed = seed
         self._loaded: Mapping[str, Any] | None = None
@@ -111,17 +115,24 @@ class AsyncSGD(LoopControls):
         """Join, and take the weights and the progress of the other workers."""
         if self._member is not None:
             raise ASGDError("This AsyncSGD is in use already. Expected one with block at a time.")
+        if AsyncSGD._in_job is not None and not self._job.attaches:
+            raise ASGDError(
+                "Another AsyncSGD of this process is in use in the same job. Expected one with block at a time. To "
+                "train several modules together, put them into a torch.nn.ModuleDict, and give all their optimizers."
+            )
         shell = Shell()
         shell.device = next(self._module.parameters()).device
         self._interruptions = interruptions = Interruptions()
-        self._member = member = LoopMember(self._options, self._job, shell)
+        if not self._job.attaches:
+            AsyncSGD._in_job = self
+        self._member = member = LoopMember(self._options, self._job, shell, interruptions)
         try:
             place = surroundings()
             if not self._job.attaches:
                 self._job.begin(place, log.info, is_main=place.rank == 0)
             member.join(place.rank, place.world_size)
             mine = self._module, self._listed_optimizers, self._listed_schedulers
-            session = member.begin(*mine, self._loaded, interruptions, log.info, self._seed)
+            session = member.begin(*mine, self._loaded, log.info, self._seed)
         except BaseException as error:
             self._leave(error)
             raise
@@ -143,6 +154,8 @@ class AsyncSGD(LoopControls):
     def _leave(self, error: BaseException | None) -> None:
         member, interruptions = self._member, self._interruptions
         self._member = self._interruptions = None
+        if AsyncSGD._in_job is self:
+            AsyncSGD._in_job = None
         try:
             if member is not None:
                 member.leave(error)
@@ -221,15 +234,23 @@ def _listed(given: Any) -> Sequence[Any]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _check(module: Module, optimizers: Sequence[Any]) -> None:
+def _check(module: Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
     """Raise a :class:`ConfigurationError` for what cannot be trained, or whose steps cannot be counted."""
     if not isinstance(module, Module) or next(module.parameters(), None) is None:
         raise ConfigurationError(
             f"AsyncSGD was given {type(module).__name__}. Expected a torch.nn.Module with weights."
         )
+    if not optimizers:
+        raise ConfigurationError("AsyncSGD was given no optimizer. Expected at least one: its steps are counted.")
     for optimizer in optimizers:
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ConfigurationError(
                 f"AsyncSGD was given the optimizer {type(optimizer).__name__}. Expected torch.optim.Optimizer, whose "
                 "step hooks count the steps."
+            )
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "state_dict", None)):
+            raise ConfigurationError(
+                f"AsyncSGD was given the scheduler {type(scheduler).__name__}. Expected one of torch's, whose "
+                "state_dict() a worker that joins later takes over."
             )

@@ -20,7 +20,7 @@ from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.process_name import gone_among, pid_of, this_process
+from lightning_asgd.process_name import gone_among, pid_of
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.late_entry import EntryPoint
@@ -29,8 +29,6 @@ from lightning_asgd.worker.session_client import HeartbeatThread
 __all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
-
-_PROCESSES = "processes"  # the living workers' names of processes, by number
 
 
 class ElasticFleet(Fleet):
@@ -71,8 +69,6 @@ class ElasticFleet(Fleet):
 
     def _check_loop(self) -> None:
         """Raise if the run's workers count epochs in another way."""
-        if self.attachment.bootstraps:  # a worker that died before the run began may have left a note
-            return
         theirs, mine = self.attachment.loop, self._shell.loop
         if theirs not in (None, mine):
             raise ConfigurationError(
@@ -107,14 +103,11 @@ class ElasticFleet(Fleet):
 
         A server on another machine would miss their heartbeats only later.
         """
-        noted: dict[int, str] = self.client.note(_PROCESSES) or {}
-        living = {worker: process for worker, process in noted.items() if worker in self.board.living}
-        gone = gone_among(living.values())
-        for worker, process in living.items():
-            if process in gone:
+        before = self.attachment.processes
+        gone = gone_among(before.values())
+        for worker, process in before.items():
+            if process in gone and worker in self.board.living:
                 self.client.leave("its process has ended", worker=worker, pid=pid_of(process))
-        living = {worker: process for worker, process in living.items() if process not in gone}
-        self.client.note(_PROCESSES, {**living, self.client.connection.worker: this_process()})
 
     def begin_epoch(self) -> None:
         """Ask which workers take part: this worker's next heartbeat would report them too late."""
@@ -172,7 +165,7 @@ class ElasticFleet(Fleet):
         """The batch size of the run's first worker."""
         return self.attachment.reference_batch(mine) if mine else 0
 
-    def of_first_worker(self, mine: int) -> int:
+    def of_first_worker(self, mine: int, what: str = "") -> int:
         """This worker's own value: there is no collective in an elastic run."""
         return mine
 

@@ -331,9 +331,9 @@ class FixedFleet(Fleet):
         """The reference batch size: the chief's; ``mine`` is 0 if this worker's is not known."""
         return self._of_first("batch size", mine)
 
-    def of_first_worker(self, mine: int) -> int:
+    def of_first_worker(self, mine: int, what: str = "batches per step") -> int:
         """The chief's value. All workers call it together."""
-        return self._of_first("batches per step", mine)
+        return self._of_first(what, mine)
 
     def all_have(self, data: bytes) -> bool:
         """Whether all workers have the same training data, named by a digest; empty if a worker has none to share."""

@@ -12,10 +12,11 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import RUN_ENV, SERVER_ENV, ExchangeConfig, Timeouts, positive_int, server_address
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import check_units
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import check_name
 
-__all__ = ["JobOptions"]
+__all__ = ["JobOptions", "LoopOptions"]
 
 _ON_FAILURE = ("continue", "abort")
 
@@ -56,6 +57,7 @@ class JobOptions:
     run_id: str | None
     max_offline_steps: int
     snapshot_every_s: float
+    units: Any
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +74,7 @@ class JobOptions:
             raise ConfigurationError(f"on_worker_failure={self.on_worker_failure!r}. Expected {expected}.")
         _ = self.policy
         positive_int("num_servers", self.num_servers)
+        check_units(self.units)
         if self.server is not None or self.run_id is not None:
             self._check_attaches()
             _ = self.address
@@ -124,3 +127,26 @@ class JobOptions:
 
     def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(JobOptions):
+    """What a user gave for a loop of the program's own; ``AsyncSGD`` describes it."""
+
+    total_steps: int | None
+
+    def __post_init__(self) -> None:
+        """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
+        super().__post_init__()
+        if self.total_steps is not None:
+            positive_int("total_steps", self.total_steps)
+        if self.config.restarted and self.total_steps is None:
+            raise ConfigurationError(
+                "nsync='restarted' was given without total_steps. Expected total_steps=..., the number of optimizer "
+                "steps that each worker takes: it is not known in a loop of your own, and the period follows from it."
+            )
+        if self.total_steps is not None and not self.config.restarted:
+            raise ConfigurationError(
+                f"total_steps={self.total_steps!r} was given with nsync={self.nsync!r}. Expected it with "
+                "nsync='restarted' only: it does not end the training."
+            )

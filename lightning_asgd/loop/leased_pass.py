@@ -204,6 +204,9 @@ class _Again:
 class Trainee:
     """What a pass calls between batches; see :class:`~lightning_asgd.loop.loop_session.LoopSession`."""
 
+    pass_token: object = None
+    """Tells the present pass from others; None if there is none."""
+
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """What is granted of a pass over the data, with ``accumulate`` batches per optimizer step.
 
@@ -211,7 +214,7 @@ class Trainee:
         """
         raise NotImplementedError
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch: Any) -> None:
         """A batch is about to be trained."""
         raise NotImplementedError
 
@@ -248,6 +251,14 @@ class LeasedPass:
     def __init__(self, trainee: Trainee, data: SharedData, accumulate: int) -> None:
         self._trainee, self._data, self._accumulate = trainee, data, accumulate
 
+    def _check_is_present(self, token: object) -> None:
+        if self._trainee.pass_token is not token:
+            raise ConfigurationError(
+                "A pass over batches() was continued after another one had begun, or after its epoch had ended. "
+                "Expected one pass at a time. To train on two data sets together, make one of them, for instance with "
+                "torch.utils.data.StackDataset."
+            )
+
     def __len__(self) -> int:
         return math.ceil(len(self._data) / self._trainee.workers)
 
@@ -258,15 +269,16 @@ class LeasedPass:
         if loader is None:
             trainee.end_pass()
             return
-        batches, more = iter(loader), True
+        batches, more, token = iter(loader), True, trainee.pass_token
         try:
             while more:
                 batch = next(batches, nothing)
                 if batch is nothing:
                     more = trainee.has_more()
                 else:
-                    trainee.before_batch()
+                    trainee.before_batch(batch)
                     yield batch
+                    self._check_is_present(token)
                     more = trainee.after_batch()
                 if more and (batch is nothing or trainee.must_reload):
                     batches = iter(loader)

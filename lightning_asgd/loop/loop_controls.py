@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.config import positive_int
 from lightning_asgd.loop.leased_pass import LeasedPass, SharedData, share
 from lightning_asgd.loop.loop_session import LoopSession
 
@@ -56,8 +56,7 @@ class LoopControls:
 
     def _pass_over(self, data: Any, accumulate: int, options: dict[str, Any]) -> LeasedPass:
         session = self._in_use
-        if accumulate < 1:
-            raise ConfigurationError(f"accumulate={accumulate!r}. Expected a whole number of at least 1.")
+        positive_int("accumulate", accumulate)
         if self._data is None or self._data.data is not data or self._data.options != options:
             self._close_data()
             self._data = share(data, options, session.state.seed)
@@ -75,6 +74,16 @@ class LoopControls:
         passes over :meth:`batches`, which end with it. In an elastic run no worker waits.
         """
         self._in_use.sync()
+
+    def count_batch(self, batch: Any) -> None:
+        """With ``units=``, count what a batch of the program's own data holds. To be called before the batch's step.
+
+        Batches of :meth:`batches` are counted without it.
+
+        Raises:
+            ConfigurationError: it cannot be seen what the batch holds.
+        """
+        self._in_use.count_batch(batch)
 
     def stop(self) -> None:
         """End training with the present epoch of :meth:`epochs`: in a job and as the chief of a run for all workers."""

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership
-from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.shell import Shell
@@ -23,7 +22,7 @@ from lightning_asgd.monitoring.fit_summary import count
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes.engine import end_with_agent, requeue_job
 
-__all__ = ["LoopMember", "check_options"]
+__all__ = ["LoopMember"]
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +34,17 @@ class LoopMember:
         options: the program's.
         job: where the servers are; of a job, it has begun.
         shell: the program.
+        interruptions: Ctrl-C and SIGTERM of this process.
 
     Attributes:
         membership: in the job or the run, once it has joined.
         session: what it trains, once that has begun.
     """
 
-    def __init__(self, options: JobOptions, job: TrainingJob, shell: Shell) -> None:
-        self._options, self._job, self._shell = options, job, shell
+    def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell, interruptions: Interruptions) -> None:
+        self._options, self._job, self._shell, self._interruptions = options, job, shell, interruptions
         self.membership: AnyFleet | None = None
         self.session: LoopSession | None = None
-        self._interruptions: Interruptions | None = None
 
     def join(self, rank: int, world_size: int) -> None:
         """Join; ``rank`` and ``world_size`` are those of a job."""
@@ -64,18 +63,18 @@ class LoopMember:
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         loaded: Mapping[str, Any] | None,
-        interruptions: Interruptions,
         say: Callable[[str], None],
         seed: int,
     ) -> LoopSession:
         """Take the weights and the progress of the others, or bring the first ones; ``loaded`` is a checkpoint."""
-        self._interruptions = interruptions
+        _check_parameters(module, optimizers)
         config, state, membership = self._options.config, LoopState(seed=seed), self.membership
         if membership is None:
             raise RuntimeError("the worker has not joined")
         if loaded is not None:
             state.load(loaded, config.algorithm_name, self._job.num_servers)
-        session = LoopSession(module, optimizers, schedulers, membership, config, state, interruptions)
+        about = membership, self._options, state, self._interruptions
+        session = LoopSession(module, optimizers, schedulers, *about)
         self.session = session
         workers = count(session.workers, "worker")
         servers = count(membership.client.connection.transport.num_servers, "server")
@@ -89,8 +88,7 @@ class LoopMember:
         self.membership = self.session = None
         try:
             if self._job.attaches and isinstance(error, KeyboardInterrupt | SystemExit):
-                if self._interruptions is not None:
-                    self._interruptions.leave()
+                self._interruptions.leave()
                 if isinstance(error, SystemExit) and error.code == TIME_IS_UP:
                     requeue_job()  # first, since SLURM may not wait until this worker has left
             if membership is None:
@@ -118,12 +116,14 @@ class LoopMember:
         return True
 
 
-def check_options(options: JobOptions, program: str) -> None:
-    """Raise a :class:`ConfigurationError` for what needs a Trainer."""
-    config = options.config
-    if config.algorithm.payload is Payload.LAYERS or config.restarted:
-        what = config.algorithm_name if config.algorithm.payload is Payload.LAYERS else "nsync='restarted'"
-        raise ConfigurationError(
-            f"{what} was given to {program}. Expected another algorithm and a number, or a Trainer with ASGDStrategy: "
-            "it needs to know the whole loop."
-        )
+def _check_parameters(module: Module, optimizers: Sequence[Any]) -> None:
+    """Raise a :class:`ConfigurationError` if an optimizer trains what is not in the module, so is not exchanged."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if others:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} trains {len(others)} parameters that are not in the module, the first one "
+                f"of shape {tuple(others[0].shape)}: they would not be exchanged. Expected the module's parameters "
+                "only. Put all modules that are trained into a torch.nn.ModuleDict, and give that."
+            )

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.algorithms.base import Run
-from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet
+from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.leased_pass import SharedData, Trainee
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.weight_changes import WeightChanges
 from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.synchronizer import Waits, run
-from lightning_asgd.worker.trained_units import TrainedUnits
+from lightning_asgd.worker.program_gradients import ProgramGradients
+from lightning_asgd.worker.synchronizer import Synchronizer, Waits, run
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["LoopSession"]
+
+log = logging.getLogger(__name__)
 
 
 class LoopSession(Participation, Trainee):
@@ -43,28 +50,34 @@ class LoopSession(Participation, Trainee):
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         membership: AnyFleet,
-        config: ExchangeConfig,
+        options: LoopOptions,
         state: LoopState,
         interruptions: Interruptions,
     ) -> None:
-        super().__init__(module, membership, config, TrainedUnits(), measure=False, late_steps=False)
+        config, units = options.config, counter_of(options.units)
+        super().__init__(module, membership, config, units, measure=False, late_steps=False)
         self._all_optimizers, self._all_schedulers = optimizers, schedulers
-        self.state, self._interruptions = state, interruptions
+        self.state, self._interruptions, self._changes = state, interruptions, WeightChanges(module)
         self.stops = False  # whether this worker is to train no more
         self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
         self._abandoned = False  # whether the program has left the loop of the present pass
         self._exchanges = False  # whether an exchange has begun, and a signal may have ended it half done
         self._present: tuple[bytes, int] = b"", 0  # order and units of the present pass
+        self._after_pass = False  # whether some workers may have trained since they have ended a pass together
         self._steps = 0  # when the present batch began
+        self._flushes = self._counted = False  # whether steps with late gradients are taken; a batch was counted
         if membership.entry is not None:
             state.follow(membership.entry.progress, optimizers, schedulers)
         self._passes_before = state.passes  # when the present epoch began
         workers = membership.rank_and_size[1]
         rule = config.algorithm
         rule.check(Run(workers, 1, config.npush, tuple(optimizers), "32-true"))
+        self._training = replace(self._training, closures=False)
         self.synchronizer = self._set_up(state.versions)
         if state.servers and (self._run is not None or membership.is_chief):
             self.synchronizer.restore(state.servers)
+        if options.total_steps is not None:
+            self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
         share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
@@ -79,6 +92,15 @@ class LoopSession(Participation, Trainee):
 
     def _progress(self) -> dict[str, Any]:
         return self.state.progress(self._all_optimizers, self._all_schedulers)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Backward passes within it are followed by another one before the optimizer steps."""
+        layers = self.synchronizer
+        return layers.accumulating() if isinstance(layers, ProgramGradients) else nullcontext()
+
+    def _warn(self, message: str) -> None:
+        if self._membership.is_chief:
+            log.warning(message)
 
     @property
     def is_chief(self) -> bool:
@@ -104,28 +126,56 @@ class LoopSession(Participation, Trainee):
 
     # ------------------------------------------------------------------ steps
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to take a step, for a batch of ours or of the program's own data."""
+        if self._flushes:
+            return None
         if self._abandoned:
             self.leave_pass()
         if not self._in_batch:
             self._enter_interval()
+            self._check_counted()
+        layers = self.synchronizer
+        return layers.before_step(optimizer, args, kwargs) if isinstance(layers, ProgramGradients) else None
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has taken a step."""
+        if self._flushes:
+            return
         found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, for an optimizer that skips steps itself
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
             return
         self.synchronizer.count_step(False if found_inf is None else found_inf)
+        self._units.step()
         if not self._in_batch and optimizer is self._all_optimizers[-1]:  # the program has data of its own
             self._advance()
+
+    def count_batch(self, batch: Any) -> None:
+        """Count what a batch of the program's own data holds."""
+        if self._in_batch:
+            raise ConfigurationError(
+                "count_batch() was called within a pass over batches(), which counts its batches itself. Expected the "
+                "call for batches of your own only."
+            )
+        self._units.begin(batch)
+        self._counted = True
+
+    def _check_counted(self) -> None:
+        if self._units.name and not self._counted:
+            raise ConfigurationError(
+                f"units={self._units.name!r} was given, and an optimizer takes a step for a batch that was not "
+                "counted. Expected count_batch(batch) before the step, if the batch is not one of batches()."
+            )
 
     def _enter_interval(self) -> None:
         """Leave a sync point, if this worker is at one."""
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
+            if not self._in_pass:
+                self._follow_growth()
             self._whole(self.synchronizer.begin())
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
+            self._changes.note()
 
     def _advance(self) -> None:
         """Between two steps: merge a reply that has arrived, and exchange if that is due."""
@@ -144,12 +194,15 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if self._config.algorithm.waits:
+        if self._config.algorithm.waits or self._config.algorithm.payload is Payload.LAYERS:
             raise ConfigurationError(
                 f"batches() was called with {type(self._config.algorithm).__name__}, whose workers wait for each "
                 "other. Expected a dataloader of your own that gives every worker an equal part."
             )
         self.leave_pass()
+        if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
+            self._sync("beginning of a pass", all_have_pushed=False)
+        self._follow_growth()
         self._leases.batch = data.batch
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
@@ -160,18 +213,25 @@ class LoopSession(Participation, Trainee):
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
         done, self._present = state.done_of(order, units), (order, units)
         key, step = f"{self._membership.session}/{state.passes}", reference * accumulate
-        self._in_pass = True
+        self._in_pass, self.pass_token = True, object()
         if done == ((0, units),):
             return None
         return data.open(self._leases, Epoch(key, units, (units,), order, done, step, shards), accumulate)
 
-    def before_batch(self) -> None:
+    def _follow_growth(self) -> None:
+        """Exchange parameters that were unfrozen since the latest sync point, too. All workers call it together."""
+        if self._collectives.phase is Phase.SYNC and self._has_grown():
+            self.set_up_again()
+
+    def before_batch(self, batch: Any) -> None:
         """Exchange, if that is due."""
         self._interruptions.raise_now()
         self._interruptions.defers = True
         self._enter_interval()
         self._advance()
         self._leases.begin_batch()
+        self._units.begin(batch)
+        self._counted = True
         self._in_batch, self._noted, self._steps = True, False, self.synchronizer.stats.steps
 
     def after_batch(self) -> bool:
@@ -183,6 +243,7 @@ class LoopSession(Participation, Trainee):
     def _note_batch(self) -> None:
         if not self._noted and not self._leases.end_batch(self.synchronizer.stats.steps):
             self._discard()
+            self._changes.note()
         self._noted = True
 
     def _note_step(self) -> None:
@@ -222,10 +283,12 @@ class LoopSession(Participation, Trainee):
             self._whole(self.synchronizer.flush())
             self._leases.stop(self._acknowledged)
         self._in_pass = self._in_batch = False
+        self.pass_token = None
         self._sync("end of a pass", all_have_pushed=trained)
         self.state.end_pass(*self._present)
         if not self.state.in_epoch:
             self.end_epoch()
+        self._after_pass = True
 
     def abandon_pass(self) -> None:
         """Have the next call of the program end the pass; see :meth:`leave_pass`."""
@@ -246,23 +309,53 @@ class LoopSession(Participation, Trainee):
         elif self._run is not None:
             for procedure in (self.synchronizer.flush, self.synchronizer.fetch, self.synchronizer.begin):
                 self._whole(procedure())
+            self._changes.note()
         else:
             raise ConfigurationError(
                 "sync() was called within a pass over batches(). Expected it between two passes: within one, workers "
                 "train different numbers of batches."
             )
 
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether other workers may have taken a step since the end of a pass, with gradients that were left over."""
+        enters = self._collectives.phase is Phase.ENTERING
+        return self._after_pass and self._run is None and not self._membership.alone and not enters
+
+    def _set_up(self, versions: list[int] | None) -> Synchronizer:
+        synchronizer = super()._set_up(versions)
+        self._changes.note()
+        return synchronizer
+
+    def _rejoin(self) -> None:
+        super()._rejoin()
+        self._changes.note()
+
     def _sync(self, name: str, *, all_have_pushed: bool) -> None:
         self._interruptions.raise_now()
         if self._run is not None:
             self._run.attachment.update()
         self._enter_late()
+        self._changes.check(self._membership.rank, moved=self.synchronizer.moved)
+        self._flushes = True
         run(self.synchronizer.flush())
+        self._flushes = False
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
-        mine = SyncReport(self.synchronizer.moved, self.stops, False, [], None, None, None, trained, False)
+        mine = SyncReport(self.synchronizer.moved, self.stops, self._has_grown(), [], None, None, None, trained, False)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.stops |= any(report.should_stop for report in met.values())
+        grown = {worker for worker, report in met.items() if report.grown}
+        if grown and grown != met.keys():
+            raise ConfigurationError(
+                f"Parameters were unfrozen on workers {sorted(grown)}, not on {sorted(met.keys() - grown)}. Expected "
+                "the same on all: unfreeze them between two passes or epochs, since workers train different numbers of "
+                "batches."
+            )
+        if grown:
+            self.set_up_again()
+        self._after_pass = False
+        self._changes.note()
 
     def _enter_late(self) -> None:
         if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
@@ -279,7 +372,7 @@ class LoopSession(Participation, Trainee):
         """An epoch has ended: agree on whether training does, and publish where it is."""
         self.leave_pass()
         self.state.end_epoch()
-        if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before:
+        if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before or self._is_uneven:
             self._sync("end of an epoch", all_have_pushed=False)
         self._passes_before = self.state.passes
         self.stops = self._membership.agree_to_stop(self.stops, self._progress)

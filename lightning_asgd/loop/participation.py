@@ -17,6 +17,7 @@ from torch.nn import Module
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
+from lightning_asgd.loop.restarted_nsync import restarted_nsync
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_nonfinite
 from lightning_asgd.protocol import SyncReport
@@ -126,6 +127,11 @@ class Participation:
     def _has_grown(self) -> bool:
         """Whether parameters were unfrozen, on every worker."""
         return bool(newly_trainable(self._module, self.synchronizer.layout))
+
+    def _find_period(self, steps: float, warn: Callable[[str], None]) -> None:
+        """With ``nsync="restarted"``, set the period for a training in which each worker takes ``steps``."""
+        workers = self._membership.rank_and_size[1]
+        self._period = restarted_nsync(steps, workers, self.optimizers, warn) if self._config.restarted else 0
 
     # ------------------------------------------------------------------ what happens to a worker's steps
 

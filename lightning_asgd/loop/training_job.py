@@ -95,6 +95,7 @@ class TrainingJob:
         name: random; two jobs that use one address one after the other have two. None before the first launch.
         interface: network interface for everything, ``"lo"`` on one machine.
         spans: whether workers may be on other machines.
+        external: whether a user or an engine has started the workers, such as torchrun.
         run_id: name of the elastic run that this process joins; empty for a job.
         hosts: which worker hosts the servers, where another one can take over; None where the main process does.
         program: tells the job from another one at the same address.
@@ -115,6 +116,7 @@ class TrainingJob:
     name: str | None = None
     interface: str = "lo"
     spans: bool = False
+    external: bool = False
     run_id: str = ""
     hosts: ServerHosts | None = None
     program: str = ""
@@ -155,6 +157,7 @@ class TrainingJob:
         # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
         started_here = rank_variables.address() is not None or not place.external
         one_machine = place.num_nodes == 1 and started_here
+        self.external = not started_here
         self.transport, self.why, kind = job_address.choose_transport(
             self.asked, one_machine=one_machine, say=say if is_main else None
         )
@@ -198,7 +201,9 @@ class TrainingJob:
         interface = self.interface
         if self.spans:
             interface = registry.kind_of(self.transport).open_to_others(rendezvous, interface)
-        settings = ServerSettings(interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves)
+        settings = ServerSettings(
+            interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves, watches=moves or self.external
+        )
         overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
         overseer.hot_standby = self.hot_standby and several
         if self.hosts is not None:

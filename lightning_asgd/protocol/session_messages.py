@@ -29,7 +29,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 27
+PROTOCOL = 28
 """Version of these messages. A server rejects a worker with another version."""
 
 
@@ -106,6 +106,7 @@ class Attached:
     notes: dict[str, Any]  # what the workers have published for each other: see `RunMetadata`
     heard: int = 0  # number of events before the worker joined
     chief: int = 0  # the worker that logs and writes checkpoints
+    processes: dict[int, str] = field(default_factory=dict)  # of the workers that took part before, by name
 
 
 @dataclass(frozen=True)

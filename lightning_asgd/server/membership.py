@@ -382,7 +382,7 @@ class Membership:
             self.end(
                 f"Workers {sorted(lost)} are silent, and {len(heard)} of {len(lost) + len(heard)} are left. "
                 "Expected at least half: if the network has split, the others train on without these servers. Look "
-                "for a job that still runs; else start the job again with trainer.fit(..., ckpt_path='last')."
+                "for a job that still runs; else start the job again from its last checkpoint."
             )
 
     def end(self, why: str) -> None:
@@ -402,7 +402,7 @@ class Membership:
         elif 0 < left < self.policy.min_workers:  # with none left, it may be this process's network that is down
             why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
         if why:
-            self.end(f"{why} Start the job again with trainer.fit(..., ckpt_path='last').")
+            self.end(f"{why} Start the job again from its last checkpoint: trainer.fit(..., ckpt_path='last').")
         return bool(why)
 
 

@@ -84,10 +84,13 @@ class RunRegistry:
         bootstraps = not self.bootstrapped
         if bootstraps and self.bootstrap_worker in members.living:
             return None
+        processes = {worker: members.processes[worker] for worker in members.living if worker in members.processes}
         worker = members.admit(message.about, now, message.process)
         if bootstraps:
             self.bootstrap_worker = worker
-        return Attached(worker, bootstraps, dict(self.metadata), members.forgotten + len(members.events), members.chief)
+            self.metadata.clear()  # of a worker that was lost while it published them
+        heard = members.forgotten + len(members.events)
+        return Attached(worker, bootstraps, dict(self.metadata), heard, members.chief, processes)
 
     def exited(self, session: str) -> dict[int, str]:
         """Workers whose processes have ended, as far as a session is concerned, and why."""

@@ -59,6 +59,7 @@ class ServerSettings:
     snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
     snapshot_every_s: float = 0.0  # seconds between two; 0 for none
     moves: bool = False  # whether other servers are started elsewhere if these end
+    watches: bool = False  # whether no process that has started the workers reports their ends
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def run_server(argv: list[str] | None = None) -> int:
         while not stopped and not shut and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
             _tick(service)
-            if (settings.run or settings.moves) and time.monotonic() > looked_for_gone + _GONE_S:
+            if (settings.run or settings.watches) and time.monotonic() > looked_for_gone + _GONE_S:
                 looked_for_gone = time.monotonic()
                 _report_gone(service)
             if time.monotonic() > looked + _LOOK_S:

@@ -40,6 +40,8 @@ class Attachment:
         self._notes: Mapping[str, Any] = {}
         self.bootstraps = False
         """Whether the run had no weights when this worker joined."""
+        self.processes: Mapping[int, str] = {}
+        """The processes of the workers that took part before, by name."""
 
     def arrive(self, device: Any) -> int:
         """Attach the worker, which trains on ``device``; waits for the run's first weights.
@@ -47,7 +49,7 @@ class Attachment:
         Returns the number of earlier events.
         """
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
-        self._notes, self.bootstraps = attached.notes, attached.bootstraps
+        self._notes, self.bootstraps, self.processes = attached.notes, attached.bootstraps, attached.processes
         self.note_chief(attached.chief)
         self.update()
         return attached.heard

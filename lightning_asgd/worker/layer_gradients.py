@@ -99,6 +99,7 @@ class LayerGradients(Synchronizer):
 
     versions: Sequence[int] = ()
     moved = False
+    _may_have_no_step = False  # between two sync points, where other workers have some
 
     def __init__(
         self,
@@ -182,12 +183,12 @@ class LayerGradients(Synchronizer):
         """Apply the gradients still in flight, and end this worker's phase, so that no other worker waits for it."""
         self._take_all_late()
         for step in [step for waiting in self._in_flight.values() for step in waiting]:
-            self._use(step)
+            self._use(step, keeps_none=False)
             self._late_steps.prepare(step.optimizer)
             step.optimizer.step()
             step.optimizer.zero_grad()
         self._in_flight.clear()
-        if self.moved:
+        if self.moved or self._may_have_no_step:
             for server in self._connection.servers:
                 self._connection.result(server, self._post(server, 0, -1, None))
         self._phase += 1
@@ -218,9 +219,13 @@ class LayerGradients(Synchronizer):
         for handle in self._handles:
             handle.remove()
 
+    def _present_step(self) -> _Step | None:
+        """The step whose backward runs; None if its gradients are not sent now."""
+        return self._now
+
     def _hook(self, bundle: _Bundle) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
-            step = self._now
+            step = self._present_step()
             if step is None or bundle not in step.bundles or bundle.number in step.futures:
                 return  # accumulated over several batches, of which this is not the last; or of another optimizer
             bundle.ready.add(id(parameter))
@@ -290,22 +295,25 @@ class LayerGradients(Synchronizer):
         message = LayerGradient(*self._connection.sender, self._phase, step, piece, gradient)
         return self._connection.post(server, message)
 
-    def _use(self, step: _Step, *, may_be_late: bool = False) -> None:
+    def _use(self, step: _Step, *, may_be_late: bool = False, keeps_none: bool = True) -> None:
         """Put a step's mean gradients into the parameters, now or later; layers that took no part are left out."""
         settings = [_settings(group) for group in step.optimizer.param_groups]
         for bundle in step.bundles:
             futures = step.futures.get(bundle.number)
             for index in bundle.layers:
                 if futures is not None and not (may_be_late and index in (self._called or ())):
-                    self._put(index, futures)
+                    self._put(index, futures, keeps_none=keeps_none)
                     continue
                 if futures is not None:
                     self._late[index] = _Late(step.optimizer, futures, settings)
                 for parameter in self._layers[index].parameters:
                     parameter.grad = None
 
-    def _put(self, index: int, futures: list[Future[Any]]) -> None:
-        """Wait for the mean gradient of a layer's bundle, and put the layer's part into its parameters."""
+    def _put(self, index: int, futures: list[Future[Any]], *, keeps_none: bool = False) -> None:
+        """Wait for the mean gradient of a layer's bundle, and put the layer's part into its parameters.
+
+        With ``keeps_none``, a parameter without a gradient gets none if the mean is zero.
+        """
         bundle, offset = self._bundle_of[index], 0
         pieces = enumerate(futures, start=bundle.number)
         means = [self._connection.result(self._server(number), future) for number, future in pieces]
@@ -313,6 +321,8 @@ class LayerGradients(Synchronizer):
         for parameter in self._layers[index].parameters:
             values = mean[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
+            if keeps_none and parameter.grad is None and not values.any():
+                continue
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(values)

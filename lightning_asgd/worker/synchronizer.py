@@ -70,6 +70,7 @@ class Training:
     optimizers: Callable[[], Sequence[Any]] = lambda: ()  # this worker's, once they exist
     # Whether a layer's step may be as late as its next forward: no code reads gradients after backward.
     late_steps: bool = False
+    closures: bool = True  # whether optimizers are given closures, which call backward
 
 
 class Synchronizer(Protocol):

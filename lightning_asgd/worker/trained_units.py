@@ -21,7 +21,7 @@ class TrainedUnits:
         self._count = count
         self._steps: Any = 0  # in all steps
         self._batches: Any = 0  # since the latest step
-        self._step: Any = 0  # in the latest step
+        self._step: Any = 0  # in the latest step, or in those that followed the latest batch
         self._stepped = False  # whether it followed the latest batch
         self._batch: Any = 0  # in the latest batch
 
@@ -32,8 +32,8 @@ class TrainedUnits:
 
     def step(self) -> None:
         """An optimizer has taken a step: with it the batches since the one before count."""
-        self._step, self._batches, self._stepped = self._batches, 0, True
-        self._steps = self._steps + self._step
+        self._step = self._step + self._batches if self._stepped else self._batches  # of another optimizer, maybe
+        self._steps, self._batches, self._stepped = self._steps + self._batches, 0, True
 
     def discard(self) -> None:
         """The latest batch, or the step that followed it, does not count: other workers have trained it."""

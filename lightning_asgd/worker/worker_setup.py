@@ -22,6 +22,7 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients
+from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.replica import Replica, places_of
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
@@ -84,7 +85,8 @@ def set_up(
         return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
         make_identical(collectives, state)
-        return LayerGradients(
+        kind = LayerGradients if training.closures else ProgramGradients
+        return kind(
             client.connection,
             layout,
             module,

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from lightning_asgd import AsyncSGD, process_name
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
+from lightning_asgd.loop.elastic_run import ElasticFleet
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
@@ -289,6 +290,39 @@ def test_a_worker_that_is_started_again_reports_that_its_predecessor_is_dead(ela
             assert members().living == {2, 3}
 
 
+def test_dead_workers_that_had_joined_at_once_are_both_reported(elastic: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = lambda: elastic.services[0].state.session.members  # type: ignore[union-attr]  # noqa: E731
+    note, both = SessionClient.note, threading.Barrier(2)
+
+    def at_once(client: SessionClient, name: str, value: Any = None, **more: Any) -> Any:
+        known = note(client, name, value, **more)
+        if name == "processes" and value is None:
+            both.wait(10.0)
+        return known
+
+    def lose(_: int) -> None:
+        asgd = counting(elastic)[2]
+        asgd.__enter__()
+        asgd._member.membership._stop()  # type: ignore[union-attr]
+        asgd._interruptions.close()  # type: ignore[union-attr]
+
+    _, _, first = counting(elastic)
+    with first:
+        other, mine = subprocess.Popen(["sleep", "60"]), this_process()
+        process_name._names[0] = machine_and_pid(other.pid) + mine.split("/")[-1]
+        monkeypatch.setattr(SessionClient, "note", at_once)
+        try:
+            run_workers(2, lose)
+        finally:
+            process_name._names[0] = mine
+            monkeypatch.undo()
+        assert members().living == {1, 2, 3}
+        other.kill()
+        other.wait()
+        with counting(elastic)[2]:
+            assert members().living == {1, 4}
+
+
 def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None:
     _, _, first = counting(elastic)
     _, _, second = counting(elastic)
@@ -304,22 +338,43 @@ def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None
         assert elastic.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
 
 
-def test_a_worker_begins_the_run_of_one_that_died_while_it_published(elastic: Run) -> None:
-    elastic.services[0].state.registry.metadata["loop"] = "a Trainer"
+def test_a_worker_begins_the_run_of_one_that_died_while_it_published(
+    elastic: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = SessionClient.note
+
+    def dies(client: SessionClient, name: str, value: Any = None, **more: Any) -> Any:
+        if name == "layout":
+            raise ServerLostError("This worker dies.")
+        return note(client, name, "a Trainer" if name == "loop" else value, **more)
+
+    monkeypatch.setattr(SessionClient, "note", dies)
+    _, _, dead = counting(elastic)
+    dead._loaded = {
+        "epoch": 3,
+        "passes": 3,
+        "data": {},
+        "finished": [],
+        "versions": [0],
+        "servers": (),
+        "algorithm": "ASGD",
+    }
+    with pytest.raises(ServerLostError), dead:
+        pass
+    monkeypatch.undo()
     model, optimizer, asgd = counting(elastic)
-    train_a_pass(asgd, model, optimizer)
+    with asgd, counting(elastic)[2] as late:
+        assert (asgd.epoch, late.epoch) == (0, 0)
+        for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+            step(model, optimizer, numbers)
     assert model.seen.tolist() == [1.0] * SAMPLES
 
 
 def test_a_worker_joins_although_it_cannot_report_dead_ones(elastic: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    note = SessionClient.note
+    def lost(*_: Any) -> None:
+        raise ServerLostError("Server 0 is lost.")
 
-    def lost(client: SessionClient, name: str, *about: Any, **more: Any) -> Any:
-        if name == "processes":
-            raise ServerLostError("Server 0 is lost.")
-        return note(client, name, *about, **more)
-
-    monkeypatch.setattr(SessionClient, "note", lost)
+    monkeypatch.setattr(ElasticFleet, "_report_dead", lost)
     model, optimizer, asgd = counting(elastic)
     train_a_pass(asgd, model, optimizer)
     assert model.seen.tolist() == [1.0] * SAMPLES
@@ -518,8 +573,9 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
             asgd.batches(DataLoader(numbered(3)), batch_size=2)
         with pytest.raises(ConfigurationError, match=r"batch_size=None\. Expected a torch DataLoader"):
             asgd.batches(DataLoader(numbered(3), batch_size=None))
-        with pytest.raises(ConfigurationError, match=r"^accumulate=0\. Expected"):
-            asgd.batches(numbered(3), accumulate=0)
+        for accumulate in (0, "2", 1.5):
+            with pytest.raises(ConfigurationError, match=rf"^accumulate={accumulate!r}\. Expected"):
+                asgd.batches(numbered(3), accumulate=accumulate)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match=r"without a batch\. Expected"):
             list(asgd.batches(numbered(3), batch_size=5, drop_last=True))
         with pytest.raises(ASGDError, match=r"in use already\. Expected"), asgd:
@@ -532,15 +588,137 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
     ):
         with pytest.raises(ConfigurationError, match=text):
             elastic.worker(model, optimizer, **wrong)
-    with pytest.raises(ConfigurationError, match=r"^LayerWise was given to AsyncSGD\. Expected "):
-        AsyncSGD(model, optimizer, algorithm="layerwise")
+    with pytest.raises(ConfigurationError, match=r"without total_steps\. Expected total_steps=\.\.\., the number of"):
+        AsyncSGD(model, optimizer, algorithm="local_sgd", nsync="restarted")
+    with pytest.raises(ConfigurationError, match=r"^total_steps=9 was given with nsync=10\. Expected it with"):
+        AsyncSGD(model, optimizer, total_steps=9)
+    with pytest.raises(ConfigurationError, match=r"^units='words'\. Expected 'samples'"):
+        AsyncSGD(model, optimizer, units="words")
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the optimizer int\. Expected torch"):
         elastic.worker(model, 3)
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given no optimizer\. Expected at least one"):
+        elastic.worker(model, [])
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given int\. Expected a torch\.nn\.Module"):
         elastic.worker(3, optimizer)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_steps_of_an_optimizer_that_was_not_given_are_reported(
+    elastic: Run, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, asgd = counting(elastic)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    with asgd:
+        for stepping, expected in ((optimizer, False), (other, True), (optimizer, False)):
+            caplog.clear()
+            for (numbers,) in DataLoader(numbered(6), 2) if own else asgd.batches(numbered(6), batch_size=2):
+                step(model, stepping, numbers)
+            asgd.sync()
+            assert ("none of the optimizers that it exchanges for has taken a step" in caplog.text) == expected
+
+
+def test_what_would_not_be_exchanged_is_refused(elastic: Run) -> None:
+    model, other = Counts(3), nn.Linear(2, 1)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0)
+    with (
+        pytest.raises(ConfigurationError, match=r"^SGD trains 2 parameters that are not .*\(1, 2\).*ModuleDict"),
+        elastic.worker(model, both),
+    ):
+        pass
+    with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the scheduler int\. Expected one of torch's"):
+        elastic.worker(model, torch.optim.SGD(model.parameters(), lr=1.0), schedulers=5)
+
+
+@pytest.mark.parametrize("how", ["both", "after its epoch"])
+def test_a_pass_that_another_one_has_ended_is_not_continued(elastic: Run, how: str) -> None:
+    model, optimizer, asgd = counting(elastic)
+
+    def train() -> None:
+        first, second = (asgd.batches(numbered(SAMPLES), batch_size=3) for _ in range(2))
+        if how == "both":
+            for (numbers,), _ in zip(first, second, strict=True):
+                step(model, optimizer, numbers)
+        batches = iter(first)
+        for _ in asgd.epochs(2):
+            step(model, optimizer, *next(batches))
+
+    with asgd, pytest.raises(ConfigurationError, match=r"^A pass over batches\(\) was continued after .*StackDataset"):
+        train()
+
+
+def test_a_run_refuses_parameters_that_are_unfrozen(elastic: Run) -> None:
+    model = nn.ModuleList([Counts(SAMPLES), Counts(SAMPLES)])
+    model[1].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asgd = elastic.worker(model, optimizer)
+
+    def train() -> None:
+        for _ in asgd.epochs(2):
+            for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+                optimizer.zero_grad()
+                model[0](numbers).backward()
+                optimizer.step()
+            model[1].requires_grad_(requires_grad=True)
+
+    with pytest.raises(ConfigurationError, match=r"parameters unfrozen, during fit in an elastic run\. Expected"), asgd:
+        train()
+
+
+def test_a_job_has_one_worker_in_a_process() -> None:
+    jobs, model = (Run(elastic=False), Run(elastic=False)), Counts(3)
+    first, second = (job.alone(model, torch.optim.SGD(model.parameters(), lr=1.0)) for job in jobs)
+    with first:
+        with pytest.raises(ASGDError, match=r"^Another AsyncSGD of this process is in use .*ModuleDict"), second:
+            pass
+        first.sync()
+    with second:
+        second.sync()
+    for job in jobs:
+        job.close()
+
+
 # ---------------------------------------------------------------------- data with shards
+
+
+def test_batches_are_counted_in_units(elastic: Run) -> None:
+    batches: list[float] = []
+    call = elastic.transport.call
+
+    def seen(server: int, message: Any, timeout_s: float) -> Any:
+        if isinstance(message, Exchange) and message.push:
+            batches.append(message.batch)
+        return call(server, message, timeout_s)
+
+    elastic.transport.call = seen  # type: ignore[method-assign]
+    model, optimizer, asgd = counting(elastic, units=lambda batch: batch[0].sum(), nsync=1)
+    with asgd:
+        for (numbers,) in asgd.batches(numbered(6), batch_size=2):
+            with pytest.raises(ConfigurationError, match=r"^count_batch\(\) was called within a pass over batches"):
+                asgd.count_batch([numbers])
+            step(model, optimizer, numbers)
+        assert batches == [1.0, 5.0, 9.0]
+        asgd.count_batch([torch.tensor([4])])
+        step(model, optimizer, torch.tensor([4]))
+        asgd.sync()
+        assert batches[3:] == [4.0]
+
+
+def test_a_batch_of_the_programs_own_that_is_not_counted_is_named(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic, units="samples")
+    with (
+        pytest.raises(ConfigurationError, match=r"^units='samples' was given, .* Expected count_batch\(batch\) before"),
+        asgd,
+    ):
+        step(model, optimizer, torch.tensor([4]))
+
+
+@pytest.mark.parametrize("rule", ["layerwise", "local_sgd"])
+def test_workers_that_wait_for_each_other_need_data_of_their_own(rule: str) -> None:
+    job, model = Run(elastic=False), Counts(3)
+    asgd = job.alone(model, torch.optim.SGD(model.parameters(), lr=1.0), algorithm=rule)
+    with pytest.raises(ConfigurationError, match=r"^batches\(\) was called with L.*Expected a dataloader of"), asgd:
+        list(asgd.batches(numbered(3)))
+    job.close()
 
 
 @pytest.mark.parametrize("known", [True, False])

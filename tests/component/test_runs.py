@@ -19,6 +19,7 @@ from lightning_asgd.layout import Role
 from lightning_asgd.loop.elastic_run import ElasticFleet
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import (
     Attach,
     Attached,
@@ -95,7 +96,8 @@ def test_workers_wait_for_the_first_ones_weights() -> None:
     service.handle(RunMetadata("s", 1, "layout", "x"))
     assert not waiting.done()
     service.handle(RunMetadata("s", 1, "founded", True))
-    assert waiting.value() == Attached(2, False, {"layout": "x", "founded": True}, heard=2, chief=1)
+    notes = {"layout": "x", "founded": True}
+    assert waiting.value() == Attached(2, False, notes, heard=2, chief=1, processes={1: this_process()})
 
 
 def test_if_the_first_one_dies_the_next_brings_its_weights() -> None:

@@ -72,7 +72,8 @@ class Run:
 
     def alone(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
         """The only worker of a job."""
-        asgd = self.worker(module, optimizers, **options)
+        asgd = AsyncSGD(module, optimizers, **{"nsync": 2, "algorithm": ASGD("sum"), **options})
+        asgd._job = self.job
         asgd._job.attaches, asgd._job.begin = False, lambda *about, **more: None  # type: ignore[misc, method-assign]
         return asgd
 

@@ -51,9 +51,17 @@ def bare() -> str:
     return digest(model)
 
 
+# Rules whose workers wait for each other, so each has data of its own.
+RULES: dict[str, dict[str, Any]] = {
+    "layerwise": {"algorithm": "layerwise"},
+    "restarted": {"algorithm": "local_sgd", "nsync": "restarted"},
+}
+TOTAL = EPOCHS * 13
+
+
 def plain_loop() -> str:
     model, optimizer = made()
-    with AsyncSGD(model, optimizer, nsync=2) as asgd:
+    with AsyncSGD(model, optimizer, nsync=2, units="samples") as asgd:
         for _ in asgd.epochs(EPOCHS):
             for batch in asgd.batches(data(), batch_size=BATCH):
                 step(model, optimizer, batch)
@@ -61,20 +69,24 @@ def plain_loop() -> str:
     return digest(model)
 
 
-def plain_loop_with_data_of_its_own() -> str:
+def total_of(rule: str) -> dict[str, Any]:
+    return {"total_steps": TOTAL} if rule == "restarted" else {}
+
+
+def plain_loop_with_data_of_its_own(rule: str = "") -> str:
     model, optimizer = made()
-    with AsyncSGD(model, optimizer, nsync=2) as asgd:
+    with AsyncSGD(model, optimizer, **{"nsync": 2, **RULES.get(rule, {}), **total_of(rule)}) as asgd:
         for _ in asgd.epochs(EPOCHS):
             for batch in DataLoader(data(), BATCH):
                 step(model, optimizer, batch)
-        assert asgd.stats.exchanges >= EPOCHS
+        assert asgd.stats.exchanges >= EPOCHS or rule == "layerwise"
+        assert asgd.stats.steps == TOTAL
     return digest(model)
 
 
-def fabric(package: str, *, leases: bool) -> str:
-    made_fabric = importlib.import_module(package).Fabric(
-        accelerator="cpu", devices=1, strategy=FabricASGDStrategy(nsync=2)
-    )
+def fabric(package: str, *, leases: bool, rule: str = "") -> str:
+    strategy: Any = FabricASGDStrategy(**{"nsync": 2, **RULES.get(rule, {}), **total_of(rule)})
+    made_fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=1, strategy=strategy)
     made_fabric.launch()
     strategy = made_fabric.strategy
     model, optimizer = made()
@@ -84,12 +96,13 @@ def fabric(package: str, *, leases: bool) -> str:
         for batch in strategy.batches(loader) if leases else loader:
             step(forward, steps, batch, made_fabric.backward)
     strategy.sync()
-    assert strategy.stats.exchanges >= EPOCHS
+    assert strategy.stats.exchanges >= EPOCHS or rule == "layerwise"
+    assert strategy.stats.steps == TOTAL
     strategy.teardown()
     return digest(model)
 
 
-def trainer(package: str, folder: Path) -> str:
+def trainer(package: str, folder: Path, rule: str = "") -> str:
     pl = importlib.import_module(package)
     model, optimizer = made()
 
@@ -107,9 +120,9 @@ def trainer(package: str, folder: Path) -> str:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     off = (*off, "use_distributed_sampler")  # which shuffles
     options: dict[str, Any] = {**dict.fromkeys(off, False), "max_epochs": EPOCHS, "default_root_dir": folder}
-    strategy = ASGDStrategy(nsync=2)
+    strategy = ASGDStrategy(**{"nsync": 2, **RULES.get(rule, {})})
     pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **options).fit(Module(), DataLoader(data(), BATCH))
-    assert strategy.stats.exchanges >= EPOCHS
+    assert strategy.stats.exchanges >= EPOCHS or rule == "layerwise"
     return digest(model)
 
 
@@ -132,3 +145,11 @@ def test_fabric(package: str, leases: bool, expected: str) -> None:
 @pytest.mark.parametrize("package", TRAINERS)
 def test_a_trainer(package: str, tmp_path: Path, expected: str) -> None:
     assert trainer(package, tmp_path) == expected
+
+
+@pytest.mark.filterwarnings("ignore:nsync='restarted'. the theory is about SGD")
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rules(rule: str, tmp_path: Path, expected: str) -> None:
+    assert plain_loop_with_data_of_its_own(rule) == expected
+    assert fabric(FABRICS[0], leases=False, rule=rule) == expected
+    assert trainer(TRAINERS[0], tmp_path, rule) == expected

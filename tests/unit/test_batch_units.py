@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.batch_units import counter_of, samples_in, tokens_in
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.batch_units import counter_of, samples_in, tokens_in
 from lightning_asgd.worker.trained_units import TrainedUnits
 
 
@@ -70,6 +70,12 @@ def test_what_is_in_steps_counts_and_what_is_discarded_does_not() -> None:
     units.begin("gh")
     assert units.total == 5
     units.step()
+    assert units.total == 7
+    units.step()  # of another optimizer
+    units.begin("kl")
+    units.step()
+    units.step()
+    units.discard()
     assert units.total == 7
     units.begin("i")  # one of several batches of a step, which others have trained
     units.discard()

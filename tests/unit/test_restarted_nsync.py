@@ -11,10 +11,12 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asgd.adapter.restarted_nsync import restarted_nsync
+from lightning_asgd.adapter.class_trees import rank_zero_warn
+from lightning_asgd.adapter.fit_session import _steps_of
 from lightning_asgd.algorithms.averaging import restarted_period
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.restarted_nsync import restarted_nsync
 from lightning_asgd.worker.exchange_period import Schedule
 
 CONFIG = ExchangeConfig.create(nsync="restarted", algorithm="local_sgd")
@@ -22,8 +24,9 @@ SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
 ADAM = torch.optim.Adam([torch.zeros(1)])
 
 
-def fit(steps: float, *optimizers: Any) -> Any:
-    return SimpleNamespace(estimated_stepping_batches=steps, optimizers=optimizers)
+def period(steps: float, workers: int, *optimizers: Any) -> int:
+    trainer = SimpleNamespace(estimated_stepping_batches=steps)
+    return restarted_nsync(_steps_of(trainer, CONFIG), workers, optimizers, rank_zero_warn)
 
 
 @pytest.fixture(autouse=True)
@@ -32,28 +35,28 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "workers", "period"),
+    ("steps", "workers", "expected"),
     [(100_000, 8, 3), (1_000_000, 4, 11), (256, 1, 4), (16**4, 16, 2), (10, 16, 1), (10_000, 1, 10)],
 )
-def test_the_period(steps: int, workers: int, period: int) -> None:
-    assert restarted_period(steps, workers) == period
-    assert period == 1 or period * workers**0.75 <= steps**0.25 * (1 + 1e-9) < (period + 1) * workers**0.75
+def test_the_period(steps: int, workers: int, expected: int) -> None:
+    assert restarted_period(steps, workers) == expected
+    assert expected == 1 or expected * workers**0.75 <= steps**0.25 * (1 + 1e-9) < (expected + 1) * workers**0.75
 
 
 def test_what_holds_is_not_commented_on() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert restarted_nsync(CONFIG, fit(1_000_000, SGD), 4) == 11
-        assert restarted_nsync(CONFIG, fit(10, SGD), 1) == 1
+        assert period(1_000_000, 4, SGD) == 11
+        assert period(10, 1, SGD) == 1
 
 
 def test_conditions_that_do_not_hold_are_reported() -> None:
     with pytest.warns(UserWarning, match=r"4 workers that take 63 steps .* only from 64 steps"):
-        assert restarted_nsync(CONFIG, fit(63, SGD), 4) == 1
+        assert period(63, 4, SGD) == 1
     with pytest.warns(UserWarning, match="not about Adam"):
-        assert restarted_nsync(CONFIG, fit(1_000_000, SGD, ADAM), 4) == 11
+        assert period(1_000_000, 4, SGD, ADAM) == 11
     with pytest.raises(ConfigurationError, match="number of steps, which is inf"):
-        restarted_nsync(CONFIG, fit(math.inf, SGD), 4)
+        period(math.inf, 4, SGD)
 
 
 def test_only_where_workers_continue_from_their_mean() -> None:

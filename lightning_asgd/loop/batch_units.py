@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.adapter.class_trees import apply_to_collection
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.trained_units import TrainedUnits
 
@@ -56,7 +56,7 @@ def tokens_in(batch: Any) -> Any:
             return tensor.numel()
     raise ConfigurationError(
         f"units='tokens', and a batch of type {type(batch).__name__} has no attention_mask, labels or tensor of "
-        "integers. Expected one, or a function: ASGDStrategy(units=lambda batch: ...)."
+        "integers. Expected one, or a function: units=lambda batch: ..."
     )
 
 
@@ -72,12 +72,22 @@ def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
     """The mappings that a batch consists of."""
     if isinstance(batch, Mapping):
         yield batch
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    for value in values:
+    for value in _parts(batch):
         yield from _mappings(value)
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in its order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    for value in _parts(batch):
+        yield from _tensors(value)
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """What a mapping, a sequence or an object of a dataclass holds; nothing of anything else."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, each.name) for each in fields(batch)]
+    return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
