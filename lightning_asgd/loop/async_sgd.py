@@ -93,6 +93,7 @@ class AsyncSGD(LoopControls):
         transport: str = "auto",
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
+        offload: bool = False,
         units: str | Callable[[Any], Any] | None = None,
         total_steps: int | None = None,
     ) -> None:

@@ -58,7 +58,7 @@ class JobOptions:
     max_offline_steps: int
     snapshot_every_s: float
     units: Any
-    offload: bool = False
+    offload: bool
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
